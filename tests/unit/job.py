@@ -1,0 +1,77 @@
+"""A job without Prefect or Ray: real slots, real files, the bodies of the tasks called directly."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.stager import Origin, Staged, Stager, pack_folder
+from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+
+
+@dataclass
+class Job:
+    """One job of ``world_size`` ranks on this node, all driven by the test."""
+
+    root: Path
+    spool: JobSpool
+    world_size: int = 1
+    roles: tuple[str, ...] = ("actor",)
+    stagers: dict[int, Stager] = field(default_factory=dict)
+
+    def origin(self, step: int, *, rank: int = 0, run: int = 1, **other: Any) -> Origin:
+        fields: dict[str, Any] = {
+            "root": str(self.root),
+            "run": run,
+            "step": step,
+            "kind": "checkpoint",
+            "role": "actor",
+            "roles": self.roles,
+            "rank": rank,
+            "world_size": self.world_size,
+            "node_ranks": tuple(range(self.world_size)),
+        }
+        return Origin(**{**fields, **other})
+
+    def stager(self, rank: int = 0) -> Stager:
+        if rank not in self.stagers:
+            self.stagers[rank] = Stager(self.spool, slot_wait_s=0.2)
+        return self.stagers[rank]
+
+    def stage(
+        self,
+        step: int,
+        states: dict[str, Any],
+        *,
+        rank: int = 0,
+        metadata: Path | None = None,
+        also: tuple[str, ...] = (),
+        **other: Any,
+    ) -> Staged:
+        packed = pack_folder(metadata) if metadata else None
+        origin = self.origin(step, rank=rank, **other)
+        return self.stager(rank).stage(origin, states, also=also, metadata=packed)
+
+    def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> Save:
+        return Save(str(self.root), run, step, kind, self.roles)
+
+    def persist(
+        self, step: int, *components: str, gather_s: float = 0.05, **other: Any
+    ) -> list[Written]:
+        options = WriteOptions(gather_s=gather_s)
+        save = self.save(step, **other)
+        return [
+            file
+            for component in components or ("model",)
+            for file in persist(self.spool, save, component, options)
+        ]
+
+    def commit(self, step: int, *components: str, **other: Any) -> Manifest:
+        """Persist and commit what was staged."""
+        written = self.persist(step, *components, **other)
+        save = self.save(step, **other)
+        manifest = commit(save, written)
+        release_slots(self.spool, save, written)
+        return manifest

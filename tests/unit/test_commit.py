@@ -1,0 +1,322 @@
+"""The commit protocol: a step is committed or it is not, whatever is missing, late or broken."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import (
+    Abandoned,
+    CommitError,
+    ImageError,
+    ManifestError,
+    MissingShards,
+    SaveError,
+    TicketError,
+)
+from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.writer import digest_of
+
+
+def state(value: float, size: int = 5000) -> dict[str, Any]:
+    return {"w": torch.full((size,), value)}
+
+
+def folder(job: Job, step: int) -> Path:
+    return job.root / f"global_step_{step}"
+
+
+def test_a_committed_step_names_every_file_with_size_and_digest(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "meta/huggingface").mkdir(parents=True)
+    (tmp_path / "meta/huggingface/config.json").write_text("{}")
+    (tmp_path / "meta/fsdp_config.json").write_text('{"world_size": 1}')
+    states = {"model": state(1), "optim": state(2), "extra_state": {"rng": 3}}
+    job.stage(7, states, metadata=tmp_path / "meta")
+    manifest = job.commit(7, "model", "optim", "extra_state", "metadata")
+    assert [file.path for file in manifest.files] == [
+        "actor/model_world_size_1_rank_0.pt",
+        "actor/optim_world_size_1_rank_0.pt",
+        "actor/extra_state_world_size_1_rank_0.pt",
+        "actor/fsdp_config.json",
+        "actor/huggingface/config.json",
+    ]
+    assert read_manifest(job.root, 7) == require_committed(job.root, 7)
+    for record in manifest.files:
+        path = folder(job, 7) / record.path
+        assert path.stat().st_size == record.nbytes
+        assert digest_of(path) == record.digest
+    assert (folder(job, 7) / ".full_checkpoint").exists()
+    assert read_iteration(job.root, "checkpoint") == read_iteration(job.root, "state_dict") == 7
+    assert job.spool.tickets() == ([], [])  # the slots are free again
+    assert not list(folder(job, 7).rglob("*.tmp"))
+
+
+def test_before_the_commit_no_file_has_its_name(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    job.persist(1)
+    assert not list(folder(job, 1).rglob("*.pt"))
+    assert not (folder(job, 1) / ".full_checkpoint").exists()
+    assert newest(job.root) is None
+
+
+def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    first = job.commit(3, kind="state_dict")
+    assert not (folder(job, 3) / ".full_checkpoint").exists()
+    model = folder(job, 3) / "actor/model_world_size_1_rank_0.pt"
+    inode = model.stat().st_ino
+    both = job.commit(3, "model", "optim")
+    assert model.stat().st_ino == inode
+    assert (first.kinds, both.kinds) == (("state_dict",), ("checkpoint", "state_dict"))
+    assert len(read_manifest(job.root, 3).files) == 2
+    assert (folder(job, 3) / ".full_checkpoint").exists()
+
+
+def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    sync = threading.Timer(0.1, job.commit, args=(3,), kwargs={"kind": "state_dict"})
+    sync.start()
+    written = job.persist(3, "model", "optim", gather_s=60)
+    sync.join()
+    assert [bool(file.temporary) for file in written] == [False, True]
+
+
+def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
+    job.roles = ("actor", "critic")
+    job.stage(2, {"model": state(1)})
+    with pytest.raises(MissingShards, match="role critic"):
+        job.commit(2)
+    assert read_manifest(job.root, 2) is None
+    job.stage(2, {"model": state(2)}, role="critic")
+    assert job.commit(2).roles == ("actor", "critic")
+
+
+def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
+    job.world_size = 2
+    job.stage(4, {"model": state(1), "optim": state(1)}, rank=0)
+    with pytest.raises(MissingShards, match=r"step 4 .*model of role actor rank 1"):
+        job.commit(4, "model", "optim")
+    assert newest(job.root) is None
+    assert read_iteration(job.root, "checkpoint") is None
+
+
+def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
+    job.world_size = 2
+    job.stage(4, {"model": state(1)}, rank=0)
+    job.stage(4, {"model": state(1)}, rank=1, world_size=3, node_ranks=(1,))
+    with pytest.raises(MissingShards, match=r"mixes shards of world sizes \[2, 3\]"):
+        job.commit(4)
+    assert newest(job.root) is None
+
+
+def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    slot = job.spool.tickets()[0][0].slot
+    os.truncate(slot, 100)
+    with pytest.raises(ImageError, match=r"step 4, role actor, rank 0 .*truncated: 100 of"):
+        job.commit(4)
+    assert newest(job.root) is None
+
+
+def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    path = ticket_path(job.spool.tickets()[0][0].slot)
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.raises((TicketError, MissingShards), match=r"actor\.model\.rank0|role actor"):
+        job.commit(4)
+    assert newest(job.root) is None
+    job.stage(6, {"model": state(1)})
+    job.commit(6)
+
+
+def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None:
+    job.stage(1, {"model": state(1)})
+    sealed = job.spool.tickets()[0][0]
+    job.commit(1)
+    for step in (2, 3):
+        job.stage(step, {"model": state(step)})
+    from trinity_sync.storage.persist import _check
+
+    with pytest.raises(ImageError, match="gave way to a later step"):
+        _check(job.save(1), sealed, memoryview(b""))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
+    job: Job, small_disk: Path
+) -> None:
+    job.root = small_disk
+    job.stage(4, {"model": state(1, size=2 << 20)})
+    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*No space left") as caught:
+        job.commit(4)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert not list(small_disk.rglob("*.tmp"))
+    assert job.spool.tickets()[0][0].ticket.step == 4
+    assert newest(job.root) is None
+
+
+def test_a_root_that_is_gone_is_named(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    job.root.rmdir()
+    with pytest.raises(SaveError, match=r"ckpts is gone"):
+        job.commit(4)
+
+
+def test_committing_twice_is_harmless(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    first = commit(job.save(4), written, clock=lambda: 1.0)
+    assert commit(job.save(4), written, clock=lambda: 1.0) == first
+
+
+def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    for file in written:  # the commit died after its renames
+        Path(file.temporary).rename(folder(job, 4) / file.record.path)
+    commit(job.save(4), written)
+    require_committed(job.root, 4)
+
+
+def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    written = job.persist(4)
+    final = folder(job, 4) / written[0].record.path
+    Path(written[0].temporary).unlink()
+    final.write_bytes(b"x" * written[0].record.nbytes)
+    with pytest.raises(SaveError, match="was changed before its commit"):
+        commit(job.save(4), written)
+    assert newest(job.root) is None
+
+
+def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
+    job.stage(10, {"model": state(10)})
+    job.stage(11, {"model": state(11)})
+    job.commit(11)
+    job.commit(10)
+    assert read_iteration(job.root, "checkpoint") == 11
+    assert newest(job.root).step == 11
+    require_committed(job.root, 10)
+
+
+@pytest.mark.parametrize("torn", ["", "4", "\x00\x00", "4x", "-1"])
+def test_an_empty_or_torn_iteration_file_is_mended_by_the_next_commit(job: Job, torn: str) -> None:
+    job.stage(4, {"model": state(1)})
+    job.commit(4)
+    (job.root / "latest_checkpointed_iteration.txt").write_text(torn)
+    assert newest(job.root).step == 4
+    job.stage(5, {"model": state(1)})
+    job.commit(5)
+    assert read_iteration(job.root, "checkpoint") == 5
+
+
+def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    path = folder(job, 5) / "manifest.json"
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ManifestError, match="torn"):
+        read_manifest(job.root, 5)
+    assert newest(job.root).step == 4
+    job.stage(5, {"model": state(5)})
+    job.commit(5)
+    assert newest(job.root).step == 5
+
+
+def test_an_edited_manifest_does_not_count(job: Job) -> None:
+    job.stage(4, {"model": state(1)})
+    job.commit(4)
+    path = folder(job, 4) / "manifest.json"
+    body = json.loads(path.read_text())
+    body["files"][0]["nbytes"] += 1
+    path.write_text(json.dumps(body))
+    with pytest.raises(ManifestError, match="altered"):
+        read_manifest(job.root, 4)
+
+
+def test_a_step_with_a_cut_file_is_not_resumed_from(job: Job) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    os.truncate(folder(job, 5) / "actor/model_world_size_1_rank_0.pt", 10)
+    assert newest(job.root).step == 4
+    with pytest.raises(CommitError, match="has 10 bytes"):
+        require_committed(job.root, 5)
+
+
+def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
+    """A known defect of the system that this one replaces: an abandoned later version came back."""
+    open_run(job.root, "first", 0)
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    job.stage(12, {"model": state(12)})  # handed over, not committed yet
+    assert open_run(job.root, "second", 10).number == 2
+    with pytest.raises(Abandoned, match="run 2 resumed from step 10"):
+        job.commit(12)
+    assert newest(job.root).step == 10
+    assert read_iteration(job.root, "state_dict") == 10
+
+
+def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(9, {"model": state(9)})
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    open_run(job.root, "second", 10)
+    job.commit(9)
+    assert newest(job.root).step == 10
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    for step in (10, 11, 12):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    (folder(job, 11) / "data.pt").write_text("the dataloader's, by the new run")
+    open_run(job.root, "second", 10)
+    job.stage(11, {"model": state(-11)}, run=2)
+    before = folder(job, 11).stat().st_ino
+    job.commit(11, run=2)
+    assert folder(job, 11).stat().st_ino != before  # exchanged as a whole
+    assert read_iteration(job.root, "checkpoint") == 11
+    assert newest(job.root).step == 11
+    again = torch.load(folder(job, 11) / "actor/model_world_size_1_rank_0.pt")
+    assert torch.equal(again["w"], state(-11)["w"])
+    assert (folder(job, 11) / "data.pt").exists()
+    require_committed(job.root, 11)
+
+
+def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:
+    assert [open_run(job.root, key, 0).number for key in ("a", "a", "b", "b")] == [1, 1, 2, 2]
+    assert newest_run(job.root).key == "b"
+
+
+def test_an_empty_save_is_refused(job: Job) -> None:
+    with pytest.raises(MissingShards):
+        commit(job.save(1), [])
+
+
+def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
+    import io
+    import tarfile
+
+    evil = io.BytesIO()
+    with tarfile.open(fileobj=evil, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../../outside"), io.BytesIO())
+    job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil.getvalue())
+    with pytest.raises(ImageError, match="outside"):
+        persist(job.spool, job.save(1), "metadata", WriteOptions(gather_s=0.05))

@@ -1,0 +1,150 @@
+"""An image is the file that torch.save would have written, as far as any reader can tell."""
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def image_of(state: Any) -> bytes:
+    layout, storages = lay_out(state)
+    image = torch.full((layout.nbytes + 5,), 0xAB, dtype=torch.uint8)
+    fill(image, layout, storages, headers=True)
+    return image[: layout.nbytes].numpy().tobytes()
+
+
+def loaded(image: bytes, **how: Any) -> Any:
+    return torch.load(io.BytesIO(image), **{"weights_only": True, **how})
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.stride() == other.stride()
+        assert torch.equal(
+            one.contiguous().view(-1).view(torch.uint8),
+            other.contiguous().view(-1).view(torch.uint8),
+        )
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_equal(left, right)
+    else:
+        assert one == other or (one != one and other != other)
+
+
+tensors = st.builds(
+    lambda dtype, shape, seed: torch.randint(
+        0, 2, shape, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    st.integers(0, 1000),
+)
+leaves = (
+    tensors | st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
+)
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(states)
+@settings(max_examples=150, deadline=None)
+def test_any_nested_state_comes_back_equal(state: Any) -> None:
+    assert_equal(loaded(image_of(state)), state)
+
+
+@given(states, states)
+@settings(max_examples=150, deadline=None)
+def test_a_known_layout_is_used_only_where_it_gives_the_same_file(first: Any, second: Any) -> None:
+    known, storages = lay_out(first)
+    image = torch.zeros(known.nbytes, dtype=torch.uint8)
+    fill(image, known, storages, headers=True)
+    layout, storages = lay_out(second, known)
+    if layout is known:
+        fill(image, layout, storages, headers=False)
+        assert_equal(loaded(image.numpy().tobytes()), second)
+
+
+def test_tied_tensors_and_views_stay_shared() -> None:
+    base = torch.randn(100, 7)
+    state = {"base": base, "tied": base, "rows": base[10:20], "turned": base.t()}
+    again = loaded(image_of(state))
+    assert_equal(again, state)
+    again["base"].zero_()
+    assert all(not tensor.any() for tensor in again.values())
+
+
+def test_tying_that_changes_is_laid_out_anew() -> None:
+    a, b = torch.zeros(4), torch.ones(4)
+    known, _ = lay_out([a, a, b])
+    layout, _ = lay_out([a, b, b], known)
+    assert layout is not known
+
+
+def test_a_plain_value_that_changes_is_laid_out_anew() -> None:
+    weight = torch.ones(3)
+    known, _ = lay_out({"w": weight, "lr": 0.1})
+    assert lay_out({"w": weight + 1, "lr": 0.1}, known)[0] is known
+    assert lay_out({"w": weight, "lr": 0.2}, known)[0] is not known
+    assert lay_out({"w": weight, "lr": -0.0}, lay_out({"w": weight, "lr": 0.0})[0])[0].structure
+    assert loaded(image_of({"lr": -0.0}))["lr"].hex() == "-0x0.0p+0"
+
+
+def test_arrays_and_random_states_are_taken_by_value() -> None:
+    numbers = np.arange(5)
+    state = {"numpy": np.random.get_state(), "array": numbers, "cpu": torch.get_rng_state()}
+    image = image_of(state)
+    numbers[:] = -1
+    again = loaded(image, weights_only=False)
+    assert again["array"].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(again["cpu"], state["cpu"])
+
+
+def test_an_ordered_state_dict_of_a_module_loads_back() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = module.state_dict()
+    again = loaded(image_of(state))
+    assert isinstance(again, OrderedDict)
+    assert again._metadata == state._metadata
+    module.load_state_dict(again)
+
+
+def test_tensor_data_starts_at_page_boundaries() -> None:
+    layout, _ = lay_out([torch.zeros(n) for n in (1, 5000, 3)])
+    assert all(offset % ALIGNMENT == 0 for offset, _ in layout.holes)
+
+
+def test_the_callers_alignment_setting_is_left_alone() -> None:
+    from torch.utils.serialization import config
+
+    before = config.save.storage_alignment
+    lay_out([torch.zeros(1)])
+    assert config.save.storage_alignment == before
+
+
+def test_a_state_that_cannot_be_pickled_is_the_callers_error() -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        lay_out({"x": (i for i in range(3))})

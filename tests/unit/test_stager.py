@@ -1,0 +1,175 @@
+"""Staging: one copy into warm slots, sealed; a trainer is never held up for ever."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import ImageError, SpoolError, SpoolFull
+from trinity_sync.snapshot.slot import locked
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.stager import Stager
+from trinity_sync.storage.persist import mark_failed
+
+
+def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:
+    sealed = [s for s in job.spool.tickets()[0] if s.ticket.step == step]
+    with locked(sealed[0].slot) as content:
+        copy = bytes(content[: sealed[0].ticket.nbytes])
+    import io
+
+    return torch.load(io.BytesIO(copy), weights_only=True)
+
+
+def test_what_is_staged_is_the_state_at_the_call(job: Job) -> None:
+    weight = torch.arange(10.0)
+    job.stage(1, {"model": {"w": weight}})
+    weight.fill_(-1)
+    assert staged_state(job, 1)["w"].tolist() == list(range(10))
+
+
+def test_slots_are_reused_and_never_shrink(job: Job) -> None:
+    inodes = set()
+    for step, size in enumerate((10_000, 900_000, 5, 700_000), start=1):
+        job.stage(step, {"model": {"w": torch.full((size,), float(step))}})
+        assert torch.equal(staged_state(job, step)["w"], torch.full((size,), float(step)))
+        inodes |= {s.slot.stat().st_ino for s in job.spool.tickets()[0]}
+        job.commit(step)
+    assert len(inodes) <= 2
+    assert max(p.stat().st_size for p in job.spool.folder.glob("*.slot")) >= 3_600_000
+
+
+def test_a_structure_that_changes_between_saves_leaves_no_trace_of_the_old_one(job: Job) -> None:
+    states = [
+        {"a": torch.zeros(1000), "b": torch.ones(10)},
+        {"a": torch.ones(1000), "b": torch.zeros(10)},
+        {"b": torch.ones(3, dtype=torch.bfloat16), "c": {"d": torch.tensor(2.5)}},
+        {"a": torch.zeros(1000), "b": torch.ones(10)},
+    ]
+    for step, state in enumerate(states, start=1):
+        job.stage(step, {"model": state})
+        job.commit(step)
+        file = job.root / f"global_step_{step}/actor/model_world_size_1_rank_0.pt"
+        again = torch.load(file, weights_only=True)
+        assert again.keys() == state.keys()
+        again_leaves = torch.utils._pytree.tree_leaves(again)
+        for one, other in zip(again_leaves, torch.utils._pytree.tree_leaves(state), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_staging_keeps_no_reference_to_the_live_tensors(job: Job) -> None:
+    import weakref
+
+    weight = torch.zeros(10)
+    seen = weakref.ref(weight)
+    job.stage(1, {"model": {"w": weight}})
+    del weight
+    gc.collect()
+    assert seen() is None
+
+
+def test_an_image_whose_save_failed_gives_way_at_once_and_loudly(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    mark_failed(job.spool, job.save(1), "the disk is full")
+    job.stage(2, {"model": {"w": torch.zeros(3)}})
+    with caplog.at_level(logging.WARNING):
+        staged = job.stage(3, {"model": {"w": torch.ones(3)}})
+    assert "UNSAVED IMAGE GIVES WAY" in caplog.text
+    assert staged.waited_s < 0.1
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_the_oldest_image_gives_way_when_nothing_saves_them(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
+    first, second = (s.slot for s in job.spool.tickets()[0])
+    with locked(first), locked(second), pytest.raises(SpoolError, match=r"step 3, role actor"):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
+
+
+def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -> None:
+    patient = Stager(job.spool, slot_wait_s=60)
+    job.stagers[0] = patient
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    committer = threading.Timer(0.05, job.commit, args=(1,))
+    committer.start()
+    staged = job.stage(3, {"model": {"w": torch.zeros(3)}})
+    committer.join()
+    assert staged.waited_s > 0
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
+    with pytest.raises(SpoolFull, match=r"TRINITY_SYNC_SPOOL"):
+        job.spool.check_room(1 << 60)
+    stager = job.stager()
+    with pytest.raises(SpoolFull, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
+        stager.prewarm("actor", "model", 0, 1 << 50)
+    job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
+
+
+def test_a_state_that_cannot_be_saved_hands_nothing_over(job: Job) -> None:
+    with pytest.raises((TypeError, AttributeError, ImageError)):
+        job.stage(1, {"model": {"w": torch.zeros(3)}, "extra_state": (i for i in range(3))})
+    assert job.spool.tickets() == ([], [])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+
+
+def test_a_sealed_image_outlives_a_process_killed_the_next_instant(job: Job) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.stager import Origin, Stager
+        spool, root = Path(sys.argv[1]), sys.argv[2]
+        origin = Origin(root, 1, 5, "checkpoint", "actor", ("actor",), 0, 1, (0,))
+        Stager(open_job_spool(spool, root)).stage(origin, {"model": {"w": torch.arange(1e5)}})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
+    died = subprocess.run(arguments, check=False)
+    assert died.returncode == -signal.SIGKILL
+    job.commit(5)
+    file = job.root / "global_step_5/actor/model_world_size_1_rank_0.pt"
+    assert torch.equal(torch.load(file, weights_only=True)["w"], torch.arange(1e5))
+
+
+def test_another_users_spool_is_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "spool"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(SpoolError, match="chmod 700"):
+        open_job_spool(open_to_all, tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(SpoolError, match="not a folder"):
+        open_job_spool(link, tmp_path)
+
+
+def test_closing_removes_free_slots_and_keeps_sealed_ones(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.stagers.pop(0).close()
+    left = {path.name for path in job.spool.folder.iterdir()}
+    assert left == {"actor.model.rank0.0.slot", "actor.model.rank0.0.slot.ticket"}
+    assert os.fspath(job.spool.folder).startswith("/dev/shm")

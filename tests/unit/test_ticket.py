@@ -1,0 +1,74 @@
+"""A ticket seals an image; one that was torn, edited or forged is told from a good one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trinity_sync.errors import TicketError
+from trinity_sync.snapshot.ticket import Ticket, read_ticket, seal, ticket_path
+
+TICKET = Ticket(
+    image="ab" * 16,
+    root="/ckpts",
+    run=2,
+    step=40,
+    kind="checkpoint",
+    role="actor",
+    component="model",
+    rank=1,
+    world_size=2,
+    node_ranks=(0, 1),
+    components=("model", "optim"),
+    roles=("actor", "critic"),
+    path="actor/model_world_size_2_rank_1.pt",
+    form="file",
+    nbytes=123,
+    sealed_at=1.5,
+)
+
+
+def test_a_ticket_reads_back_as_it_was_sealed(tmp_path: Path) -> None:
+    slot = tmp_path / "a.slot"
+    assert read_ticket(slot) is None
+    seal(slot, TICKET)
+    assert read_ticket(slot) == TICKET
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_a_ticket_with_any_byte_changed_or_cut_is_never_taken_for_a_good_one(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    slot = tmp_path / "a.slot"
+    seal(slot, TICKET)
+    good = ticket_path(slot).read_bytes()
+    at = data.draw(st.integers(0, len(good) - 1))
+    if data.draw(st.booleans()):
+        bad = good[:at]
+    else:
+        bad = good[:at] + bytes([data.draw(st.integers(0, 255))]) + good[at + 1 :]
+    ticket_path(slot).write_bytes(bad)
+    try:
+        assert read_ticket(slot) == TICKET  # white space, or the same byte again
+    except TicketError as error:
+        assert str(ticket_path(slot)) in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"digest": 1}', "null", "\xff"])
+def test_what_is_no_ticket_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
+    slot = tmp_path / "a.slot"
+    ticket_path(slot).write_bytes(text.encode("latin-1"))
+    with pytest.raises(TicketError, match=r"a\.slot\.ticket"):
+        read_ticket(slot)
+
+
+def test_a_ticket_of_another_version_is_refused(tmp_path: Path) -> None:
+    slot = tmp_path / "a.slot"
+    seal(slot, TICKET)
+    body = json.loads(ticket_path(slot).read_text())
+    ticket_path(slot).write_text(json.dumps({**body, "version": 99}))
+    with pytest.raises(TicketError, match="version 99"):
+        read_ticket(slot)

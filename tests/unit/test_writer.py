@@ -1,0 +1,47 @@
+"""The writer: same bytes, right digest, direct I/O where it can be had."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from trinity_sync.storage.writer import CHUNK, digest_of, write_file
+
+
+def mapped(content: bytes) -> memoryview:
+    """The content at a page boundary of memory, as in a slot."""
+    memory = mmap.mmap(-1, max(len(content), 1))
+    memory[: len(content)] = content
+    return memoryview(memory)[: len(content)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, CHUNK, CHUNK + 1, 2 * CHUNK + 4096])
+def test_every_size_is_written_whole(tmp_path: Path, size: int, direct: bool) -> None:
+    content = bytes(i * 7 % 251 for i in range(4096)) * (size // 4096 + 1)
+    content = content[:size]
+    path = tmp_path / "file"
+    digest = write_file(path, mapped(content), direct=direct)
+    assert path.read_bytes() == content
+    assert digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    assert digest_of(path) == digest
+
+
+def test_memory_that_direct_io_refuses_is_written_all_the_same(tmp_path: Path) -> None:
+    content = mapped(bytes(range(256)) * 100)[1:]
+    write_file(tmp_path / "file", content, direct=True)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_file_system_without_direct_io_is_written_all_the_same(spool_folder: Path) -> None:
+    content = mapped(b"x" * 10_000)
+    write_file(spool_folder / "file", content, direct=True)
+    assert (spool_folder / "file").read_bytes() == content
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_file(tmp_path / "link", mapped(b"x"))
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,1 @@
+"""Checkpoints for RL post-training that training does not feel."""

@@ -1,0 +1,77 @@
+"""Every error that trinity_sync raises on purpose.
+
+::
+
+    TrinitySyncError
+     ├─ ConfigError          a setting, path or argument that cannot work (also a ValueError)
+     ├─ SpoolError           the spool of this node cannot serve
+     │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
+     │   └─ TicketError      a ticket that is torn, corrupted or of another version
+     ├─ ImageError           a staged image that is truncated, replaced or unreadable
+     ├─ SaveError            a save that cannot be committed
+     │   ├─ MissingShards    ranks or components that were never handed over
+     │   ├─ Abandoned        a later run of the job resumed from an earlier step
+     │   ├─ SaveFailed       raised to the caller for every save that failed (`wait_all`)
+     │   └─ SaveTimeout      the save has not ended yet; it may still commit
+     ├─ CommitError          what is on disk is not a committed step
+     │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
+
+A message names the job, step, role, rank and path that it is about, and ends with what to do.
+"""
+
+
+class TrinitySyncError(Exception):
+    """Base of every error that trinity_sync raises on purpose."""
+
+
+class ConfigError(TrinitySyncError, ValueError):
+    """A setting, path or argument that cannot work."""
+
+
+class SpoolError(TrinitySyncError):
+    """The spool of this node cannot serve."""
+
+
+class SpoolFull(SpoolError):
+    """Too little shared memory for the image; the message says how much is needed."""
+
+
+class TicketError(SpoolError):
+    """A ticket that is torn, corrupted or of another version."""
+
+
+class ImageError(TrinitySyncError):
+    """A staged image that is truncated, replaced or unreadable."""
+
+
+class SaveError(TrinitySyncError):
+    """A save that cannot be committed."""
+
+
+class MissingShards(SaveError):
+    """Ranks or components of a step that were never handed over."""
+
+
+class Abandoned(SaveError):
+    """A save of a run that a later run of the same job has left behind."""
+
+
+class SaveFailed(SaveError):
+    """One or more saves of this process failed; nothing of them was committed."""
+
+
+class SaveTimeout(SaveError):
+    """A save has not ended within the time that the caller allowed; it may still commit."""
+
+
+class CommitError(TrinitySyncError):
+    """What is on disk is not a committed step."""
+
+
+class ManifestError(CommitError):
+    """A manifest that is torn, corrupted or of another version."""
+
+
+class StackError(TrinitySyncError):
+    """The Prefect server, Ray or the flow worker cannot be reached or started."""

@@ -1,0 +1,94 @@
+"""Names and paths of a job's files: the layout that veRL and Trinity read.
+
+::
+
+    root/                                         Trinity's checkpoint_job_dir
+      latest_checkpointed_iteration.txt
+      latest_state_dict_iteration.txt
+      global_step_40/
+        manifest.json
+        .full_checkpoint
+        actor/
+          model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
+          fsdp_config.json
+          huggingface/config.json ...
+        critic/...
+      .trinity_sync/runs/3.json                   one small file a run of the job
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Literal, get_args
+
+from trinity_sync.errors import ConfigError
+
+Kind = Literal["checkpoint", "state_dict"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Component = Literal["model", "optim", "extra_state", "metadata"]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+MANIFEST = "manifest.json"
+FULL_CHECKPOINT_MARK = ".full_checkpoint"
+PRIVATE_FOLDER = ".trinity_sync"
+ITERATION_FILES: dict[Kind, str] = {
+    "checkpoint": "latest_checkpointed_iteration.txt",
+    "state_dict": "latest_state_dict_iteration.txt",
+}
+
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def step_folder(root: str | Path, step: int) -> Path:
+    """``root/global_step_{step}``."""
+    return Path(root) / f"global_step_{step}"
+
+
+def shard_file(component: str, world_size: int, rank: int) -> str:
+    """File name of one rank's shard, as veRL's checkpoint manager and merger expect it."""
+    return f"{component}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def steps_on_disk(root: str | Path) -> list[int]:
+    """Steps that have a folder under ``root``, committed or not, oldest first."""
+    base = Path(root)
+    if not base.is_dir():
+        return []
+    matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in base.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
+    """Take ``root/global_step_{N}/{role}`` apart into (root, N, role).
+
+    Raises:
+        ConfigError: the path does not have this form.
+    """
+    path = Path(local_path).absolute()
+    match = _STEP_FOLDER.fullmatch(path.parent.name)
+    if not match or not _NAME.fullmatch(path.name):
+        raise ConfigError(
+            f"checkpoint path {str(local_path)!r} is not of the form "
+            "<root>/global_step_<N>/<role>; pass such a path, e.g. ckpts/global_step_40/actor"
+        )
+    return path.parent.parent, int(match[1]), path.name
+
+
+def check_name(what: str, value: str) -> str:
+    """Return ``value`` if it can be part of a file name (letters, digits, ``_`` and ``-``).
+
+    Raises:
+        ConfigError: it cannot; the message says what ``what`` may contain.
+    """
+    if not _NAME.fullmatch(value):
+        raise ConfigError(f"{what} {value!r} may hold letters, digits, '_' and '-' only")
+    return value
+
+
+def job_id(root: str | Path) -> str:
+    """A name for the job at ``root``, unique on a machine: folder name and a digest of its path."""
+    real = Path(root).resolve()
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name).strip("-") or "job"
+    return f"{readable}-{hashlib.sha256(str(real).encode()).hexdigest()[:8]}"

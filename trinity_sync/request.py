@@ -1,0 +1,75 @@
+"""What a trainer asks of the ``save-step`` flow: small, typed, the same at any scale."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trinity_sync.layout import Component, Kind, job_id
+
+SAVE_DEPLOYMENT = "save-step/save-step"
+
+
+class SaveRequest(BaseModel):
+    """One step's save: where its images wait and what must be among them.
+
+    It carries no state and no list of ranks; the tickets in the spools do.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str = Field(description="The job's root folder (Trinity's checkpoint_job_dir), absolute.")
+    step: int = Field(ge=0, description="Training step that is saved.")
+    run: int = Field(ge=1, description="Which run of the job: 1 for the first, a resume adds one.")
+    kind: Kind = Field(
+        default="checkpoint",
+        description="checkpoint: all components; state_dict: model weights for a sync.",
+    )
+    roles: tuple[str, ...] = Field(
+        default=("actor",), min_length=1, description="Roles that this commit must contain."
+    )
+    components: tuple[Component, ...] = Field(
+        default=("model", "optim", "extra_state", "metadata"),
+        description="What is to be written; a role need not have them all. Empty where all that "
+        "the step saves comes from the user's own functions.",
+    )
+    spools: dict[str, str] = Field(
+        description="Spool folder by name of the node (host name) that holds it.", min_length=1
+    )
+    expected: int = Field(
+        default=0, ge=0, description="At least so many images and receipts (0: what was staged)."
+    )
+
+    @field_validator("root")
+    @classmethod
+    def _absolute(cls, root: str) -> str:
+        if not Path(root).is_absolute():
+            raise ValueError(f"root {root!r} is not absolute; pass the full path of the job's root")
+        return str(Path(root).resolve())
+
+    @model_validator(mode="after")
+    def _spools_are_absolute(self) -> "SaveRequest":
+        for node, spool in self.spools.items():
+            if not Path(spool).is_absolute():
+                raise ValueError(f"spool {spool!r} of node {node!r} is not an absolute path")
+        return self
+
+    @property
+    def job(self) -> str:
+        """Name of the job, derived from its root."""
+        return job_id(self.root)
+
+    @property
+    def key(self) -> str:
+        """Idempotency key: one flow run per job, run, step and kind, however often triggered."""
+        return f"{self.job}/run{self.run}/step{self.step}/{self.kind}"
+
+    @property
+    def run_name(self) -> str:
+        """Name of the flow run in the Prefect UI, e.g. ``save actor+critic step 40``."""
+        what = "save" if self.kind == "checkpoint" else "sync"
+        return f"{what} {'+'.join(self.roles)} step {self.step}"
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the flow run: job, run, step and kind."""
+        return [f"job:{self.job}", f"run:{self.run}", f"step:{self.step}", f"kind:{self.kind}"]

@@ -1,0 +1,51 @@
+"""Settings, read once from the environment (``TRINITY_SYNC_*``) and passed on as a value.
+
+Trainer ranks, Ray workers and the flow worker each read their own environment; what must agree
+between them (paths, run, step) travels in tickets and in the flow's parameters instead.
+"""
+
+import os
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _default_spool() -> Path:
+    return Path(f"/dev/shm/trinity_sync-{os.getuid()}")
+
+
+class Settings(BaseSettings):
+    """All knobs of trinity_sync; every field can be set as ``TRINITY_SYNC_<FIELD>``."""
+
+    model_config = SettingsConfigDict(env_prefix="TRINITY_SYNC_", frozen=True)
+
+    spool: Path = Field(default_factory=_default_spool)
+    """Folder in shared memory that holds the slots and tickets of this node."""
+
+    roles: tuple[str, ...] = ("actor",)
+    """Roles that make one checkpoint together; JSON in the environment: ``["actor","critic"]``."""
+
+    slots: int = Field(default=2, ge=1, le=4)
+    """Slots per shard: with two, one image is written while the next one is staged."""
+
+    slot_wait_s: float = Field(default=30.0, ge=0)
+    """Seconds that staging waits for a slot before the oldest unsaved image gives way."""
+
+    gather_s: float = Field(default=60.0, gt=0)
+    """Seconds that a flow waits for every rank and role to hand its part over."""
+
+    direct_io: bool = True
+    """Write shards past the page cache where the file system allows it."""
+
+    write_mb_per_s: float = Field(default=0.0, ge=0)
+    """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
+
+    work_pool: str = "trinity-sync"
+    """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
+
+    poll_s: float = Field(default=5.0, gt=0)
+    """Seconds between two polls of the flow worker, when no event has woken it before."""
+
+    home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
+    """Folder of the embedded stack: its database, logs and state file."""

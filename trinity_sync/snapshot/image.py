@@ -1,0 +1,166 @@
+"""The exact bytes of a ``.pt`` file, told apart into small headers and tensor data.
+
+``torch.save`` under ``skip_data`` writes everything but the tensor data and seeks over the rest.
+Given a sink that notes what is written where, it yields a `Layout`: the written extents, and for
+each storage the hole that it belongs into. Filling the holes with one copy per storage gives a file
+that ``torch.load``, veRL's checkpoint manager and veRL's merger read like any other; storages that
+were shared stay shared, because holes belong to storages, not to tensors.
+
+Holes start at multiples of 4,096 bytes, so that a filled image can be written with direct I/O.
+Laying out costs tens of microseconds a tensor; where the structure and the plain values are those
+of an earlier layout, that layout is used again.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.serialization import config as serialization_config
+
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.structure import Structure, structure_of
+
+ALIGNMENT = 4096
+
+Storages = Sequence[torch.UntypedStorage]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A file of ``nbytes`` bytes without its tensor data.
+
+    ``extents`` are the (offset, content) pairs that are known; ``holes`` the (offset, length)
+    pairs, in bytes, that the storages of the state fill in their order.
+    """
+
+    nbytes: int
+    extents: list[tuple[int, bytes]]
+    holes: list[tuple[int, int]]
+    structure: Structure | None
+
+
+def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
+    """Plan the file that ``torch.save(state, ...)`` would write, without copying tensor data.
+
+    Args:
+        state: anything ``torch.save`` accepts. Tensors may be of any dtype, device and layout,
+            DTensors included; other values are taken here and now, by value.
+        known: a layout to use again if it is that of ``state``.
+
+    Returns:
+        The layout (``known`` itself where it fits) and the non-empty storages that fill its holes.
+
+    Raises:
+        ImageError: this version of torch lays files out in a way that is not understood.
+    """
+    read = structure_of(state)
+    if read and known and read[0] == known.structure:
+        return known, read[1]
+    sink = _Sink()
+    found: dict[str, torch.UntypedStorage] = {}
+    recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
+    with _aligned(), torch.serialization.skip_data():
+        torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
+    storages = [storage for storage in found.values() if storage.nbytes()]
+    if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
+        raise ImageError(
+            f"torch {torch.__version__} saves storages in an order that trinity_sync does not "
+            "know; install a torch version that trinity_sync supports"
+        )
+    reusable = read is not None and _same(read[1], storages)
+    structure = read[0] if read and reusable else None
+    return Layout(sink.size, sink.extents(), sink.holes, structure), storages
+
+
+def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bool) -> None:
+    """Copy the state's data, and its headers unless they are there already, into ``image``.
+
+    Args:
+        image: ``uint8`` tensor in shared memory, at least ``layout.nbytes`` long.
+        layout: as planned by `lay_out`.
+        storages: as returned by `lay_out`. Storages on an accelerator are copied asynchronously
+            and waited for once, at the end.
+        headers: False if ``image`` holds this very layout from an earlier call.
+    """
+    if headers:
+        for offset, content in layout.extents:
+            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            image[offset : offset + len(content)].copy_(source)
+    devices = set()
+    for (offset, length), storage in zip(layout.holes, storages, strict=True):
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        image[offset : offset + length].copy_(source, non_blocking=True)
+        if storage.device.type != "cpu":
+            devices.add(storage.device)
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def _same(some: Storages, others: Storages) -> bool:
+    return [s.data_ptr() for s in some] == [s.data_ptr() for s in others]
+
+
+class _Sink:
+    """A write-only file that keeps what is written and notes what is seeked over."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.holes: list[tuple[int, int]] = []
+        self._extents: list[tuple[int, bytearray]] = [(0, bytearray())]
+
+    def write(self, content: memoryview) -> int:
+        self._extents[-1][1].extend(content)
+        self.size += len(content)
+        return len(content)
+
+    def seek(self, distance: int, whence: int) -> int:
+        if whence != 1 or distance < 0:
+            raise ImageError(f"torch {torch.__version__} seeks in an unknown way while it saves")
+        self.holes.append((self.size, distance))
+        self.size += distance
+        self._extents.append((self.size, bytearray()))
+        return self.size
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def extents(self) -> list[tuple[int, bytes]]:
+        return [(offset, bytes(content)) for offset, content in self._extents if content]
+
+
+def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pickler]:
+    """A pickler that notes every storage under the key that ``torch.save`` gives to it."""
+
+    class RecordingPickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            name_storage = cls.persistent_id
+
+            def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                name = name_storage(self, obj)
+                if name is not None:
+                    found.setdefault(name[2], getattr(obj, "_untyped_storage", obj))
+                return name
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    return RecordingPickler
+
+
+_alignment_lock = Lock()
+
+
+@contextmanager
+def _aligned() -> Iterator[None]:
+    """Align storages in files; the setting is global to the process, so one layout at a time."""
+    with _alignment_lock:
+        before = serialization_config.save.storage_alignment
+        serialization_config.save.storage_alignment = ALIGNMENT
+        try:
+            yield
+        finally:
+            serialization_config.save.storage_alignment = before

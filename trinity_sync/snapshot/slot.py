@@ -1,0 +1,137 @@
+"""A reusable place for one image in shared memory.
+
+Touching fresh shared memory costs fifty times a copy into memory that is mapped already, so a slot
+only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills,
+writes out or frees a slot holds its lock: a writer never sees an image that changes under it, and
+a trainer never waits for a lock of a process that died.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trinity_sync.errors import SpoolFull
+from trinity_sync.snapshot.image import Layout
+from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
+
+_ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
+
+
+class Slot:
+    """The trainer's side of a slot: the file at ``path``, mapped and kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.laid_out: Layout | None = None
+        """The layout whose headers are in place."""
+        self._image = torch.empty(0, dtype=torch.uint8)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    @property
+    def free(self) -> bool:
+        """Whether no sealed image waits in the slot."""
+        return not ticket_path(self.path).exists()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save of the image in the slot is known to have failed."""
+        return failure_path(self.path).exists()
+
+    @property
+    def sealed_at(self) -> float:
+        """When the ticket was written, in seconds since the epoch; 0 if there is none."""
+        try:
+            return ticket_path(self.path).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def try_lock(self) -> bool:
+        """Take the lock if nobody holds it."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        """Give the lock back."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def image(self, nbytes: int) -> torch.Tensor:
+        """The slot's memory as a ``uint8`` tensor of at least ``nbytes`` bytes.
+
+        Raises:
+            SpoolFull: the spool has no room for so many bytes; nothing was changed.
+        """
+        if len(self._image) < nbytes:
+            size = -(-nbytes // _ROUND_TO) * _ROUND_TO
+            allocate(self._fd, self.path, size)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            # the view keeps its mapping alive; the old one goes with the old view
+            self._image = torch.frombuffer(mmap.mmap(self._fd, size, flags), dtype=torch.uint8)
+            self.laid_out = None
+        return self._image
+
+    def close(self, *, remove: bool) -> None:
+        """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
+        self._image = torch.empty(0, dtype=torch.uint8)
+        if remove and self.try_lock():
+            if self.free:
+                self.path.unlink(missing_ok=True)
+            self.unlock()
+        os.close(self._fd)
+
+
+def allocate(fd: int, path: Path, size: int) -> None:
+    """Reserve ``size`` bytes for the slot, so that touching them cannot fail later.
+
+    Raises:
+        SpoolFull: there is no room.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        room = os.statvfs(path.parent)
+        have = os.fstat(fd).st_blocks * 512
+        raise SpoolFull(
+            f"spool {path.parent} has no room for slot {path.name}: it needs {size - have:,} "
+            f"more bytes and {room.f_bavail * room.f_frsize:,} are free. Enlarge it (mount -o "
+            "remount,size=... /dev/shm, or --shm-size of the container), or set "
+            "TRINITY_SYNC_SPOOL to another folder in memory, or TRINITY_SYNC_SLOTS=1."
+        ) from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[memoryview]:
+    """The writer's side of a slot: its bytes, read-only, while its lock is held.
+
+    Waits for the lock: a trainer holds it no longer than a copy takes.
+
+    Raises:
+        FileNotFoundError: there is no such slot.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        size = os.fstat(fd).st_size
+        # unmapped with the last view of it: a slice may outlive the block, the lock does not
+        yield memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
+    finally:
+        os.close(fd)
+
+
+def release(path: Path, image: str) -> None:
+    """Free the slot at ``path`` if it still holds ``image``."""
+    with locked(path):
+        ticket = read_ticket(path)
+        if ticket and ticket.image == image:
+            ticket_path(path).unlink(missing_ok=True)
+            failure_path(path).unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""A node's folder of slots and tickets, one folder a job in it.
+
+::
+
+    /dev/shm/trinity_sync-1000/                 mode 0700, of one user
+      ckpts-1a2b3c4d/                           one job
+        actor.model.rank0.0.slot                memory, reused
+        actor.model.rank0.0.slot.ticket         sealed: waits to be committed
+        actor.model.rank0.1.slot                free: has no ticket
+        receipts/...                            of saves by a function, see ``receipt``
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.errors import SpoolError, SpoolFull, TicketError
+from trinity_sync.layout import check_name, job_id
+from trinity_sync.snapshot.ticket import (
+    TICKET_SUFFIX,
+    Ticket,
+    failure_path,
+    read_ticket,
+)
+
+SLOT_SUFFIX = ".slot"
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A slot and the ticket that was found beside it."""
+
+    slot: Path
+    ticket: Ticket
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save of this image is known to have failed."""
+        return failure_path(self.slot).exists()
+
+
+@dataclass(frozen=True)
+class JobSpool:
+    """One job's folder in the spool of this node."""
+
+    folder: Path
+
+    def slot(self, role: str, component: str, rank: int, number: int) -> Path:
+        """Path of one of the slots of a rank's component."""
+        check_name("role", role)
+        check_name("component", component)
+        return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
+
+    @property
+    def receipts(self) -> Path:
+        """Folder of the receipts of saves by a function."""
+        return self.folder / "receipts"
+
+    def tickets(self) -> tuple[list[Sealed], list[TicketError]]:
+        """All sealed images of the job on this node, and the tickets that cannot be trusted."""
+        good: list[Sealed] = []
+        bad: list[TicketError] = []
+        for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
+            slot = path.with_name(path.name.removesuffix(TICKET_SUFFIX))
+            try:
+                ticket = read_ticket(slot)
+            except TicketError as error:
+                bad.append(error)
+                continue
+            if ticket:
+                good.append(Sealed(slot, ticket))
+        return good, bad
+
+    def of_step(self, run: int, step: int) -> tuple[list[Sealed], list[TicketError]]:
+        """As `tickets`, of one step of one run."""
+        good, bad = self.tickets()
+        return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
+
+    def check_room(self, nbytes: int) -> None:
+        """See at the start that images of ``nbytes`` bytes in all will fit.
+
+        Slots that an earlier run left behind count as room, since they are used again.
+
+        Raises:
+            SpoolFull: they will not fit; the message says how many bytes are needed.
+        """
+        room = os.statvfs(self.folder)
+        free = room.f_bavail * room.f_frsize
+        mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
+        if nbytes > free + mine:
+            raise SpoolFull(
+                f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
+                f"{free + mine:,} can be had. Enlarge it (mount -o remount,size=... /dev/shm, or "
+                "--shm-size of the container), or set TRINITY_SYNC_SPOOL to another folder in "
+                "memory, or TRINITY_SYNC_SLOTS=1."
+            )
+
+
+def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
+    """The folder of the job at ``root`` in ``spool``, made if it is missing.
+
+    Raises:
+        SpoolError: the spool is not a folder of this user alone, or cannot be made.
+    """
+    _own_folder(spool)
+    folder = spool / job_id(root)
+    _own_folder(folder)
+    return JobSpool(folder)
+
+
+def job_spools(spool: Path) -> Iterator[JobSpool]:
+    """The folders of all jobs that have one on this node."""
+    if spool.is_dir():
+        _own_folder(spool)
+        yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
+
+
+def _own_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise SpoolError(
+            f"cannot make the spool folder {folder}: {error.strerror}. Set TRINITY_SYNC_SPOOL to "
+            "a folder in memory that this user may write."
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise SpoolError(
+            f"spool folder {folder} belongs to another user or is not a folder; "
+            "set TRINITY_SYNC_SPOOL to one of your own."
+        )
+    if found.st_mode & 0o077:
+        raise SpoolError(
+            f"spool folder {folder} is open to other users, who could replace images in it; "
+            f"run: chmod 700 {folder}"
+        )

@@ -1,0 +1,227 @@
+"""Staging: one copy from live tensors into warm slots, then the seals.
+
+This is all that a save costs the training loop.
+"""
+
+import io
+import logging
+import tarfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import SpoolError
+from trinity_sync.layout import Component, Kind, shard_file
+from trinity_sync.snapshot.image import Layout, fill, lay_out
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
+
+logger = logging.getLogger(__name__)
+
+METADATA: Component = "metadata"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who saves what: the part of a ticket that all images of one hand-over share."""
+
+    root: str
+    run: int
+    step: int
+    kind: Kind
+    role: str
+    roles: tuple[str, ...]
+    rank: int
+    world_size: int
+    node_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What one hand-over put into the spool, and what it cost the caller."""
+
+    components: tuple[str, ...]
+    nbytes: int
+    stall_s: float
+    """Seconds from the call to the last seal."""
+    waited_s: float
+    """Seconds thereof that no slot was free: the storage does not keep up."""
+
+
+class Stager:
+    """Stages the components of one rank; keeps their slots mapped between saves.
+
+    Args:
+        spool: the job's folder on this node.
+        slots: slots per component; two let one be written while the other is filled.
+        slot_wait_s: seconds to wait for a free slot before the oldest image gives way.
+        clock: source of the tickets' times.
+    """
+
+    def __init__(
+        self,
+        spool: JobSpool,
+        *,
+        slots: int = 2,
+        slot_wait_s: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._spool = spool
+        self._count = slots
+        self._wait_s = slot_wait_s
+        self._clock = clock
+        self._slots: dict[tuple[str, str, int], list[Slot]] = {}
+        self._layouts: dict[tuple[str, str, int], Layout] = {}
+
+    def stage(
+        self,
+        origin: Origin,
+        states: Mapping[str, Any],
+        *,
+        also: Sequence[str] = (),
+        metadata: bytes | None = None,
+    ) -> Staged:
+        """Copy ``states`` into slots and seal them; afterwards they survive this process.
+
+        Args:
+            origin: who hands over.
+            states: state by component; each becomes one ``.pt`` file of this rank.
+            also: components of this save that were handed over earlier, at the same step.
+            metadata: a folder of small files, as packed by `pack_folder`.
+
+        Raises:
+            SpoolFull: there is no room; nothing was handed over.
+            SpoolError: writers hold every slot for longer than ``slot_wait_s``; likewise.
+            ImageError: a state cannot be laid out; nothing was handed over.
+        """
+        start = time.perf_counter()
+        waited = 0.0
+        packed = (METADATA,) if metadata is not None else ()
+        components = (*states, *also, *packed)
+        filled: list[tuple[Slot, Ticket]] = []
+        try:
+            for component in (*states, *packed):
+                slot, seconds = self._acquire(origin, component)
+                waited += seconds
+                try:
+                    ticket = self._fill(slot, origin, component, states.get(component), metadata)
+                except BaseException:
+                    slot.unlock()
+                    raise
+                filled.append((slot, replace(ticket, components=components)))
+            for slot, ticket in filled:
+                seal(slot.path, replace(ticket, sealed_at=self._clock()))
+        finally:
+            for slot, _ in filled:
+                slot.unlock()
+        nbytes = sum(ticket.nbytes for _, ticket in filled)
+        return Staged(components, nbytes, time.perf_counter() - start, waited)
+
+    def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
+        """Map and touch the slots of a component, so that its first save is as fast as the next."""
+        for slot in self._slots_of(role, component, rank):
+            if slot.try_lock():
+                try:
+                    slot.image(nbytes)
+                finally:
+                    slot.unlock()
+
+    def close(self) -> None:
+        """Unmap all slots and delete those in which no image waits."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close(remove=True)
+        self._slots.clear()
+
+    def _fill(
+        self, slot: Slot, origin: Origin, component: str, state: Any, metadata: bytes | None
+    ) -> Ticket:
+        if component == METADATA and metadata is not None:
+            nbytes, path, form = len(metadata), origin.role, "folder"
+            image = slot.image(nbytes)
+            slot.laid_out = None
+            image[:nbytes].copy_(torch.frombuffer(bytearray(metadata), dtype=torch.uint8))
+        else:
+            key = (origin.role, component, origin.rank)
+            layout, storages = lay_out(state, self._layouts.get(key))
+            nbytes, form = layout.nbytes, "file"
+            path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
+            image = slot.image(nbytes)
+            headers = slot.laid_out is not layout
+            slot.laid_out = None  # until it is whole
+            fill(image, layout, storages, headers=headers)
+            slot.laid_out = self._layouts[key] = layout
+        return Ticket(
+            image=uuid.uuid4().hex,
+            component=component,
+            components=(),
+            path=path,
+            form=form,  # type: ignore[arg-type]
+            nbytes=nbytes,
+            sealed_at=0.0,
+            **vars(origin),
+        )
+
+    def _slots_of(self, role: str, component: str, rank: int) -> list[Slot]:
+        key = (role, component, rank)
+        if key not in self._slots:
+            paths = [self._spool.slot(*key, number) for number in range(self._count)]
+            self._slots[key] = [Slot(path) for path in paths]
+        return self._slots[key]
+
+    def _acquire(self, origin: Origin, component: str) -> tuple[Slot, float]:
+        """A locked slot without an image, and the seconds that it took to get it."""
+        slots = self._slots_of(origin.role, component, origin.rank)
+        start = time.monotonic()
+        while True:
+            waited = time.monotonic() - start
+            for slot in slots:
+                if slot.free and slot.try_lock():
+                    if slot.free:
+                        return slot, waited
+                    slot.unlock()
+            overdue = waited >= self._wait_s
+            giving_way = [slot for slot in slots if slot.failed or overdue]
+            for slot in sorted(giving_way, key=lambda slot: slot.sealed_at):
+                if slot.try_lock():
+                    self._give_way(slot, origin, waited)
+                    return slot, waited
+            if overdue:
+                raise SpoolError(
+                    f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
+                    f"not saved, because every slot is still being written out after {waited:.0f} "
+                    "s. Is the storage hanging? Later saves try again."
+                )
+            time.sleep(0.002)
+
+    def _give_way(self, slot: Slot, origin: Origin, waited: float) -> None:
+        """Drop the image in ``slot``, which could not be saved in time."""
+        reason = "its save failed" if slot.failed else f"it was not saved within {waited:.0f} s"
+        logger.warning(
+            "AN UNSAVED IMAGE GIVES WAY: %s, sealed %.0f s ago, is dropped for step %d because %s "
+            "and no slot is free. Look at the flow runs of this job in the Prefect UI.",
+            slot.path,
+            self._clock() - slot.sealed_at,
+            origin.step,
+            reason,
+        )
+        ticket_path(slot.path).unlink(missing_ok=True)
+        failure_path(slot.path).unlink(missing_ok=True)
+
+
+def pack_folder(folder: Path) -> bytes:
+    """The files below ``folder`` as one tar, in a fixed order and without owners and times."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size = path.stat().st_size
+            with path.open("rb") as content:
+                tar.addfile(entry, content)
+    return packed.getvalue()

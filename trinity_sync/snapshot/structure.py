@@ -1,0 +1,72 @@
+"""What decides the headers of an image: keys, shapes, dtypes, sharing and plain values.
+
+Two states of equal structure are laid out in the same way, so only their tensor data has to be
+copied. A state with a value that cannot be compared cheaply and surely (a NumPy array, an object
+of a user's class, a tensor that carries attributes) has no structure here and is laid out afresh.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+Structure = tuple[Any, ...]
+
+_PLAIN = (int, str, bytes, bool, type(None))
+
+
+class _NotComparable(Exception):
+    """The state holds a value whose equality says nothing about its pickle."""
+
+
+def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | None:
+    """The structure of ``state`` and its non-empty storages in the order that it visits them.
+
+    Returns None for a state that has to be laid out afresh.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    numbers: dict[int, int] = {}
+
+    def visit(value: Any) -> Any:
+        kind = type(value)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return visit_tensor(value)
+        if kind is DTensor:
+            layout = (value.device_mesh, value.placements, tuple(value.shape), value.stride())
+            return (kind, layout, value.requires_grad, visit_tensor(value._local_tensor))
+        if kind in (dict, OrderedDict):
+            return (kind, [(visit(key), visit(item)) for key, item in value.items()])
+        if kind in (list, tuple):
+            return (kind, [visit(item) for item in value])
+        if kind in _PLAIN:
+            return (kind, value)
+        if kind is float:
+            return (kind, value.hex())  # tells -0.0 from 0.0, and nan equals nan
+        raise _NotComparable
+
+    def visit_tensor(tensor: torch.Tensor) -> Structure:
+        if tensor.layout is not torch.strided or tensor.is_quantized or vars(tensor):
+            raise _NotComparable
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, len(numbers))
+        if storage.nbytes():
+            storages.setdefault(storage._cdata, storage)
+        return (
+            type(tensor),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.device,
+            tensor.requires_grad,
+            tensor.is_conj(),
+            tensor.is_neg(),
+            number,
+            storage.nbytes(),
+        )
+
+    try:
+        return (visit(state),), list(storages.values())
+    except _NotComparable:
+        return None

@@ -1,0 +1,116 @@
+"""The small JSON beside a slot that seals the image in it.
+
+A ticket appears by an atomic rename after the last byte of the image is in place, so an image with
+a ticket is whole; it carries a digest of its own text, so a torn or edited ticket is told from a
+good one. Removing the ticket frees the slot.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.errors import TicketError
+from trinity_sync.layout import Kind
+
+VERSION = 1
+TICKET_SUFFIX = ".ticket"
+FAILED_SUFFIX = ".failed"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What an image is and where it belongs."""
+
+    image: str
+    """Random name of this image: tells it from every other that used the slot."""
+    root: str
+    run: int
+    step: int
+    kind: Kind
+    role: str
+    component: str
+    rank: int
+    world_size: int
+    node_ranks: tuple[int, ...]
+    """Ranks of this role on this node: whom a writer here has to wait for."""
+    components: tuple[str, ...]
+    """What this rank hands over for this role in this save."""
+    roles: tuple[str, ...]
+    """Roles that the save is made of."""
+    path: str
+    """File below the step's folder, or the folder that a packed image unfolds into."""
+    form: Literal["file", "folder"]
+    """A file's bytes as they are, or a tar of a folder's small files."""
+    nbytes: int
+    sealed_at: float
+    """Seconds since the epoch."""
+
+    @property
+    def what(self) -> str:
+        """The image in words, for messages."""
+        return f"{self.component} of step {self.step}, role {self.role}, rank {self.rank}"
+
+
+def ticket_path(slot: Path) -> Path:
+    """Where the ticket of ``slot`` is, or will be."""
+    return slot.with_name(slot.name + TICKET_SUFFIX)
+
+
+def failure_path(slot: Path) -> Path:
+    """Where the reason is noted why the save of the image in ``slot`` failed."""
+    return slot.with_name(slot.name + FAILED_SUFFIX)
+
+
+def seal(slot: Path, ticket: Ticket) -> None:
+    """Make the image in ``slot`` official: it survives this process and may be written out."""
+    body = {"version": VERSION, **asdict(ticket)}
+    text = json.dumps({**body, "digest": _digest(body)})
+    path = ticket_path(slot)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    failure_path(slot).unlink(missing_ok=True)
+    temporary.replace(path)
+
+
+def read_ticket(slot: Path) -> Ticket | None:
+    """The ticket of ``slot``, or None if the slot is free.
+
+    Raises:
+        TicketError: there is a ticket, and it is torn, edited or of another version.
+    """
+    path = ticket_path(slot)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise _bad(path, "is not text") from error
+    try:
+        body: dict[str, Any] = json.loads(text)
+        digest = body.pop("digest")
+        version = body.pop("version")
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise _bad(path, "is torn or not a ticket") from error
+    if version != VERSION:
+        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}")
+    if digest != _digest({"version": version, **body}):
+        raise _bad(path, "was altered after it was sealed")
+    if set(body) != {field.name for field in fields(Ticket)}:
+        raise _bad(path, "has other fields than a ticket")
+    for name in ("node_ranks", "components", "roles"):
+        body[name] = tuple(body[name])
+    return Ticket(**body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _bad(path: Path, why: str) -> TicketError:
+    return TicketError(
+        f"ticket {path} {why}; its image cannot be trusted and is not saved. "
+        "Remove the ticket to free the slot."
+    )

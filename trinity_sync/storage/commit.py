@@ -1,0 +1,266 @@
+"""The commit: check that all is there, give every file its name, write the manifest, point at it.
+
+The order is the promise. Before the manifest's rename a step is not committed, whatever else is in
+its folder; after it, every file that it names is whole, named and durable. Each part may be done
+again after a crash, and one lock a root keeps commits from crossing each other.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
+from trinity_sync.layout import FULL_CHECKPOINT_MARK, MANIFEST, PRIVATE_FOLDER, Kind, job_id
+from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
+from trinity_sync.snapshot.slot import release
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.manifest import (
+    FileRecord,
+    Manifest,
+    ReceiptRecord,
+    read_manifest,
+    write_manifest_into,
+)
+from trinity_sync.storage.persist import Save, Written, identity_of
+from trinity_sync.storage.runs import refuse_abandoned
+from trinity_sync.storage.writer import digest_of
+
+logger = logging.getLogger(__name__)
+
+
+def await_receipts(
+    spool: JobSpool,
+    save: Save,
+    *,
+    at_least: int = 0,
+    gather_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Receipt]:
+    """Wait until the save's functions have ended, and for ``at_least`` of them to have begun.
+
+    Raises:
+        SaveError: one of them failed, or its process died.
+        MissingShards: fewer than ``at_least`` began within ``gather_s`` seconds.
+    """
+    deadline = clock() + gather_s
+    while True:
+        receipts = list(receipts_of(spool, save.run, save.step, save.kind))
+        for receipt in receipts:
+            if receipt.state == "failed":
+                raise SaveError(
+                    f"{save} is not committed: the save function {receipt.name!r} of rank "
+                    f"{receipt.rank} failed: {receipt.error}"
+                )
+        if len(receipts) >= at_least and all(r.state == "finished" for r in receipts):
+            return receipts
+        if len(receipts) < at_least and clock() >= deadline:
+            raise MissingShards(
+                f"{save} is not committed: {at_least} saves by functions were registered and "
+                f"{len(receipts)} begun within {gather_s:g} s"
+            )
+        time.sleep(0.02)
+
+
+def commit(
+    save: Save,
+    written: Sequence[Written],
+    receipts: Sequence[Receipt] = (),
+    *,
+    clock: Callable[[], float] = time.time,
+) -> Manifest:
+    """Make the step official; doing it again is harmless.
+
+    Raises:
+        MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
+        Abandoned: a later run of the job has left this save behind.
+        SaveError: a file has vanished or changed since it was written.
+    """
+    _check_complete(save, written, receipts)
+    make_folder(Path(save.root) / PRIVATE_FOLDER)
+    with _one_at_a_time(save.root):
+        refuse_abandoned(save.root, save.run, save.step)
+        manifest = Manifest(
+            job=job_id(save.root),
+            run=save.run,
+            step=save.step,
+            kinds=_kinds(save),
+            files=(*(file.record for file in written), *_files_of(save, receipts)),
+            receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
+            committed_at=clock(),
+        )
+        earlier = _earlier(save)
+        make_folder(save.folder)
+        if earlier and earlier.run > save.run:
+            raise Abandoned(
+                f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
+            )
+        if earlier and earlier.run < save.run:
+            _replace_step(save, written, manifest, earlier)
+        else:
+            for file in written:
+                _name(file, save.folder / file.record.path)
+            _sync_folders(save.folder, written)
+            write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
+        if save.kind == "checkpoint":
+            (save.folder / FULL_CHECKPOINT_MARK).touch()
+        _remove_leftovers(save.folder, written)
+        sync_folder(save.folder)
+        for kind in manifest.kinds:
+            advance_iteration(save.root, kind, save.run, save.step)
+    return manifest
+
+
+def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> None:
+    """Free this node's slots of a committed save for the next ones."""
+    for slot, image in {(file.slot, file.image) for file in written if file.slot}:
+        try:
+            release(Path(slot), image)
+        except FileNotFoundError:
+            continue  # another node's, or removed with the trainer
+    forget_receipts(spool, save.run, save.step, save.kind)
+
+
+def _kinds(save: Save) -> tuple[Kind, ...]:
+    """A checkpoint holds the weights too, and so serves as the sync of its step."""
+    return ("checkpoint", "state_dict") if save.kind == "checkpoint" else ("state_dict",)
+
+
+def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[Receipt]) -> None:
+    problems = [] if written or receipts else ["nothing was handed over"]
+    for role in save.roles:
+        files = [file for file in written if file.record.role == role]
+        shards = [file for file in files if file.record.component != "metadata"]
+        sizes = {file.record.world_size for file in shards}
+        if len(sizes) > 1:
+            problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
+        have: dict[str, set[int]] = defaultdict(set)
+        for file in files:
+            have[file.record.component].add(file.record.rank)
+        for component in {name for file in files for name in file.components}:
+            ranks = range(1) if component == "metadata" else range(max(sizes, default=1))
+            absent = [rank for rank in ranks if rank not in have[component]]
+            if absent:
+                problems.append(f"role {role} lacks {component} of ranks {absent}")
+    if problems:
+        raise MissingShards(
+            f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
+            "part over? The next save goes on without this one."
+        )
+
+
+def _earlier(save: Save) -> Manifest | None:
+    try:
+        return read_manifest(save.root, save.step)
+    except ManifestError as error:
+        logger.warning("%s replaces what is not a commit: %s", save, error)
+        return None
+
+
+def _files_of(save: Save, receipts: Sequence[Receipt]) -> Iterator[FileRecord]:
+    """The files that save functions wrote, made durable here."""
+    for name in sorted({name for receipt in receipts for name in receipt.files}):
+        path = save.folder / name
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            digest = digest_of(path)
+            nbytes = path.stat().st_size
+            sync_folder(path.parent)
+        except FileNotFoundError as error:
+            raise SaveError(f"{save}: {path} vanished before the commit") from error
+        yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
+
+
+def _name(file: Written, final: Path) -> None:
+    """Give a written file its final name, unless an earlier attempt did."""
+    if not file.temporary:
+        _check_named(file, final)
+        return
+    try:
+        Path(file.temporary).replace(final)
+    except FileNotFoundError:
+        _check_named(file, final)
+
+
+def _check_named(file: Written, final: Path) -> None:
+    try:
+        same = final.stat().st_size == file.record.nbytes
+        same = same and (not file.temporary or identity_of(final) == file.identity)
+    except FileNotFoundError as error:
+        raise SaveError(f"{final} vanished before its commit; retry the flow run") from error
+    if not same:
+        raise SaveError(f"{final} was changed before its commit; retry the flow run")
+
+
+def _replace_step(
+    save: Save, written: Sequence[Written], manifest: Manifest, earlier: Manifest
+) -> None:
+    """Take the place of an earlier run's commit of the same step, in one exchange of folders.
+
+    Files that the earlier commit does not name (a dataloader's, say) move along.
+    """
+    fresh = Path(save.root) / PRIVATE_FOLDER / "replacing" / save.folder.name
+    shutil.rmtree(fresh, ignore_errors=True)
+    make_folder(fresh)
+    links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
+    official = {record.path for record in earlier.files} | {MANIFEST, FULL_CHECKPOINT_MARK}
+    official -= {name for receipt in manifest.receipts for name in receipt.files}
+    for path in save.folder.rglob("*"):
+        name = path.relative_to(save.folder).as_posix()
+        if path.is_file() and name not in official and path.suffix != TEMPORARY_SUFFIX:
+            links.setdefault(name, path)
+    for name, path in links.items():
+        make_folder((fresh / name).parent)
+        os.link(path, fresh / name)
+    _sync_folders(fresh, written)
+    write_manifest_into(fresh, manifest)
+    _exchange(fresh, save.folder)
+    sync_folder(Path(save.root))
+    shutil.rmtree(fresh)
+
+
+def _exchange(fresh: Path, current: Path) -> None:
+    """Swap two folders; where the file system cannot, there is a moment without ``current``."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    if renameat2 is not None:
+        if not renameat2(at_cwd, os.fsencode(fresh), at_cwd, os.fsencode(current), exchange):
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(code, os.strerror(code), os.fspath(fresh))
+    aside = fresh.with_name(f"{fresh.name}.aside")
+    current.rename(aside)
+    fresh.rename(current)
+    aside.rename(fresh)
+
+
+def _sync_folders(folder: Path, written: Sequence[Written]) -> None:
+    parents = {(folder / file.record.path).parent for file in written}
+    for parent in {folder, *parents}:
+        sync_folder(parent)
+
+
+def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
+    """Temporary files of earlier attempts at the same files; nobody names them any more."""
+    for file in written:
+        final = folder / file.record.path
+        for leftover in final.parent.glob(f".{final.name}.*{TEMPORARY_SUFFIX}"):
+            leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_at_a_time(root: str) -> Iterator[None]:
+    with (Path(root) / PRIVATE_FOLDER / "commit.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,155 @@
+"""``global_step_N/manifest.json``: every file of a step. Its atomic appearance is the commit."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import ManifestError
+from trinity_sync.layout import MANIFEST, Kind, step_folder
+from trinity_sync.storage.durable import replace_file
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a step."""
+
+    path: str
+    """Below the step's folder, with ``/``."""
+    nbytes: int
+    digest: str
+    role: str = ""
+    component: str = ""
+    rank: int = 0
+    world_size: int = 0
+
+
+@dataclass(frozen=True)
+class ReceiptRecord:
+    """One save by a user's function."""
+
+    name: str
+    rank: int
+    seconds: float
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed step consists of."""
+
+    job: str
+    run: int
+    step: int
+    kinds: tuple[Kind, ...]
+    files: tuple[FileRecord, ...]
+    receipts: tuple[ReceiptRecord, ...]
+    committed_at: float
+    """Seconds since the epoch, of the newest of the step's commits."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.nbytes for record in self.files)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that have a shard in this step."""
+        return tuple(sorted({record.role for record in self.files if record.role}))
+
+    def file(self, path: str) -> FileRecord | None:
+        """The record of the file at ``path``, or None."""
+        return next((record for record in self.files if record.path == path), None)
+
+    def joined(self, later: "Manifest") -> "Manifest":
+        """This commit and a later one of the same run and step, e.g. the sync and the rest."""
+        theirs = {record.path for record in later.files}
+        names = {(receipt.name, receipt.rank) for receipt in later.receipts}
+        return replace(
+            later,
+            kinds=tuple(sorted({*self.kinds, *later.kinds})),
+            files=_by_path([*(f for f in self.files if f.path not in theirs), *later.files]),
+            receipts=(
+                *(r for r in self.receipts if (r.name, r.rank) not in names),
+                *later.receipts,
+            ),
+        )
+
+
+def write_manifest(root: str | Path, manifest: Manifest) -> None:
+    """Commit: put the manifest into its step's folder, atomically and durably."""
+    write_manifest_into(step_folder(root, manifest.step), manifest)
+
+
+def write_manifest_into(folder: Path, manifest: Manifest) -> None:
+    """As `write_manifest`, into a folder that is yet to become the step's."""
+    body = {
+        "version": VERSION,
+        **asdict(manifest),
+        "files": [asdict(record) for record in _by_path(manifest.files)],
+    }
+    replace_file(folder / MANIFEST, json.dumps({**body, "digest": _digest(body)}, indent=1))
+
+
+def read_manifest(root: str | Path, step: int) -> Manifest | None:
+    """The manifest of a step, or None if the step is not committed.
+
+    Raises:
+        ManifestError: there is one, and it is torn, altered or of another version.
+    """
+    path = step_folder(root, step) / MANIFEST
+    try:
+        text = path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise _bad(path, "is not text") from error
+    try:
+        body: dict[str, Any] = json.loads(text)
+        digest = body.pop("digest")
+        version = body["version"]
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise _bad(path, "is torn or not a manifest") from error
+    if version != VERSION:
+        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}")
+    if digest != _digest(body):
+        raise _bad(path, "was altered after the commit")
+    del body["version"]
+    if set(body) != {field.name for field in fields(Manifest)} or body["step"] != step:
+        raise _bad(path, "is not that of this folder")
+    body["kinds"] = tuple(body["kinds"])
+    body["files"] = tuple(FileRecord(**record) for record in body["files"])
+    body["receipts"] = tuple(
+        ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
+        for receipt in body["receipts"]
+    )
+    return Manifest(**body)
+
+
+def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
+    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
+    try:
+        manifest = read_manifest(root, step)
+    except (ManifestError, OSError):
+        return False
+    return manifest is not None and manifest.run == run and kind in manifest.kinds
+
+
+def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+    return tuple(sorted(records, key=lambda record: record.path))
+
+
+def _digest(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _bad(path: Path, why: str) -> ManifestError:
+    return ManifestError(
+        f"manifest {path} {why}; the step does not count as committed. "
+        "Restore the file from a copy, or remove the step's folder."
+    )

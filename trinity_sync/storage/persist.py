@@ -1,0 +1,280 @@
+"""Write the images of one component, of one step, on this node, under temporary names.
+
+Nothing gets its final name here: that is the commit's. Writing the same images again, after a
+crash or a retry, gives the same bytes.
+"""
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveError
+from trinity_sync.layout import Kind, step_folder
+from trinity_sync.snapshot.slot import locked
+from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.writer import write_file
+
+WRITERS = 4
+"""Shards that one task writes at a time."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Which save is meant, as files know it."""
+
+    root: str
+    run: int
+    step: int
+    kind: Kind
+    roles: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """The step's folder."""
+        return step_folder(self.root, self.step)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that waits under a temporary name for the commit."""
+
+    record: FileRecord
+    temporary: str
+    """Absolute path; empty for a file that an earlier commit of the step contains already."""
+    identity: tuple[int, int]
+    """Inode and time of the last write in ns: tells the file from another one of its name."""
+    image: str
+    slot: str
+    components: tuple[str, ...]
+    """All that the rank hands over in this save."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How to write; see ``settings``."""
+
+    direct: bool = True
+    bytes_per_s: float = 0.0
+    gather_s: float = 60.0
+
+
+def persist(
+    spool: JobSpool,
+    save: Save,
+    component: str,
+    options: WriteOptions,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Written]:
+    """Wait for this node's images of ``component``, and write them durably.
+
+    Raises:
+        MissingShards: a rank did not hand its image over within ``gather_s`` seconds.
+        TicketError, ImageError: an image cannot be trusted.
+        SaveError: it cannot be written; the cause is the OSError of the file system.
+    """
+    sealed, committed = _gather(spool, save, component, options.gather_s, clock)
+    for image in sealed:
+        failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="persist") as writers:
+        written = list(writers.map(lambda image: _write(save, image, options), sealed))
+    return [*committed, *(file for files in written for file in files)]
+
+
+def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
+    """Note beside the images of a save that it failed, so that they give way first."""
+    for sealed in spool.of_step(save.run, save.step)[0]:
+        if sealed.ticket.kind == save.kind:
+            failure_path(sealed.slot).write_text(reason)
+
+
+def _gather(
+    spool: JobSpool, save: Save, component: str, gather_s: float, clock: Callable[[], float]
+) -> tuple[list[Sealed], list[Written]]:
+    """The images to write, and the files that a commit of the same step has already."""
+    deadline = clock() + gather_s
+    while True:
+        sealed, bad = spool.of_step(save.run, save.step)
+        manifest = _own_manifest(save)
+        overdue = clock() >= deadline
+        images: list[Sealed] = []
+        committed: list[Written] = []
+        missing: list[str] = []
+        for role in save.roles:
+            of_role = [image for image in sealed if image.ticket.role == role]
+            for rank, expected in _ranks(of_role, save, component):
+                done = _committed(manifest, role, component, rank)
+                found = [i for i in of_role if i.ticket.component == component]
+                mine = [i for i in found if i.ticket.rank == rank]
+                other = mine and mine[0].ticket.kind != save.kind and not mine[0].failed
+                if done:
+                    committed += [_as_written(record, expected) for record in done]
+                elif mine and (not other or overdue):
+                    images.append(mine[0])
+                else:
+                    missing.append(f"role {role} rank {rank}")
+            if not any(image.ticket.kind == save.kind for image in of_role):
+                missing.append(f"role {role}")
+        if not missing:
+            return images, committed
+        unreadable = [error for error in bad if f".{component}." in str(error)]
+        if unreadable:
+            raise unreadable[0]
+        if overdue:
+            raise MissingShards(
+                f"{save} is not committed: {component} of {', '.join(missing)} was not handed over "
+                f"on this node within {gather_s:g} s. Did that process die? Its images are in "
+                f"{spool.folder}; the next save goes on without this one."
+            )
+        time.sleep(0.01)
+
+
+def _ranks(
+    of_role: Sequence[Sealed], save: Save, component: str
+) -> Iterable[tuple[int, tuple[str, ...]]]:
+    """Ranks of a role on this node that hand ``component`` over, with all that they hand over."""
+    own = [image.ticket for image in of_role if image.ticket.kind == save.kind]
+    by_rank = {ticket.rank: ticket.components for ticket in own}
+    shards = {name for names in by_rank.values() for name in names if name != "metadata"}
+    for rank in own[0].node_ranks if own else ():
+        components = by_rank.get(rank, tuple(shards))
+        if component in components or (
+            component == "metadata" and rank == 0 and rank not in by_rank
+        ):
+            yield rank, components
+
+
+def _own_manifest(save: Save) -> Manifest | None:
+    try:
+        manifest = read_manifest(save.root, save.step)
+    except ManifestError:
+        return None  # not committed; the commit replaces it, with a warning
+    return manifest if manifest and manifest.run == save.run else None
+
+
+def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:
+    if manifest is None:
+        return []
+    wanted = (role, component, rank)
+    return [f for f in manifest.files if (f.role, f.component, f.rank) == wanted]
+
+
+def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
+    return Written(record, "", (0, 0), "", "", components, 0.0)
+
+
+def _write(save: Save, sealed: Sealed, options: WriteOptions) -> list[Written]:
+    ticket = sealed.ticket
+    try:
+        with locked(sealed.slot) as content:
+            _check(save, sealed, content)
+            image = content[: ticket.nbytes]
+            if ticket.form == "file":
+                return [_write_one(save, sealed, ticket.path, image, options)]
+            return [
+                _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
+                for name, small in _unpack(ticket, image)
+            ]
+    except FileNotFoundError as error:
+        if error.filename == os.fspath(sealed.slot):
+            raise ImageError(
+                f"{save}: the image of {ticket.what} is gone from the spool"
+            ) from error
+        raise SaveError(f"{save}: cannot write {ticket.what}: {error}") from error
+    except OSError as error:
+        raise SaveError(
+            f"{save} is not committed: cannot write {ticket.what} to "
+            f"{error.filename or save.folder}: {error.strerror}. Mend that and retry the flow run; "
+            "the image waits in the spool."
+        ) from error
+
+
+def _check(save: Save, sealed: Sealed, content: memoryview) -> None:
+    """See, under the slot's lock, that the image is still the one that was found."""
+    ticket = sealed.ticket
+    now = read_ticket(sealed.slot)
+    if now is None or now.image != ticket.image:
+        raise ImageError(
+            f"{save}: the image of {ticket.what} gave way to a later step and cannot be saved any "
+            "more; cancel this flow run."
+        )
+    if len(content) < ticket.nbytes:
+        raise ImageError(
+            f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: {len(content):,} "
+            f"of {ticket.nbytes:,} bytes. It cannot be saved; later saves are not concerned."
+        )
+
+
+def _write_one(
+    save: Save, sealed: Sealed, path: str, content: memoryview, options: WriteOptions
+) -> Written:
+    ticket = sealed.ticket
+    final = save.folder / path
+    if not Path(save.root).is_dir():
+        raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
+    make_folder(final.parent)
+    temporary = temporary_name(final, ticket.image)
+    start = time.perf_counter()
+    try:
+        digest = write_file(
+            temporary, content, direct=options.direct, bytes_per_s=options.bytes_per_s
+        )
+        sync_folder(final.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)  # a full disk must not stay full because of us
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(final)
+        raise
+    return Written(
+        FileRecord(
+            path=path,
+            nbytes=len(content),
+            digest=digest,
+            role=ticket.role,
+            component=ticket.component,
+            rank=ticket.rank,
+            world_size=ticket.world_size,
+        ),
+        temporary=os.fspath(temporary),
+        identity=identity_of(temporary),
+        image=ticket.image,
+        slot=os.fspath(sealed.slot),
+        components=ticket.components,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def temporary_name(final: Path, image: str) -> Path:
+    """Where ``final`` is written to before its commit."""
+    return final.with_name(f".{final.name}.{image}{TEMPORARY_SUFFIX}")
+
+
+def identity_of(path: Path) -> tuple[int, int]:
+    """See `Written.identity`."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def _unpack(ticket: Ticket, image: memoryview) -> Iterable[tuple[str, bytes]]:
+    try:
+        with tarfile.open(fileobj=io.BytesIO(image), mode="r:") as tar:
+            for entry in tar:
+                name = PurePosixPath(entry.name)
+                content = tar.extractfile(entry) if entry.isfile() else None
+                if content is None or name.is_absolute() or ".." in name.parts:
+                    raise ImageError(f"the image of {ticket.what} holds {entry.name!r}: not a file")
+                yield entry.name, content.read()
+    except tarfile.TarError as error:
+        raise ImageError(f"the image of {ticket.what} is no folder of files: {error}") from error

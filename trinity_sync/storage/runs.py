@@ -1,0 +1,77 @@
+"""The runs of a job: a resume is a new one, and what it left behind must not come back.
+
+A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says. A
+run that resumed from step M abandons whatever earlier runs had handed over beyond M and not yet
+committed: such a save is refused, or explorers would receive weights that training has left.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.durable import create_file, make_folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a job."""
+
+    number: int
+    key: str
+    """Same in all processes of the run, different in every other run of the job."""
+    resumed_from: int
+    """Step that the run started from; 0 for a fresh start."""
+
+
+def open_run(root: str | Path, key: str, resumed_from: int) -> Run:
+    """Join the newest run if it has this ``key``, else begin the next one."""
+    folder = _folder(root)
+    make_folder(folder)
+    while True:
+        newest = newest_run(root)
+        if newest and newest.key == key:
+            return newest
+        run = Run(newest.number + 1 if newest else 1, key, resumed_from)
+        if create_file(folder / f"{run.number}.json", json.dumps(asdict(run))):
+            return run
+
+
+def newest_run(root: str | Path) -> Run | None:
+    """The run that began last, or None."""
+    runs = _later_runs(root, 0)
+    return max(runs, key=lambda run: run.number) if runs else None
+
+
+def refuse_abandoned(root: str | Path, run: int, step: int) -> None:
+    """Let nothing of a run be committed that a later run has left behind.
+
+    Raises:
+        Abandoned: a later run resumed from before ``step``.
+    """
+    for later in _later_runs(root, run):
+        if later.resumed_from < step:
+            raise Abandoned(
+                f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
+                f"step {later.resumed_from}, so its own step {step} is the one that counts. "
+                "Nothing is to be done."
+            )
+
+
+def _later_runs(root: str | Path, run: int) -> list[Run]:
+    names = _folder(root).glob("[0-9]*.json")
+    return [_read(path) for path in names if int(path.stem) > run]
+
+
+def _read(path: Path) -> Run:
+    try:
+        return Run(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CommitError(
+            f"run file {path} is torn or edited; restore it, or remove it if that run is over"
+        ) from error
+
+
+def _folder(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "runs"

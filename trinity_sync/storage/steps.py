@@ -1,0 +1,67 @@
+"""Which steps of a root can be loaded."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.layout import Kind, step_folder, steps_on_disk
+from trinity_sync.storage.manifest import Manifest, read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+def committed_steps(root: str | Path) -> Iterator[Manifest]:
+    """The commits under ``root``, by step; a broken manifest is passed over with a warning."""
+    for step in steps_on_disk(root):
+        try:
+            manifest = read_manifest(root, step)
+        except ManifestError as error:
+            logger.warning("%s", error)
+            continue
+        if manifest:
+            yield manifest
+
+
+def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
+    """The commit to resume from: the last step of the last run that committed one.
+
+    Manifests decide, not the iteration file: that may lag behind them after a crash.
+    """
+    best: Manifest | None = None
+    for manifest in committed_steps(root):
+        if kind not in manifest.kinds:
+            continue
+        if best is None or (manifest.run, manifest.step) > (best.run, best.step):
+            try:
+                require_committed(root, manifest.step)
+            except CommitError as error:
+                logger.warning("%s", error)
+                continue
+            best = manifest
+    return best
+
+
+def require_committed(root: str | Path, step: int) -> Manifest:
+    """The manifest of a step whose files are all there in their full size.
+
+    Raises:
+        CommitError: the step is not committed, or files are missing or cut.
+    """
+    manifest = read_manifest(root, step)
+    folder = step_folder(root, step)
+    if manifest is None:
+        raise CommitError(
+            f"step {step} in {root} is not committed: {folder} has no manifest. Load a committed "
+            "step (trinity-sync ls shows them)."
+        )
+    for record in manifest.files:
+        path = folder / record.path
+        found = path.stat().st_size if path.is_file() else None
+        if found != record.nbytes:
+            state = "is missing" if found is None else f"has {found:,} bytes"
+            raise CommitError(
+                f"step {step} in {root} is damaged: {path} {state}, the manifest says "
+                f"{record.nbytes:,}. Load another step (trinity-sync ls shows them)."
+            )
+    return manifest

@@ -1,0 +1,98 @@
+"""One image to one file: direct I/O in the calling thread, the digest in a second one.
+
+Direct I/O leaves the page cache to the training and is two to four times as fast as buffered
+writing with fsync on the disks that this was measured on. Where the file system refuses it (tmpfs,
+many network file systems), the same loop writes through the page cache.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+ALIGNMENT = 4096
+CHUNK = 16 << 20
+DIGEST = "xxh3-128"
+
+
+def write_file(
+    path: Path, content: memoryview, *, direct: bool = True, bytes_per_s: float = 0.0
+) -> str:
+    """Write ``content`` to ``path``, durably, and return its digest (``xxh3-128:...``).
+
+    Args:
+        path: replaced if it exists; its folder must exist.
+        content: bytes to write. Direct I/O wants them at a page boundary of memory, as a mapped
+            slot is, and is given up silently where they are not.
+        direct: try direct I/O.
+        bytes_per_s: speed limit, so that a save leaves the disk to others; 0 for none.
+
+    Raises:
+        OSError: the disk is full, read-only or broken; ``path`` may be left half written.
+    """
+    fd, direct = _open(path, direct)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
+            digest = xxhash.xxh3_128()
+            digested: list[Future[None]] = []
+            start = time.monotonic()
+            for offset in range(0, len(content), CHUNK):
+                chunk = content[offset : offset + CHUNK]
+                digested.append(digester.submit(digest.update, chunk))
+                direct = _write_chunk(fd, chunk, offset, direct)
+                if bytes_per_s:
+                    due = start + (offset + len(chunk)) / bytes_per_s
+                    time.sleep(max(0.0, due - time.monotonic()))
+            for part in digested:
+                part.result()
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return f"{DIGEST}:{digest.hexdigest()}"
+
+
+def digest_of(path: Path) -> str:
+    """Digest of the file at ``path``, in the form of `write_file`."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return f"{DIGEST}:{digest.hexdigest()}"
+
+
+def _open(path: Path, direct: bool) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags, 0o644), False
+
+
+def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> bool:
+    """Write one chunk; returns whether direct I/O is still on, for the next one."""
+    done = 0
+    while done < len(chunk):
+        end = len(chunk)
+        if direct:
+            end = end // ALIGNMENT * ALIGNMENT
+            if done >= end or done % ALIGNMENT:  # what is left is no whole page
+                direct, end = _through_page_cache(fd), len(chunk)
+        try:
+            done += os.pwrite(fd, chunk[done:end], offset + done)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = _through_page_cache(fd)
+    return direct
+
+
+def _through_page_cache(fd: int) -> bool:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False
