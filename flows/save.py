@@ -1,0 +1,56 @@
+"""``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
+
+The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
+is asked for before the commit begins, and the commit is the last thing that happens.
+"""
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+from prefect.futures import PrefectFuture
+from prefect_ray.context import remote_options
+from prefect_ray.task_runners import RayTaskRunner
+
+from flows.placement import on_node
+from tasks.commit import commit_step, note_failure
+from tasks.persist import PERSIST
+from trinity_sync.request import SaveRequest
+
+
+@flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+async def save_step(request: SaveRequest) -> None:
+    """Write one step's images and commit them.
+
+    Args:
+        request: the step, and the spools in which its images wait.
+    """
+    try:
+        parts = []
+        for node, spool in request.spools.items():
+            with remote_options(**on_node(node)):
+                parts += [
+                    PERSIST[component].submit(request, component, spool)
+                    for component in request.components
+                ]
+        written = [file for files in await _results(parts) for file in files]
+        node, spool = next(iter(request.spools.items()))
+        with remote_options(**on_node(node)):
+            commit = commit_step.submit(request, written, spool)
+        await _results([commit])
+    except Exception as error:
+        await _note_failure(request, str(error))
+        raise
+
+
+async def _note_failure(request: SaveRequest, reason: str) -> None:
+    notes = []
+    for node, spool in request.spools.items():
+        with remote_options(**on_node(node)):
+            notes.append(note_failure.submit(request, spool, reason))
+    await _results(notes)
+
+
+async def _results(futures: list[PrefectFuture[Any]]) -> list[Any]:
+    """All results, without holding up the worker's other flows; raises the first failure."""
+    return await asyncio.gather(*(asyncio.to_thread(future.result) for future in futures))

@@ -1,0 +1,59 @@
+"""The parallel tasks of a save: one a component and node, on the node that holds the images."""
+
+from pathlib import Path
+from typing import Any
+
+from prefect import Task
+from prefect.client.schemas.objects import State, TaskRun
+
+from trinity_sync.layout import Component
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+
+TASK_NAMES: dict[Component, str] = {
+    "model": "model",
+    "optim": "optimizer",
+    "extra_state": "extras",
+    "metadata": "metadata",
+}
+
+
+def save_of(request: SaveRequest) -> Save:
+    """The request as files know it."""
+    return Save(request.root, request.run, request.step, request.kind, request.roles)
+
+
+def persist_component(request: SaveRequest, component: Component, spool: str) -> list[Written]:
+    """Write a node's images of one component under temporary names, durably."""
+    settings = Settings()
+    options = WriteOptions(
+        direct=settings.direct_io,
+        bytes_per_s=settings.write_mb_per_s * 1e6,
+        gather_s=settings.gather_s,
+    )
+    return persist(JobSpool(Path(spool)), save_of(request), component, options)
+
+
+async def _is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Whether the disk failed, which may pass; a missing or damaged image will not."""
+    try:
+        await state.aresult()
+    except Exception as error:
+        return isinstance(error.__cause__, OSError)
+    return False
+
+
+PERSIST: dict[Component, Task[[SaveRequest, Component, str], list[Written]]] = {
+    component: Task(
+        persist_component,
+        name=name,
+        description=f"Write the {name} images of one node",
+        retries=3,
+        retry_delay_seconds=[1, 5, 15],
+        retry_condition_fn=_is_io_error,
+        persist_result=False,
+    )
+    for component, name in TASK_NAMES.items()
+}

@@ -1,0 +1,405 @@
+"""The trainer's front door: hand a step over, go on training, hear of every failure.
+
+Trinity's name and methods (``save_async``, ``save_sync``, ``wait_all``, ``register_and_monitor``)
+with Prefect in the place of its CheckpointMonitor, and `CheckpointCoordinator.save` for states,
+which costs the caller one copy into shared memory and nothing else.
+"""
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from trinity_sync.errors import ConfigError, SaveFailed, TrinitySyncError
+from trinity_sync.functions import FunctionSaves
+from trinity_sync.layout import COMPONENTS, Component, Kind, check_name, step_folder
+from trinity_sync.orchestration.trigger import SaveTrigger
+from trinity_sync.orchestration.watch import SaveWatch
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.receipt import Receipt, process_name
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager, pack_folder
+from trinity_sync.storage.runs import Run, open_run
+from trinity_sync.storage.steps import newest
+
+logger = logging.getLogger(__name__)
+
+NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
+
+
+class CheckpointCoordinator:
+    """Saves of one process of a job; each rank has one, rank 0 asks Prefect for the flow runs.
+
+    Args:
+        root: the job's folder (Trinity's ``checkpoint_job_dir``); steps go to
+            ``root/global_step_{N}/{role}/``. Made if it is missing.
+        rank: rank of this process.
+        world_size: ranks that save together.
+        node_ranks: the ranks of this node; all of them by default.
+        run_key: what all processes of this run have in common and no other run of the job has.
+            By default ``TRINITY_SYNC_RUN``, else one of this coordinator's own. Roles that save
+            from separate process groups need it.
+        roles: roles that make one checkpoint together; from the settings by default.
+        settings: from the environment by default.
+        trigger: from the settings by default.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        SpoolError: the spool folder cannot be used.
+
+    Example::
+
+        with CheckpointCoordinator("ckpts") as saves:
+            for step in range(1, 1001):
+                train_one_step()
+                if step % 10 == 0:
+                    saves.save(step, {"model": model.state_dict(), "optim": optim.state_dict()})
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        node_ranks: Sequence[int] | None = None,
+        run_key: str | None = None,
+        roles: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        trigger: SaveTrigger | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not below the world size {world_size}")
+        self.settings = settings or Settings()
+        self.root = Path(root).resolve()
+        self.rank, self.world_size = rank, world_size
+        self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
+        self._node_ranks = tuple(range(world_size)) if node_ranks is None else tuple(node_ranks)
+        self._run_key = run_key or _own_run_key()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the job's root {self.root}: {error.strerror}"
+            ) from error
+        self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        self._stager = Stager(
+            self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
+        )
+        self._trigger = trigger or SaveTrigger()
+        self._watch = SaveWatch(self._trigger)
+        self._run: Run | None = None
+        self._staged: dict[tuple[str, int], list[str]] = {}
+        self._functions = FunctionSaves(self.root, self.spool)
+        self._packed: dict[Path, bytes] = {}
+        self._failures: list[str] = []
+
+    @classmethod
+    def of_process_group(cls, root: str | Path, **arguments: Any) -> "CheckpointCoordinator":
+        """A coordinator for each rank of the default process group; all ranks call it together.
+
+        Ranks learn from each other who shares a node, and take rank 0's run key. Further
+        ``arguments`` go to the constructor.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        mine = (socket.gethostname(), arguments.pop("run_key", None) or _own_run_key())
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, mine)
+        node_ranks = [other for other in range(world_size) if everyone[other][0] == mine[0]]
+        return cls(
+            root,
+            rank=rank,
+            world_size=world_size,
+            node_ranks=node_ranks,
+            run_key=everyone[0][1],
+            **arguments,
+        )
+
+    # ---------------------------------------------------------------- a run of the job
+
+    def resumed_from(self, step: int) -> None:
+        """Begin this run at ``step``; saves of earlier runs beyond it, not committed yet, lapse.
+
+        Raises:
+            ConfigError: this run has begun already.
+        """
+        if self._run and self._run.resumed_from != step:
+            raise ConfigError(
+                f"this run began at step {self._run.resumed_from} and cannot begin again at "
+                f"{step}; load before the first save"
+            )
+        self._begin(step)
+
+    def _begin(self, resumed_from: int) -> Run:
+        if self._run is None:
+            self._run = open_run(self.root, self._run_key, resumed_from)
+        return self._run
+
+    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
+        """Folder of the newest committed step of ``kind``, or None if there is none.
+
+        Args:
+            kind: what is needed of the step.
+            settle_s: seconds to wait first for saves that an earlier run handed over on this node
+                and that are still on their way: resuming from an older step would abandon them.
+        """
+        deadline = time.monotonic() + settle_s
+        while time.monotonic() < deadline:
+            if all(sealed.failed for sealed in self.spool.tickets()[0]):
+                break
+            time.sleep(0.05)
+        manifest = newest(self.root, kind)
+        return step_folder(self.root, manifest.step) if manifest else None
+
+    # ---------------------------------------------------------------- states
+
+    def save(
+        self,
+        step: int,
+        components: Mapping[str, Any],
+        *,
+        role: str = "actor",
+        kind: Kind = "checkpoint",
+        metadata: str | Path | None = None,
+    ) -> Staged:
+        """Hand the state of one step over; it commits even if this process dies right afterwards.
+
+        Every rank calls it, for every role, with the same ``step`` and ``kind``. What was handed
+        over at this step before (the model, for a sync) is not copied again.
+
+        Args:
+            step: training step, not negative.
+            components: state by component: ``model``, ``optim``, ``extra_state``. Anything that
+                ``torch.save`` accepts.
+            role: folder below the step's.
+            kind: ``state_dict`` for the weights of a sync, ``checkpoint`` for all of it.
+            metadata: folder of small files that belong beside the shards; rank 0's counts. It is
+                read once: hand a new folder over when its content has changed.
+
+        Returns:
+            What was copied, and how long the caller stood still.
+
+        Raises:
+            ConfigError: an argument cannot work.
+            SpoolFull: the very first save does not fit into the spool. Later on, a save that
+                cannot be handed over does not stop the training: `wait_all` raises it.
+        """
+        self._check(step, components, role, kind)
+        earlier = self._staged.get((role, step), [])
+        states = {name: state for name, state in components.items() if name not in earlier}
+        if not states:
+            return NOTHING_STAGED
+        run = self._begin(0)
+        origin = Origin(
+            root=str(self.root),
+            run=run.number,
+            step=step,
+            kind=kind,
+            role=role,
+            roles=self._roles_of(role, kind),
+            rank=self.rank,
+            world_size=self.world_size,
+            node_ranks=self._node_ranks,
+        )
+        packed = None
+        if metadata is not None and self.rank == 0 and METADATA not in earlier:
+            packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
+            self._packed = {Path(metadata): packed}
+        try:
+            staged = self._stager.stage(origin, states, also=earlier, metadata=packed)
+        except TrinitySyncError as error:
+            if not self._staged:
+                raise
+            self._failures.append(str(error))
+            logger.error("step %d is not saved, training goes on: %s", step, error)
+            return NOTHING_STAGED
+        self._staged = {key: value for key, value in self._staged.items() if key[0] != role}
+        self._staged[role, step] = list(staged.components)
+        self._hand_over(self._request(run, step, kind, origin.roles, staged.components))
+        return staged
+
+    def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
+        """Map and touch the slots of components of so many bytes, before the first save.
+
+        Raises:
+            SpoolFull: the spool is too small for them; the message says what is needed.
+        """
+        self.spool.check_room(self.settings.slots * sum(nbytes.values()) * len(self._node_ranks))
+        for component, size in nbytes.items():
+            self._stager.prewarm(role, component, self.rank, size)
+
+    # ---------------------------------------------------------------- functions
+
+    def save_async(
+        self,
+        name: str,
+        save_fn: Callable[[], Any],
+        global_step: int,
+        is_state_dict: bool = False,
+    ) -> None:
+        """Run ``save_fn`` in a background thread; the step's flow waits for it to end.
+
+        It follows Trinity's method. Saves of the same name run one after the other. The files
+        below the step's folder that change while it runs enter the manifest. Call it before `save`
+        of the same step, or `register_and_monitor` after it: those ask for the flow run.
+
+        Args:
+            name: name of the save, unique within a step and rank.
+            save_fn: called without arguments. A failure of it fails the step's flow, is raised by
+                `wait_all`, and leaves later saves alone.
+            global_step: training step.
+            is_state_dict: whether it belongs to the sync of the step or to its checkpoint.
+        """
+        self._functions.start(name, save_fn, self._call_of(name, global_step, is_state_dict))
+
+    def save_sync(
+        self, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
+    ) -> None:
+        """Run ``save_fn`` here and now, e.g. because it calls collectives; as `save_async` else."""
+        name = f"sync-{uuid.uuid4().hex[:8]}"
+        self._functions.call(save_fn, self._call_of(name, global_step, is_state_dict))
+
+    def _call_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
+        return Receipt(
+            name=check_name("name of a save", name),
+            run=self._begin(0).number,
+            step=step,
+            kind="state_dict" if is_state_dict else "checkpoint",
+            rank=self.rank,
+            process=process_name(os.getpid()),
+        )
+
+    # ---------------------------------------------------------------- outcomes
+
+    async def register_and_monitor(
+        self,
+        global_step: int,
+        is_state_dict: bool = False,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+    ) -> None:
+        """Ask for the flow run of a step whose saves were dispatched; it does not wait for them.
+
+        It follows Trinity's method. A step whose ranks have asked already gets no second run.
+
+        Args:
+            global_step: training step.
+            is_state_dict: whether the sync or the checkpoint of the step is meant.
+            state_dict_thread_count: saves of model weights to expect at least.
+            checkpoint_thread_count: other saves to expect at least.
+        """
+        kind: Kind = "state_dict" if is_state_dict else "checkpoint"
+        run = self._begin(0)
+        tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
+        mine = [ticket for ticket in tickets if ticket.kind == kind]
+        components = {name for ticket in mine for name in ticket.components}
+        roles = mine[0].roles if mine else self.roles
+        expected = state_dict_thread_count + checkpoint_thread_count
+        request = self._request(run, global_step, kind, roles, components, expected)
+        self._hand_over(request, always=True)
+
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Wait until all that this process handed over is committed, or has failed.
+
+        Args:
+            timeout: seconds; without end by default, also while the Prefect server is away.
+
+        Raises:
+            SaveFailed: something was not committed; the message says what, why and where to look.
+                Each failure is raised once.
+            SaveTimeout: the time is over; the saves may still commit.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failures = [*self._functions.wait(deadline), *self._watch.wait(deadline), *self._failures]
+        self._failures = []
+        if failures:
+            raise SaveFailed("\n".join(failures))
+
+    @property
+    def commit_seconds(self) -> Mapping[str, float]:
+        """Seconds from hand-over to commit, by request key, of this process's committed saves."""
+        return self._watch.commit_seconds
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Let go of everything; what was handed over goes on without this process.
+
+        Args:
+            timeout: seconds to get requests out that Prefect has not taken yet. After that the
+                worker of this node finds their images by itself.
+        """
+        self._watch.close()
+        self._trigger.close(timeout)
+        self._stager.close()
+
+    def __enter__(self) -> "CheckpointCoordinator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.wait_all()
+        finally:
+            self.close()
+
+    # ---------------------------------------------------------------- details
+
+    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
+        if step < 0:
+            raise ConfigError(f"step {step} is negative")
+        unknown = set(components) - (set(COMPONENTS) - {METADATA})
+        if unknown or not components:
+            raise ConfigError(
+                f"step {step}: components {sorted(components)}; known are model, optim, extra_state"
+            )
+        if kind == "checkpoint" and role not in self.roles:
+            raise ConfigError(
+                f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
+                f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
+            )
+        check_name("role", role)
+
+    def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
+        return self.roles if kind == "checkpoint" else (role,)
+
+    def _request(
+        self,
+        run: Run,
+        step: int,
+        kind: Kind,
+        roles: Sequence[str],
+        components: Sequence[str] | set[str],
+        expected: int = 0,
+    ) -> SaveRequest:
+        known: list[Component] = [name for name in COMPONENTS if name in components]
+        return SaveRequest(
+            root=str(self.root),
+            step=step,
+            run=run.number,
+            kind=kind,
+            roles=tuple(roles),
+            components=tuple(known),
+            spools={socket.gethostname(): str(self.spool.folder)},
+            expected=expected,
+        )
+
+    def _hand_over(self, request: SaveRequest, *, always: bool = False) -> None:
+        if self.rank == 0 or always:
+            self._trigger.submit(request)
+        self._watch.add(request)
+
+
+def _own_run_key() -> str:
+    return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex

@@ -1,0 +1,49 @@
+"""The process around a warm worker: join Ray once, serve until told to stop."""
+
+import asyncio
+import importlib
+import os
+import signal
+
+import anyio
+from prefect.settings import (
+    PREFECT_WORKER_HEARTBEAT_SECONDS,
+    PREFECT_WORKER_QUERY_SECONDS,
+    temporary_settings,
+)
+
+from trinity_sync.layout import COMPONENTS
+from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
+from trinity_sync.settings import Settings
+
+
+def serve(settings: Settings) -> None:
+    """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C."""
+    import ray
+
+    load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
+    ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="prefect", log_to_driver=False)
+    try:
+        ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
+        asyncio.run(_until_stopped(settings))
+    finally:
+        ray.shutdown()
+
+
+def _import_tasks() -> None:
+    """Bring a Ray worker process to the point where a task's own work begins."""
+    importlib.import_module("flows.save")
+
+
+async def _until_stopped(settings: Settings) -> None:
+    pace = {PREFECT_WORKER_QUERY_SECONDS: settings.poll_s, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, scope.cancel)
+        with temporary_settings(pace):
+            await TrinitySyncWorker(work_pool_name=settings.work_pool).start()
+
+
+if __name__ == "__main__":
+    serve(Settings())

@@ -1,0 +1,174 @@
+"""The trainer's request for a flow run, off the training thread.
+
+A request that cannot reach the server loses nothing: the sealed images wait in the spool, this
+thread tries again, and the node's worker looks for them too. One idempotency key a save makes all
+of these the same flow run.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+logger = logging.getLogger(__name__)
+
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+CRASH_GRACE_S = 30.0
+"""Seconds for which a crashed run may still be taken up again by a worker."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What Prefect knows of a save's flow run."""
+
+    state: Literal["unknown", "pending", "running", "completed", "failed"]
+    message: str = ""
+    url: str = ""
+
+
+class SaveTrigger:
+    """Asks for flow runs from a daemon thread; no method but `outcome` waits for the server.
+
+    Args:
+        api_url: URL of the Prefect API; asked again before each try, so a stack that was started
+            anew on another port is found. None while there is none.
+    """
+
+    def __init__(self, api_url: Callable[[], str | None] | None = None) -> None:
+        self._api_url = api_url or configured_api_url
+        self._requests: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._deployment: tuple[str, UUID] | None = None
+        self._away = False
+
+    def submit(self, request: SaveRequest) -> None:
+        """Ask for the flow run of a save; returns at once, whatever the server does."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="save-trigger", daemon=True)
+            self._thread.start()
+        self._requests.put(request)
+
+    def outcome(self, request: SaveRequest) -> Outcome:
+        """What became of the save's flow run, whoever asked for it."""
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
+
+        wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
+        try:
+            with self._client() as client:
+                runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(idempotency_key=wanted))
+                url = str(client.api_url).removesuffix("/").removesuffix("/api")
+        except Exception as error:
+            return Outcome("unknown", f"the Prefect server cannot be asked: {error}")
+        if not runs or runs[0].state is None:
+            return Outcome("pending", "nobody has asked for a flow run yet")
+        run, state = runs[0], runs[0].state
+        page = f"{url}/runs/flow-run/{run.id}"
+        message = state.message or str(state.name)
+        if state.is_completed():
+            return Outcome("completed", message, page)
+        if state.is_crashed():
+            age = time.time() - state.timestamp.timestamp()
+            return Outcome("failed" if age > CRASH_GRACE_S else "pending", message, page)
+        if state.is_final() or state.is_cancelling():
+            return Outcome("failed", f"{state.name}: {message}", page)
+        return Outcome("running" if state.is_running() else "pending", message, page)
+
+    def close(self, timeout: float) -> None:
+        """Let queued requests get out for at most ``timeout`` seconds, then give up on them."""
+        if self._thread is None:
+            return
+        self._requests.put(None)
+        self._thread.join(timeout / 2)
+        self._closing.set()
+        self._thread.join(timeout / 2)
+
+    def _run(self) -> None:
+        connection = contextlib.ExitStack()
+        client: SyncPrefectClient | None = None
+        while (request := self._requests.get()) is not None:
+            attempt = 0
+            while not self._closing.is_set():
+                try:
+                    client = client or connection.enter_context(self._client())
+                    self._ask(client, request)
+                except Exception as error:  # whatever is wrong over there, training goes on
+                    self._warn(request, error)
+                    connection.close()
+                    client = None
+                    self._closing.wait(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+                    attempt += 1
+                else:
+                    self._away = self._away and self._back_again()
+                    break
+        connection.close()
+
+    def _ask(self, client: "SyncPrefectClient", request: SaveRequest) -> None:
+        url = str(client.api_url)
+        if self._deployment is None or self._deployment[0] != url:
+            self._deployment = url, client.read_deployment_by_name(SAVE_DEPLOYMENT).id
+        try:
+            client.create_flow_run_from_deployment(self._deployment[1], **run_arguments(request))
+        except Exception:
+            self._deployment = None  # it may have been deployed anew: look it up at the next try
+            raise
+
+    def _warn(self, request: SaveRequest, error: Exception) -> None:
+        if not self._away:
+            self._away = True
+            logger.warning(
+                "%s waits in the spool: the Prefect server cannot be asked for its flow run (%s: "
+                "%s). It is asked again until it can; see: trinity-sync status",
+                request.run_name,
+                type(error).__name__,
+                error,
+            )
+
+    @staticmethod
+    def _back_again() -> bool:
+        logger.warning("the Prefect server can be asked again; waiting saves go on")
+        return False
+
+    @contextmanager
+    def _client(self) -> Iterator["SyncPrefectClient"]:
+        from prefect.client.orchestration import get_client
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        url = self._api_url()
+        if not url:
+            raise ConnectionError(
+                "no server is configured; set PREFECT_API_URL or: trinity-sync up"
+            )
+        with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+            yield client
+
+
+def run_arguments(request: SaveRequest) -> dict[str, Any]:
+    """What a flow run of the save is created with, by whomever."""
+    return {
+        "parameters": {"request": request.model_dump(mode="json")},
+        "name": request.run_name,
+        "tags": request.tags,
+        "idempotency_key": request.key,
+    }
+
+
+def configured_api_url() -> str | None:
+    """The Prefect API of this process's environment or profile, else the embedded stack's."""
+    from prefect.settings import PREFECT_API_URL
+
+    from trinity_sync.orchestration.stack import api_url_of
+    from trinity_sync.settings import Settings
+
+    return PREFECT_API_URL.value() or api_url_of(Settings())

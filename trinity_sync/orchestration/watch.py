@@ -1,0 +1,115 @@
+"""What became of the saves that a process handed over.
+
+The manifest on disk is the truth; the flow run's state tells of a failure. A daemon thread looks
+at both, so that a failed save is in the trainer's log seconds after it failed, and not only when
+the trainer asks.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from trinity_sync.errors import SaveTimeout
+from trinity_sync.orchestration.trigger import SaveTrigger
+from trinity_sync.request import SaveRequest
+from trinity_sync.storage.manifest import is_committed
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+ASK_S = 1.0
+
+
+@dataclass
+class _Pending:
+    request: SaveRequest
+    since: float
+    ask_at: float
+
+
+class SaveWatch:
+    """Follows the saves of one process until each is committed or has failed."""
+
+    def __init__(self, trigger: SaveTrigger) -> None:
+        self.commit_seconds: dict[str, float] = {}
+        """Seconds from hand-over to commit, by request key."""
+        self._trigger = trigger
+        self._pending: dict[str, _Pending] = {}
+        self._failures: list[str] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, request: SaveRequest) -> None:
+        """Follow a save; returns at once."""
+        now = time.monotonic()
+        with self._changed:
+            self._pending.setdefault(request.key, _Pending(request, now, now + ASK_S))
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="save-watch", daemon=True)
+                self._thread.start()
+
+    def wait(self, deadline: float | None) -> list[str]:
+        """Wait until nothing is pending; returns the failures since the last call.
+
+        Raises:
+            SaveTimeout: something still is at ``deadline`` (monotonic).
+        """
+        with self._changed:
+            while self._pending:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    waiting = ", ".join(sorted(self._pending))
+                    raise SaveTimeout(
+                        f"not committed yet: {waiting}. They may still commit; see the Prefect UI."
+                    )
+                self._changed.wait(left)
+            failures, self._failures = self._failures, []
+            return failures
+
+    def close(self) -> None:
+        """Stop following."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                pending = list(self._pending.values())
+            for save in pending:
+                if self._settled(save):
+                    with self._changed:
+                        self._pending.pop(save.request.key, None)
+                        self._changed.notify_all()
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, LOOK_S)
+
+    def _settled(self, save: _Pending) -> bool:
+        request = save.request
+        if _committed(request):
+            self.commit_seconds[request.key] = time.monotonic() - save.since
+            return True
+        if time.monotonic() < save.ask_at:
+            return False
+        outcome = self._trigger.outcome(request)
+        save.ask_at = time.monotonic() + ASK_S
+        if outcome.state == "failed" or (outcome.state == "completed" and not _committed(request)):
+            why = outcome.message or "its flow run completed without a commit"
+            where = f" ({outcome.url})" if outcome.url else ""
+            failure = f"{request.run_name} of {request.root} was not committed: {why}{where}"
+            logger.error("%s", failure)
+            with self._changed:
+                self._failures.append(failure)
+            return True
+        return False
+
+
+def _committed(request: SaveRequest) -> bool:
+    return is_committed(request.root, request.run, request.step, request.kind)
