@@ -168,7 +168,9 @@ def configured_api_url() -> str | None:
     """The Prefect API of this process's environment or profile, else the embedded stack's."""
     from prefect.settings import PREFECT_API_URL
 
-    from trinity_sync.orchestration.stack import api_url_of
-    from trinity_sync.settings import Settings
+    from trinity_sync.orchestration.stack import find
 
-    return PREFECT_API_URL.value() or api_url_of(Settings())
+    if url := PREFECT_API_URL.value():
+        return url
+    stack = find()
+    return stack.api_url if stack else None

@@ -23,6 +23,7 @@ import torch
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.copying import Pair, copy_all
 from trinity_sync.snapshot.structure import Structure, structure_of
 
 ALIGNMENT = 4096
@@ -83,22 +84,18 @@ def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bo
     Args:
         image: ``uint8`` tensor in shared memory, at least ``layout.nbytes`` long.
         layout: as planned by `lay_out`.
-        storages: as returned by `lay_out`. Storages on an accelerator are copied asynchronously
-            and waited for once, at the end.
+        storages: as returned by `lay_out`, on any device.
         headers: False if ``image`` holds this very layout from an earlier call.
     """
+    pairs: list[Pair] = []
     if headers:
         for offset, content in layout.extents:
             source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            image[offset : offset + len(content)].copy_(source)
-    devices = set()
+            pairs.append((image[offset : offset + len(content)], source))
     for (offset, length), storage in zip(layout.holes, storages, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        image[offset : offset + length].copy_(source, non_blocking=True)
-        if storage.device.type != "cpu":
-            devices.add(storage.device)
-    for device in devices:
-        torch.accelerator.synchronize(device)
+        pairs.append((image[offset : offset + length], source))
+    copy_all(pairs)
 
 
 def _same(some: Storages, others: Storages) -> bool:

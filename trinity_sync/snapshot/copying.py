@@ -1,0 +1,61 @@
+"""Copies of many tensors at memcpy speed, also while the cores are busy with training.
+
+A parallel ``Tensor.copy_`` meets its threads at a barrier for every tensor, which costs a state of
+hundreds of tensors several times the copy as soon as one thread has to wait for its core. Here each
+thread takes the next piece until none is left, and they meet once.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+PIECE = 4 << 20
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def copy_all(pairs: Iterable[Pair]) -> None:
+    """Copy each source into its target; both contiguous ``uint8`` tensors, targets on the CPU.
+
+    Sources on an accelerator are copied asynchronously and waited for once, at the end. As many
+    threads copy as torch uses for one operation.
+    """
+    pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
+    devices = set()
+    for target, source in pairs:
+        if source.device.type != "cpu":
+            target.copy_(source, non_blocking=True)
+            devices.add(source.device)
+            continue
+        into, out_of = target.numpy(), source.numpy()
+        for start in range(0, len(into), PIECE):
+            pieces.append((into[start : start + PIECE], out_of[start : start + PIECE]))
+    helpers = min(torch.get_num_threads() - 1, len(pieces) - 1)
+    running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
+    _copy_until_empty(pieces)
+    for helper in running:
+        helper.result()
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def _copy_until_empty(pieces: "deque[tuple[np.ndarray, np.ndarray]]") -> None:
+    while True:
+        try:
+            target, source = pieces.popleft()
+        except IndexError:
+            return
+        np.copyto(target, source)  # lets other Python threads run meanwhile
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="staging")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
