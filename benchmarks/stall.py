@@ -25,7 +25,7 @@ def stall(folder: Path, nbytes: int, tensors: int, runs: int) -> list[Record]:
         def stage() -> float:
             nonlocal step
             step += 1
-            origin = Origin(str(folder), 1, step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
+            origin = Origin(str(folder), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
             seconds = stager.stage(origin, {"model": state}).stall_s
             for sealed in spool.tickets()[0]:
                 release_slots(spool, Save(str(folder), 1, step, "checkpoint", ("actor",)), [])
@@ -68,7 +68,7 @@ def durable(folder: Path, nbytes: int, tensors: int, runs: int) -> list[Record]:
             nonlocal step
             step += 1
             save = Save(str(folder), 1, step, "checkpoint", ("actor",))
-            origin = Origin(str(folder), 1, step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
+            origin = Origin(str(folder), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
             stager.stage(origin, {"model": state})
 
             def persist_and_commit() -> None:

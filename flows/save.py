@@ -4,15 +4,11 @@ The flow's completion is the gate that Trinity's CheckpointMonitor used to be: e
 is asked for before the commit begins, and the commit is the last thing that happens.
 """
 
-import asyncio
-from typing import Any
-
 from prefect import flow
-from prefect.futures import PrefectFuture
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.placement import on_node
+from flows.on_ray import on_node, results
 from tasks.commit import commit_step, note_failure
 from tasks.persist import PERSIST
 from trinity_sync.request import SaveRequest
@@ -33,11 +29,11 @@ async def save_step(request: SaveRequest) -> None:
                     PERSIST[component].submit(request, component, spool)
                     for component in request.components
                 ]
-        written = [file for files in await _results(parts) for file in files]
+        written = [file for files in await results(parts) for file in files]
         node, spool = next(iter(request.spools.items()))
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
-        await _results([commit])
+        await results([commit])
     except Exception as error:
         await _note_failure(request, str(error))
         raise
@@ -48,9 +44,4 @@ async def _note_failure(request: SaveRequest, reason: str) -> None:
     for node, spool in request.spools.items():
         with remote_options(**on_node(node)):
             notes.append(note_failure.submit(request, spool, reason))
-    await _results(notes)
-
-
-async def _results(futures: list[PrefectFuture[Any]]) -> list[Any]:
-    """All results, without holding up the worker's other flows; raises the first failure."""
-    return await asyncio.gather(*(asyncio.to_thread(future.result) for future in futures))
+    await results(notes)

@@ -22,7 +22,9 @@ TASK_NAMES: dict[Component, str] = {
 
 def save_of(request: SaveRequest) -> Save:
     """The request as files know it."""
-    return Save(request.root, request.run, request.step, request.kind, request.roles)
+    return Save(
+        request.root, request.run, request.step, request.kind, request.roles, request.run_key
+    )
 
 
 def persist_component(request: SaveRequest, component: Component, spool: str) -> list[Written]:

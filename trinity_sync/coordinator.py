@@ -94,7 +94,7 @@ class CheckpointCoordinator:
         self._stager = Stager(
             self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
         )
-        self._trigger = trigger or SaveTrigger()
+        self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
         self._staged: dict[tuple[str, int], list[str]] = {}
@@ -201,6 +201,7 @@ class CheckpointCoordinator:
         origin = Origin(
             root=str(self.root),
             run=run.number,
+            run_key=run.key,
             step=step,
             kind=kind,
             role=role,
@@ -328,6 +329,10 @@ class CheckpointCoordinator:
         """Seconds from hand-over to commit, by request key, of this process's committed saves."""
         return self._watch.commit_seconds
 
+    def request_key(self, step: int, kind: Kind = "checkpoint") -> str:
+        """Idempotency key of a save of this run, by which Prefect knows its flow run."""
+        return self._request(self._begin(0), step, kind, self.roles, ()).key
+
     def close(self, timeout: float = 10.0) -> None:
         """Let go of everything; what was handed over goes on without this process.
 
@@ -388,6 +393,7 @@ class CheckpointCoordinator:
             root=str(self.root),
             step=step,
             run=run.number,
+            run_key=run.key,
             kind=kind,
             roles=tuple(roles),
             components=tuple(known),

@@ -1,5 +1,6 @@
 """What a trainer asks of the ``save-step`` flow: small, typed, the same at any scale."""
 
+import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,9 @@ class SaveRequest(BaseModel):
     root: str = Field(description="The job's root folder (Trinity's checkpoint_job_dir), absolute.")
     step: int = Field(ge=0, description="Training step that is saved.")
     run: int = Field(ge=1, description="Which run of the job: 1 for the first, a resume adds one.")
+    run_key: str = Field(
+        default="", description="What tells this run from one of the same number in an older root."
+    )
     kind: Kind = Field(
         default="checkpoint",
         description="checkpoint: all components; state_dict: model weights for a sync.",
@@ -61,7 +65,8 @@ class SaveRequest(BaseModel):
     @property
     def key(self) -> str:
         """Idempotency key: one flow run per job, run, step and kind, however often triggered."""
-        return f"{self.job}/run{self.run}/step{self.step}/{self.kind}"
+        run = f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
+        return f"{self.job}/{run}/step{self.step}/{self.kind}"
 
     @property
     def run_name(self) -> str:

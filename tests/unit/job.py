@@ -25,6 +25,7 @@ class Job:
         fields: dict[str, Any] = {
             "root": str(self.root),
             "run": run,
+            "run_key": "",
             "step": step,
             "kind": "checkpoint",
             "role": "actor",

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,19 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
     job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil.getvalue())
     with pytest.raises(ImageError, match="outside"):
         persist(job.spool, job.save(1), "metadata", WriteOptions(gather_s=0.05))
+
+
+def test_an_image_of_an_earlier_life_of_the_root_is_not_committed_into_the_new_one(
+    job: Job,
+) -> None:
+    import shutil
+
+    earlier = open_run(job.root, "earlier", 0)
+    job.stage(4, {"model": state(1)}, run_key=earlier.key)
+    shutil.rmtree(job.root)
+    job.root.mkdir()
+    assert open_run(job.root, "later", 0).number == earlier.number
+    written = job.persist(4)
+    with pytest.raises(Abandoned, match="begun anew"):
+        commit(replace(job.save(4), run_key=earlier.key), written)
+    assert newest(job.root) is None

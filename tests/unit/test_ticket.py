@@ -14,6 +14,7 @@ TICKET = Ticket(
     image="ab" * 16,
     root="/ckpts",
     run=2,
+    run_key="abc",
     step=40,
     kind="checkpoint",
     role="actor",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trinity_sync.layout import COMPONENTS, Kind
 from trinity_sync.request import SaveRequest
-from trinity_sync.snapshot.slot import release
+from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.storage.manifest import is_committed
 
@@ -59,6 +59,7 @@ def _request(
         root=root,
         step=step,
         run=run,
+        run_key=images[0].ticket.run_key,
         kind=kind,
         roles=images[0].ticket.roles,
         components=tuple(name for name in COMPONENTS if name in named),

@@ -10,13 +10,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.settings import Settings
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -41,17 +42,21 @@ class SaveTrigger:
     """Asks for flow runs from a daemon thread; no method but `outcome` waits for the server.
 
     Args:
-        api_url: URL of the Prefect API; asked again before each try, so a stack that was started
-            anew on another port is found. None while there is none.
+        settings: say where the embedded stack is; it is looked up again before each try, so one
+            that was started anew on another port is found.
+        api_url: URL of the Prefect API; by default that of the environment, the Prefect profile or
+            the embedded stack.
     """
 
-    def __init__(self, api_url: Callable[[], str | None] | None = None) -> None:
-        self._api_url = api_url or configured_api_url
+    def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
+        self._settings = settings or Settings()
+        self._given_url = api_url
         self._requests: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._deployment: tuple[str, UUID] | None = None
         self._away = False
+        self._refused: dict[str, str] = {}
 
     def submit(self, request: SaveRequest) -> None:
         """Ask for the flow run of a save; returns at once, whatever the server does."""
@@ -64,6 +69,8 @@ class SaveTrigger:
         """What became of the save's flow run, whoever asked for it."""
         from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
 
+        if request.key in self._refused:
+            return Outcome("failed", self._refused[request.key])
         wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
         try:
             with self._client() as client:
@@ -104,6 +111,9 @@ class SaveTrigger:
                     client = client or connection.enter_context(self._client())
                     self._ask(client, request)
                 except Exception as error:  # whatever is wrong over there, training goes on
+                    if refusal := _refusal(error):
+                        self._refused[request.key] = refusal
+                        break
                     self._warn(request, error)
                     connection.close()
                     client = None
@@ -145,13 +155,21 @@ class SaveTrigger:
         from prefect.client.orchestration import get_client
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
-        url = self._api_url()
+        url = self._given_url or api_url_for(self._settings)
         if not url:
             raise ConnectionError(
                 "no server is configured; set PREFECT_API_URL or: trinity-sync up"
             )
         with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
             yield client
+
+
+def _refusal(error: Exception) -> str:
+    """Why the server will never take this request, as after an upgrade of one side only; or ""."""
+    response = getattr(error, "response", None)
+    if response is None or response.status_code not in (409, 422):
+        return ""
+    return f"the Prefect server refuses its flow run: {response.text}; run: trinity-sync deploy"
 
 
 def run_arguments(request: SaveRequest) -> dict[str, Any]:
@@ -164,7 +182,7 @@ def run_arguments(request: SaveRequest) -> dict[str, Any]:
     }
 
 
-def configured_api_url() -> str | None:
+def api_url_for(settings: Settings) -> str | None:
     """The Prefect API of this process's environment or profile, else the embedded stack's."""
     from prefect.settings import PREFECT_API_URL
 
@@ -172,5 +190,5 @@ def configured_api_url() -> str | None:
 
     if url := PREFECT_API_URL.value():
         return url
-    stack = find()
+    stack = find(settings)
     return stack.api_url if stack else None

@@ -47,7 +47,7 @@ from trinity_sync.snapshot.receipt import process_lives, process_name
 
 logger = logging.getLogger(__name__)
 
-SCHEDULED = "prefect.flow-run.Scheduled"
+SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
 ATTEMPTS = 3
 """Times that a save is begun before its crashes are left for a person to look at."""
@@ -144,11 +144,11 @@ class TrinitySyncWorker(
         if pool is None:
             return
         resource = EventAnyResourceFilter(id=[f"prefect.work-pool.{pool.id}"])
-        names = EventNameFilter(name=[SCHEDULED, CANCELLING])
+        names = EventNameFilter(name=[*SCHEDULED, CANCELLING])
         async with get_events_subscriber(EventFilter(event=names, any_resource=resource)) as events:
             await self.get_and_submit_flow_runs()  # what was scheduled before anybody listened
             async for event in events:
-                if event.event == SCHEDULED:
+                if event.event in SCHEDULED:
                     await self.get_and_submit_flow_runs()
                 else:
                     self._cancel(UUID(event.resource.id.rpartition(".")[2]))

@@ -72,18 +72,23 @@ def process_name(pid: int) -> str:
     """``pid/start time``: unlike a pid alone, never another process later on.
 
     Raises:
-        FileNotFoundError: there is no such process.
+        ProcessLookupError: there is no such process, or it has ended and nobody waited for it yet.
     """
-    # the command, in parentheses, may hold spaces and parentheses itself
-    after_command = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return f"{pid}/{after_command[19]}"
+    try:
+        # the command, in parentheses, may hold spaces and parentheses itself
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"no process {pid}") from error
+    if fields[0] in "ZX":
+        raise ProcessLookupError(f"process {pid} has ended")
+    return f"{pid}/{fields[19]}"
 
 
 def process_lives(name: str) -> bool:
     """Whether the process of that name (`process_name`) still runs on this node."""
     try:
         return process_name(int(name.partition("/")[0])) == name
-    except (FileNotFoundError, ProcessLookupError):
+    except (ProcessLookupError, ValueError):
         return False
 
 

@@ -1,4 +1,4 @@
-"""A reusable place for one image in shared memory.
+"""The trainer's side of a slot: a reusable place for one image in shared memory.
 
 Touching fresh shared memory costs fifty times a copy into memory that is mapped already, so a slot
 only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills,
@@ -10,21 +10,19 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from trinity_sync.errors import SpoolFull
 from trinity_sync.snapshot.image import Layout
-from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
+from trinity_sync.snapshot.ticket import failure_path, ticket_path
 
 _ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
 
 
 class Slot:
-    """The trainer's side of a slot: the file at ``path``, mapped and kept."""
+    """The file at ``path``, mapped and kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,31 +105,3 @@ def allocate(fd: int, path: Path, size: int) -> None:
             "remount,size=... /dev/shm, or --shm-size of the container), or set "
             "TRINITY_SYNC_SPOOL to another folder in memory, or TRINITY_SYNC_SLOTS=1."
         ) from error
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[memoryview]:
-    """The writer's side of a slot: its bytes, read-only, while its lock is held.
-
-    Waits for the lock: a trainer holds it no longer than a copy takes.
-
-    Raises:
-        FileNotFoundError: there is no such slot.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        size = os.fstat(fd).st_size
-        # unmapped with the last view of it: a slice may outlive the block, the lock does not
-        yield memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
-    finally:
-        os.close(fd)
-
-
-def release(path: Path, image: str) -> None:
-    """Free the slot at ``path`` if it still holds ``image``."""
-    with locked(path):
-        ticket = read_ticket(path)
-        if ticket and ticket.image == image:
-            ticket_path(path).unlink(missing_ok=True)
-            failure_path(path).unlink(missing_ok=True)

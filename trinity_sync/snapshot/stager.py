@@ -33,6 +33,7 @@ class Origin:
 
     root: str
     run: int
+    run_key: str
     step: int
     kind: Kind
     role: str

@@ -27,6 +27,7 @@ class Ticket:
     """Random name of this image: tells it from every other that used the slot."""
     root: str
     run: int
+    run_key: str
     step: int
     kind: Kind
     role: str

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, MANIFEST, PRIVATE_FOLDER, Kind, job_id
+from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
-from trinity_sync.snapshot.slot import release
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import advance_iteration
@@ -88,7 +88,7 @@ def commit(
     _check_complete(save, written, receipts)
     make_folder(Path(save.root) / PRIVATE_FOLDER)
     with _one_at_a_time(save.root):
-        refuse_abandoned(save.root, save.run, save.step)
+        refuse_abandoned(save.root, save.run, save.run_key, save.step)
         manifest = Manifest(
             job=job_id(save.root),
             run=save.run,

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.slot import locked
+from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
@@ -35,6 +35,7 @@ class Save:
     step: int
     kind: Kind
     roles: tuple[str, ...]
+    run_key: str = ""
 
     @property
     def folder(self) -> Path:
@@ -222,6 +223,8 @@ def _write_one(
 ) -> Written:
     ticket = sealed.ticket
     final = save.folder / path
+    if not final.resolve().is_relative_to(save.folder.resolve()):
+        raise ImageError(f"{save}: the image of {ticket.what} wants to be written outside, {final}")
     if not Path(save.root).is_dir():
         raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     make_folder(final.parent)

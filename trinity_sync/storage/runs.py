@@ -44,12 +44,24 @@ def newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def refuse_abandoned(root: str | Path, run: int, step: int) -> None:
+def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
     """Let nothing of a run be committed that a later run has left behind.
 
+    Args:
+        root: the job's root.
+        run: number of the run that wants to commit.
+        run_key: its key; empty where only the number is known.
+        step: step that it wants to commit.
+
     Raises:
-        Abandoned: a later run resumed from before ``step``.
+        Abandoned: a later run resumed from before ``step``, or the root was begun anew.
     """
+    own = _folder(root) / f"{run}.json"
+    if run_key and (not own.exists() or _read(own).key != run_key):
+        raise Abandoned(
+            f"step {step} of run {run} in {root} is abandoned: the root was removed and begun anew "
+            "since it was handed over. Nothing is to be done."
+        )
     for later in _later_runs(root, run):
         if later.resumed_from < step:
             raise Abandoned(

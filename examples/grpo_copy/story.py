@@ -1,0 +1,121 @@
+"""What the demo tells, once the stack is up: train, kill, commit, resume, compare.
+
+It runs in a process of its own, because Ray reads how to be let into a cluster while it is
+imported.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import ray
+from rich.console import Console
+
+from grpo_copy import model, report
+from grpo_copy.recording import Recording
+from grpo_copy.run import History, Schedule, repeat, start_explorer, train
+from grpo_copy.trainer import TrainerGroup
+from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.steps import newest
+
+STEPS = 140
+KILL_AT = 80
+COMMIT_TIMEOUT_S = 60.0
+
+console = Console()
+began = time.monotonic()
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the stack was up."""
+    console.print(f"[dim]{time.monotonic() - began:5.0f} s[/]  {text}", highlight=False)
+
+
+def wait_for_commit(root: Path, run: int, step: int) -> float:
+    """Wait until a checkpoint is committed; returns the seconds that it took.
+
+    Raises:
+        TimeoutError: it was not committed in time.
+    """
+    start = time.monotonic()
+    while not is_committed(root, run, step, "checkpoint"):
+        if time.monotonic() - start > COMMIT_TIMEOUT_S:
+            raise TimeoutError(f"step {step} was not committed; see its run in the Prefect UI")
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def run_job(
+    output: Path, root: Path, untrained: Path, recording: Recording
+) -> tuple[History, list]:
+    """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
+    history, schedule = History(), Schedule()
+    explorer = start_explorer(untrained, root)
+    ranks = TrainerGroup(untrained, root, output)
+    say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
+    train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
+    killed = ranks.kill()
+    say(f"[red]SIGKILL[/] to ranks {killed}: step {KILL_AT} was handed over a moment ago")
+    seconds = wait_for_commit(root, 1, KILL_AT)
+    say(f"step {KILL_AT} [green]committed[/] {seconds:.1f} s after its trainer died")
+
+    ranks = TrainerGroup(untrained, root, output)
+    committed = newest(root)
+    assert committed is not None
+    ranks.load(committed.step)
+    say(f"a new run resumed from step {committed.step}; training to step {STEPS}")
+    train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
+    fingerprints = ranks.fingerprints()
+    ranks.close()
+    ray.kill(explorer)
+    say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
+    return history, fingerprints
+
+
+def compare(
+    output: Path,
+    history: History,
+    fingerprints: list,
+    untrained: Path,
+    recording: Recording,
+) -> bool:
+    """Repeat all steps without interruption; returns whether every bit is the same."""
+    ranks = TrainerGroup(untrained, output / "repetition", output)
+    losses = repeat(ranks, recording, range(1, STEPS + 1))
+    repeated = ranks.fingerprints()
+    ranks.close()
+    say(f"repeated all {STEPS} steps without interruption, on the recorded batches:")
+    same = {"losses of all steps": losses == history.losses}
+    for part in fingerprints[0]:
+        same[part] = [rank[part] for rank in fingerprints] == [rank[part] for rank in repeated]
+    for part, equal in same.items():
+        say(f"  {part}: " + ("[green]equal to the last bit[/]" if equal else "[red]different[/]"))
+    return all(same.values())
+
+
+def reward_in_words(history: History) -> str:
+    """Mean reward of the first and the last ten steps."""
+    first = sum(history.rewards[step] for step in range(1, 11)) / 10
+    last = sum(history.rewards[step] for step in range(STEPS - 9, STEPS + 1)) / 10
+    return f"mean reward {first:.2f} in the first ten steps, {last:.2f} in the last ten"
+
+
+def tell(output: Path) -> bool:
+    """Run the demo in ``output``; returns whether every bit was as expected."""
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    # a new name each time: a job that is begun again from nothing is another job to Prefect
+    root = output / f"job-{time.strftime('%H%M%S')}"
+    untrained = model.create(output / "model")
+    recording = Recording(output / "batches")
+    history, fingerprints = run_job(output, root, untrained, recording)
+    same = compare(output, history, fingerprints, untrained, recording)
+    console.print(report.table_of_saves(root, history))
+    report.draw(history, KILL_AT, output / "demo.png")
+    say(f"picture: {output / 'demo.png'}")
+    ray.shutdown()
+    return same
+
+
+if __name__ == "__main__":
+    sys.exit(0 if tell(Path(sys.argv[1])) else 1)

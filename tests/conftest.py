@@ -1,0 +1,91 @@
+"""One real stack for the whole test session: Prefect server, Ray node and flow worker."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
+
+
+@contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """``changes`` instead of all that the caller had set for Prefect, Ray and us."""
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(OURS):
+            del os.environ[name]
+    os.environ.update(QUIET | changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def processes_of(state: StackState) -> list[psutil.Process]:
+    """All processes of a stack, and the processes that they started."""
+    parts = [psutil.Process(part.pid) for part in state.daemons]
+    return [*parts, *(child for part in parts for child in part.children(recursive=True))]
+
+
+def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that run on; a zombie does not."""
+    return [each for each in processes if _runs(each)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="session")
+def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """Settings of the session's stack: a home and a spool of its own."""
+    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    yield Settings(
+        home=tmp_path_factory.mktemp("home"), spool=spool, write_mb_per_s=40, gather_s=20
+    )
+    shutil.rmtree(spool)
+
+
+@pytest.fixture(scope="session")
+def stack(stack_settings: Settings) -> Iterator[StackState]:
+    """The session's stack; from its start to the end of the session, the environment names it."""
+    from prefect.context import refresh_global_settings_context
+
+    settings = stack_settings
+    own = {
+        "TRINITY_SYNC_HOME": str(settings.home),
+        "TRINITY_SYNC_SPOOL": str(settings.spool),
+        "PREFECT_HOME": str(settings.home / "prefect"),
+    }
+    with environment(own):
+        state = stack_module.up(settings, num_cpus=2)
+        os.environ.update(state.environment)
+        refresh_global_settings_context()
+        try:
+            yield state
+        finally:
+            now = stack_module.find(settings) or state
+            processes = processes_of(now) if now.lives else []
+            stack_module.down(settings)
+    refresh_global_settings_context()
+    assert not left_of(processes)
+    assert not Path(now.ray_folder).exists()

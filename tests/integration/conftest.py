@@ -1,0 +1,40 @@
+"""Steps on disk to look at, without a training."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.layout import Kind, step_folder
+from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
+
+CommitStep = Callable[..., Path]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "ckpts"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def commit_step(root: Path) -> CommitStep:
+    """Commits a step of two small files and a receipt; returns its folder."""
+
+    def commit(step: int, *, run: int = 1, kind: Kind = "checkpoint") -> Path:
+        folder = step_folder(root, step)
+        records = []
+        for component in ("model", "optim"):
+            name = f"actor/{component}_world_size_1_rank_0.pt"
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"x" * 1000)
+            records.append(FileRecord(name, 1000, f"xxh3-128:{step:032x}", "actor", component))
+        receipt = ReceiptRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
+        manifest = Manifest("job", run, step, (kind,), tuple(records), (receipt,), 1.7e9 + step)
+        write_manifest(root, manifest)
+        advance_iteration(root, kind, run, step)
+        return folder
+
+    return commit

@@ -1,0 +1,54 @@
+"""The bodies of the ``save-step`` flow in a thread of the trainer: everything but Prefect and Ray.
+
+What is written, and how it is committed, is what the flow's tasks call.
+"""
+
+import queue
+import threading
+from pathlib import Path
+
+from tasks.persist import persist_component, save_of
+from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
+from trinity_sync.request import SaveRequest
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.commit import await_receipts, commit, release_slots
+
+
+class CommitsHere(SaveTrigger):
+    """Stands in for Prefect; saves are committed one after the other, as slowly as is asked.
+
+    Settings of the writer come from the environment, as in a Ray worker.
+    """
+
+    def __init__(self) -> None:
+        self._requests: queue.Queue[SaveRequest] = queue.Queue()
+        self._failed: dict[str, str] = {}
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, request: SaveRequest) -> None:
+        self._requests.put(request)
+
+    def outcome(self, request: SaveRequest) -> Outcome:
+        if request.key in self._failed:
+            return Outcome("failed", self._failed[request.key])
+        return Outcome("pending")
+
+    def close(self, timeout: float = 0.0) -> None:
+        pass
+
+    def _work(self) -> None:
+        while True:
+            request = self._requests.get()
+            try:
+                _save_step(request)
+            except Exception as error:
+                self._failed[request.key] = repr(error)
+
+
+def _save_step(request: SaveRequest) -> None:
+    (folder,) = request.spools.values()
+    spool, save = JobSpool(Path(folder)), save_of(request)
+    parts = [persist_component(request, component, folder) for component in request.components]
+    written = [file for part in parts for file in part]
+    commit(save, written, await_receipts(spool, save))
+    release_slots(spool, save, written)

@@ -1,0 +1,36 @@
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# the CPU platform for veRL, the tiny model and its engine are those of the example
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def verl_on_cpu() -> None:
+    from grpo_copy.cpu_platform import use_cpu
+
+    use_cpu()
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    rendezvous = tmp_path_factory.mktemp("one-rank") / "rendezvous"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random Qwen2."""
+    from grpo_copy import model
+
+    return model.create(tmp_path_factory.mktemp("model") / "tiny", hidden=128)

@@ -1,0 +1,105 @@
+"""A tiny model under FSDP1 or FSDP2, as veRL builds it, and the training that changes it."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp.api import ShardedStateDictConfig
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from verl.utils.fsdp_utils import apply_fsdp2
+
+
+class Trained:
+    """Model, optimizer and schedule of one rank."""
+
+    def __init__(self, folder: Path, version: int, *, seed: int = 0) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed + dist.get_rank())
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if version == 1:
+            # not sync_module_states, which veRL asks for: FSDP1 refuses it on CPU
+            wrap = functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls={Qwen2DecoderLayer}
+            )
+            self.model: Any = FSDP(
+                module,
+                auto_wrap_policy=wrap,
+                device_id=torch.device("cpu"),
+                device_mesh=mesh,
+                use_orig_params=False,
+            )
+            FSDP.set_state_dict_type(
+                self.model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+            )
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+            apply_fsdp2(module, {"mesh": mesh, "mp_policy": policy}, {})
+            self.model = module
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.vocabulary = module.config.vocab_size
+
+    def step(self) -> float:
+        """One optimizer step on random tokens."""
+        tokens = torch.randint(self.vocabulary, (2, 8))
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """A copy of everything that a checkpoint holds, by component."""
+        from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+        return copied(
+            {
+                "model": dict(self.model.state_dict()),
+                "optim": self.optimizer.state_dict(),
+                "extra_state": {
+                    "lr_scheduler": self.schedule.state_dict(),
+                    "rng": BaseCheckpointManager.get_rng_state(),
+                },
+            }
+        )
+
+
+def copied(state: Any) -> Any:
+    """The same structure with plain copies of this rank's tensors."""
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(value) for value in state)
+    if isinstance(state, DTensor):
+        return state.to_local().detach().clone()
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Where two states differ in any bit."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        if left.keys() != right.keys():
+            return [f"{path}: keys"]
+        return [d for key in left for d in differences(left[key], right[key], f"{path}/{key}")]
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if len(left) != len(right):
+            return [f"{path}: length"]
+        pairs = enumerate(zip(left, right, strict=True))
+        return [d for n, (a, b) in pairs for d in differences(a, b, f"{path}/{n}")]
+    if isinstance(left, torch.Tensor):
+        return [] if left.dtype == right.dtype and torch.equal(left, right) else [path]
+    same = left == right
+    return [] if (same if isinstance(same, bool) else same.all()) else [path]

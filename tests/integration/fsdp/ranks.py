@@ -1,0 +1,81 @@
+"""Run a function on real gloo ranks, each a process of its own."""
+
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def on_ranks(
+    program: Callable[..., Any],
+    *arguments: Any,
+    scratch: Path,
+    world_size: int = 2,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Call ``program(*arguments)`` on every rank of a new process group; returns their results."""
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    rendezvous = scratch / f"rendezvous-{time.time_ns()}"
+    ranks = [
+        context.Process(
+            target=_rank, args=(rank, world_size, rendezvous, answers, program, arguments)
+        )
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(results) < world_size:
+            try:
+                rank, error, result = answers.get(timeout=1.0)
+            except queue.Empty:
+                dead = [n for n, r in enumerate(ranks) if r.exitcode and n not in results]
+                if dead:
+                    pytest.fail(f"ranks {dead} died without an answer")
+                if time.monotonic() > deadline:
+                    pytest.fail(f"only ranks {sorted(results)} answered within {timeout_s:g} s")
+                continue
+            if error:
+                pytest.fail(f"rank {rank} failed:\n{error}")
+            results[rank] = result
+    finally:
+        for process in ranks:
+            process.join(timeout=10.0 if len(results) == world_size else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    rendezvous: Path,
+    answers: Any,
+    program: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    try:
+        import torch.distributed as dist
+        from grpo_copy.cpu_platform import use_cpu
+
+        use_cpu()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
+        result = program(*arguments)
+        dist.destroy_process_group()
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+        raise
+    answers.put((rank, None, result))

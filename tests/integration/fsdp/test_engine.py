@@ -1,0 +1,112 @@
+"""veRL's own engine, saving and loading through trinity_sync."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from grpo_copy.explorer import merged
+from grpo_copy.policy import Policy
+from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
+
+from tests.integration.fsdp.commits import CommitsHere
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.engine import fsdp_save_state_dict, use_trinity_sync
+from trinity_sync.layout import step_folder
+from trinity_sync.settings import Settings
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+@pytest.fixture
+def policy(one_rank: None, tiny: Path) -> Policy:
+    return Policy(tiny)
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[Callable[[], CheckpointCoordinator]]:
+    """Makes the coordinator of a new run of the job."""
+    settings = Settings(spool=tmp_path / "spool")
+    with ExitStack() as runs:
+        yield lambda: runs.enter_context(
+            CheckpointCoordinator(tmp_path / "job", settings=settings, trigger=CommitsHere())
+        )
+
+
+@pytest.fixture
+def coordinator(new_run: Callable[[], CheckpointCoordinator]) -> CheckpointCoordinator:
+    return new_run()
+
+
+def batch() -> Batch:
+    prompts, groups = draw_prompts(torch.Generator().manual_seed(0))
+    answers = torch.randint(4, 16, (len(prompts), ANSWER_LENGTH))
+    log_probs = torch.full(answers.shape, -2.5)
+    return Batch(prompts, answers, log_probs, reward(prompts, answers), groups, version=0)
+
+
+def test_verls_engine_saves_and_loads_through_the_manager(
+    policy: Policy, new_run: Callable[[], CheckpointCoordinator]
+) -> None:
+    coordinator = new_run()
+    manager = use_trinity_sync(policy.engine, coordinator)
+    same = batch()
+    policy.train_on(same)
+    folder = str(step_folder(coordinator.root, 1) / "actor")
+    policy.engine.save_checkpoint(folder, global_step=1, max_ckpt_to_keep=2)
+    before = policy.fingerprint()
+    loss = policy.train_on(same)
+    manager.wait_on_save_thread()
+
+    use_trinity_sync(policy.engine, new_run())
+    policy.engine.load_checkpoint(folder)
+    assert policy.fingerprint() == before
+    assert policy.train_on(same) == loss
+
+
+def test_fsdp_save_state_dict_commits_the_weights_of_the_call(
+    policy: Policy, coordinator: CheckpointCoordinator
+) -> None:
+    policy.train_on(batch())
+    expected = {k: v.full_tensor().clone() for k, v in policy.engine.module.state_dict().items()}
+    folder = step_folder(coordinator.root, 7) / "actor"
+    fsdp_save_state_dict(policy.engine, str(folder), 7, coordinator, logger)
+    policy.train_on(batch())
+    coordinator.wait_all()
+
+    saved = merged(folder)
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert read_iteration(coordinator.root, "state_dict") == 7
+    assert read_iteration(coordinator.root, "checkpoint") is None
+
+
+def test_a_sync_brings_the_files_that_the_merger_needs(
+    policy: Policy, coordinator: CheckpointCoordinator
+) -> None:
+    folder = step_folder(coordinator.root, 1) / "actor"
+    fsdp_save_state_dict(policy.engine, str(folder), 1, coordinator, logger)
+    coordinator.wait_all()
+    manifest = read_manifest(coordinator.root, 1)
+    assert manifest is not None
+    names = {record.path for record in manifest.files}
+    assert {"actor/fsdp_config.json", "actor/huggingface/config.json"} <= names
+    assert "actor/huggingface/tokenizer.json" in names
+
+
+def test_fsdp_save_state_dict_without_a_path_does_nothing(
+    policy: Policy, coordinator: CheckpointCoordinator
+) -> None:
+    assert fsdp_save_state_dict(policy.engine, None, 1, coordinator, logger) is None
+
+
+def test_fsdp_save_state_dict_refuses_a_path_of_another_step(
+    policy: Policy, coordinator: CheckpointCoordinator
+) -> None:
+    folder = str(step_folder(coordinator.root, 1) / "actor")
+    with pytest.raises(ConfigError, match="is that of step 1, but global_step is 2"):
+        fsdp_save_state_dict(policy.engine, folder, 2, coordinator, logger)

@@ -1,0 +1,219 @@
+"""What the checkpoint manager hands over, what it skips, and what it refuses to load."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from verl.trainer.config import CheckpointConfig
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.models import Trained, differences
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync.layout import step_folder
+from trinity_sync.settings import Settings
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+
+MakeManager = Callable[..., FSDPCheckpointManager]
+
+
+@pytest.fixture(scope="module")
+def trained(one_rank: None, tiny: Path) -> Trained:
+    one = Trained(tiny, 2)
+    one.step()
+    return one
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def new_run(trained: Trained, root: Path, tmp_path: Path) -> Iterator[MakeManager]:
+    """Makes the manager of a new run of the job."""
+    coordinators = []
+
+    def make(trigger: CommitsHere | None = None, **contents: list[str]) -> FSDPCheckpointManager:
+        coordinator = CheckpointCoordinator(
+            root, settings=Settings(spool=tmp_path / "spool"), trigger=trigger or CommitsHere()
+        )
+        coordinators.append(coordinator)
+        return FSDPCheckpointManager(
+            trained.model,
+            trained.optimizer,
+            trained.schedule,
+            trained.tokenizer,
+            CheckpointConfig(**contents),
+            coordinator=coordinator,
+        )
+
+    yield make
+    for coordinator in coordinators:
+        coordinator.close()
+
+
+def path(root: Path, step: int) -> str:
+    return str(step_folder(root, step) / "actor")
+
+
+def components(root: Path, step: int) -> list[str]:
+    manifest = read_manifest(root, step)
+    return sorted({f.component for f in manifest.files}) if manifest else []
+
+
+def test_the_first_state_dict_before_any_save_only_announces_its_version(
+    new_run: MakeManager, root: Path
+) -> None:
+    manager = new_run()
+    assert manager.save_state_dict(path(root, 0), 0) is None
+    assert manager.announced_version == 0
+    assert manager.save_state_dict(path(root, 1), 1) is not None
+    manager.wait_on_save_thread()
+    assert read_iteration(root, "state_dict") == 1
+    assert read_manifest(root, 0) is None
+
+
+def test_an_announced_version_can_still_be_saved_as_a_checkpoint(
+    new_run: MakeManager, root: Path
+) -> None:
+    manager = new_run()
+    manager.save_state_dict(path(root, 5), 5)
+    manager.save_checkpoint(path(root, 5), 5)
+    manager.wait_on_save_thread()
+    assert components(root, 5) == ["extra_state", "metadata", "model", "optim"]
+
+
+def test_a_second_save_of_a_step_is_skipped(new_run: MakeManager, root: Path) -> None:
+    manager = new_run()
+    assert manager.save_checkpoint(path(root, 1), 1) is not None
+    assert manager.save_checkpoint(path(root, 1), 1) is None
+    manager.wait_on_save_thread()
+
+
+def test_a_checkpoint_serves_as_the_sync_of_its_step(new_run: MakeManager, root: Path) -> None:
+    manager = new_run()
+    manager.save_checkpoint(path(root, 2), 2)
+    assert manager.save_state_dict(path(root, 2), 2) is None
+    manager.wait_on_save_thread()
+    assert read_iteration(root, "state_dict") == read_iteration(root, "checkpoint") == 2
+
+
+def test_a_checkpoint_after_the_sync_of_its_step_stages_no_second_model(
+    new_run: MakeManager, root: Path
+) -> None:
+    manager = new_run()
+    manager.save_state_dict(path(root, 0), 0)
+    sync = manager.save_state_dict(path(root, 3), 3)
+    rest = manager.save_checkpoint(path(root, 3), 3)
+    manager.wait_on_save_thread()
+    assert sync is not None
+    assert rest is not None
+    manifest = read_manifest(root, 3)
+    assert manifest is not None
+    staged = sum(record.nbytes for record in manifest.files if record.component != "metadata")
+    assert sync.nbytes + rest.nbytes < 1.5 * staged
+    assert components(root, 3) == ["extra_state", "metadata", "model", "optim"]
+
+
+def test_contents_decide_what_is_saved(new_run: MakeManager, root: Path) -> None:
+    manager = new_run(save_contents=["model", "extra"])
+    manager.save_checkpoint(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    assert components(root, 1) == ["extra_state", "metadata", "model"]
+
+
+def test_nothing_is_deleted_while_newer_saves_are_on_their_way(
+    new_run: MakeManager, root: Path
+) -> None:
+    manager = new_run()
+    for step in (1, 1, 2, 3):
+        manager.save_checkpoint(path(root, step), step, max_ckpt_to_keep=1)
+    manager.wait_on_save_thread()
+    assert [step for step in (1, 2, 3) if read_manifest(root, step)] == [1, 2, 3]
+    assert manager.previous_saved_paths == [path(root, step) for step in (1, 2, 3)]
+    assert manager.max_ckpt_to_keep == 1
+
+
+def test_a_resumed_run_has_the_saved_state_and_saves_on(
+    new_run: MakeManager, root: Path, trained: Trained
+) -> None:
+    first = new_run()
+    first.save_checkpoint(path(root, 1), 1)
+    before = trained.state()
+    trained.step()
+    first.wait_on_save_thread()
+
+    second = new_run()
+    second.load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+    trained.step()
+    second.save_checkpoint(path(root, 2), 2)
+    second.wait_on_save_thread()
+    manifest = read_manifest(root, 2)
+    assert manifest is not None
+    assert manifest.run == 2
+
+
+def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
+    new_run: MakeManager, root: Path, trained: Trained
+) -> None:
+    manager = new_run()
+    manager.save_checkpoint(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    trained.step()
+    before = trained.state()
+    with pytest.raises(ConfigError, match="load before the first save"):
+        manager.load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+
+
+def test_a_step_that_is_not_committed_is_not_loaded(new_run: MakeManager, root: Path) -> None:
+    manager = new_run()
+    manager.save_checkpoint(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    (step_folder(root, 1) / "manifest.json").unlink()
+    with pytest.raises(CommitError, match=r"step 1 .* is not committed"):
+        manager.load_checkpoint(path(root, 1))
+
+
+def test_a_sync_is_no_checkpoint_to_resume_from(new_run: MakeManager, root: Path) -> None:
+    manager = new_run()
+    manager.save_state_dict(path(root, 0), 0)
+    manager.save_state_dict(path(root, 1), 1)
+    manager.wait_on_save_thread()
+    with pytest.raises(CommitError, match="holds no 'optim'"):
+        manager.load_checkpoint(path(root, 1))
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_a_way_out(
+    new_run: MakeManager, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "global_step_1" / "actor"
+    other.mkdir(parents=True)
+    for rank in range(4):
+        for component in ("model", "optim", "extra_state"):
+            torch.save({}, other / f"{component}_world_size_4_rank_{rank}.pt")
+    with pytest.raises(ConfigError, match="saved by 4 ranks, and 1 want to load"):
+        new_run().load_checkpoint(str(other))
+
+
+def test_a_path_and_a_step_that_disagree_are_refused(new_run: MakeManager, root: Path) -> None:
+    with pytest.raises(ConfigError, match="that of step 4, but global_step is 0"):
+        new_run().save_checkpoint(path(root, 4))
+
+
+def test_a_manager_saves_one_job_only(new_run: MakeManager, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one manager and coordinator for each job"):
+        new_run().save_checkpoint(path(tmp_path / "another", 1), 1)
+
+
+def test_no_path_does_nothing(new_run: MakeManager, root: Path) -> None:
+    manager = new_run()
+    assert manager.save_checkpoint(None) is None
+    assert manager.save_state_dict(None) is None
+    manager.load_checkpoint(None)
+    assert not list(root.glob("global_step_*"))

@@ -1,0 +1,168 @@
+"""What a save wrote is read by veRL's own loader and merger, and is the state at the save."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_copy.explorer import merged
+from safetensors.torch import load_file
+
+from tests.integration.fsdp.models import Trained, copied, differences
+from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.layout import step_folder
+
+STEP = 3
+EXPORTED_STEP = STEP + 1
+
+
+@dataclass
+class Saved:
+    """A job in which one checkpoint was written slowly, while the training went on."""
+
+    role_folder: Path
+    expected: list[dict[str, Any]]
+    """State of each rank at the moment of the save, by component."""
+    steps_meanwhile: list[int]
+    exported: Path
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["FSDP1", "FSDP2"])
+def fsdp(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(fsdp: int, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    scratch = tmp_path_factory.mktemp("saved")
+    root = scratch / "job"
+    meanwhile = on_ranks(_train_and_save, fsdp, tiny, root, scratch, scratch=scratch)
+    return Saved(
+        role_folder=step_folder(root, STEP) / "actor",
+        expected=[torch.load(scratch / f"rank{rank}.pt", weights_only=False) for rank in range(2)],
+        steps_meanwhile=meanwhile,
+        exported=step_folder(root, EXPORTED_STEP) / "actor" / "huggingface",
+    )
+
+
+def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
+    """Save at a step and train on until it is committed; returns the optimizer steps meanwhile."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.settings import Settings
+    from trinity_sync.storage.manifest import is_committed
+
+    # some hundred kilobytes then take a second, in which training goes on
+    os.environ["TRINITY_SYNC_WRITE_MB_PER_S"] = "0.5"
+    trained = Trained(tiny, version)
+    for _ in range(STEP):
+        trained.step()
+    coordinator = CheckpointCoordinator.of_process_group(
+        root, settings=Settings(spool=scratch / "spool"), trigger=CommitsHere()
+    )
+    manager = FSDPCheckpointManager(
+        trained.model,
+        trained.optimizer,
+        trained.schedule,
+        trained.tokenizer,
+        CheckpointConfig(),
+        coordinator=coordinator,
+    )
+    torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
+    manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
+    waiting = torch.ones(1)
+    steps = 0
+    while waiting.item() and steps < 2000:
+        trained.step()
+        steps += 1
+        waiting.fill_(not is_committed(root, 1, STEP, "checkpoint"))
+        dist.all_reduce(waiting)  # ranks agree when to stop, or one would train alone
+    folder = step_folder(root, EXPORTED_STEP) / "actor"
+    manager.save_checkpoint(str(folder), EXPORTED_STEP, save_as_hf=True)
+    manager.wait_on_save_thread()
+    coordinator.close()
+    return steps
+
+
+def _load_with_verl(version: int, tiny: Path, folder: Path, expected: list[Any]) -> list[str]:
+    """Load into differently initialised ranks; returns what is not as it was."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    trained = Trained(tiny, version, seed=1000)
+    trained.step()
+    theirs = FSDPCheckpointManager(
+        trained.model, trained.optimizer, trained.schedule, None, CheckpointConfig()
+    )
+    theirs.load_checkpoint(str(folder))
+    return differences(expected[dist.get_rank()], trained.state())
+
+
+def test_training_went_on_while_the_checkpoint_was_written(saved: Saved) -> None:
+    assert min(saved.steps_meanwhile) >= 5
+
+
+def test_files_hold_the_state_at_the_save_and_not_a_later_one(saved: Saved) -> None:
+    for rank, expected in enumerate(saved.expected):
+        for component, state in expected.items():
+            file = saved.role_folder / f"{component}_world_size_2_rank_{rank}.pt"
+            written = copied(torch.load(file, weights_only=False))
+            assert differences(state, written) == []
+
+
+def test_verls_loader_restores_model_optimizer_and_extra_state_bit_for_bit(
+    fsdp: int, saved: Saved, tiny: Path, tmp_path: Path
+) -> None:
+    found = on_ranks(
+        _load_with_verl, fsdp, tiny, saved.role_folder, saved.expected, scratch=tmp_path
+    )
+    assert found == [[], []]
+
+
+def test_verls_merger_restores_the_model_bit_for_bit(saved: Saved, tmp_path: Path) -> None:
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=str(saved.role_folder),
+            hf_model_config_path=str(saved.role_folder / "huggingface"),
+            target_dir=str(tmp_path),
+        )
+    ).merge_and_save()
+
+    merged_by_verl = load_file(tmp_path / "model.safetensors")
+    ours = merged(saved.role_folder)
+    assert merged_by_verl.keys() == ours.keys()
+    for name, tensor in ours.items():
+        shards = [expected["model"][name] for expected in saved.expected]
+        assert torch.equal(tensor, torch.cat(shards))
+        # the merger casts to bfloat16, whatever was trained
+        assert torch.equal(merged_by_verl[name], tensor.bfloat16())
+
+
+def test_an_exported_model_is_the_model_of_its_step(saved: Saved) -> None:
+    exported = load_file(saved.exported / "model.safetensors")
+    trained = merged(saved.exported.parent)
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+def test_an_exported_model_and_its_tokenizer_load_from_the_folder(saved: Saved) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    loaded = AutoModelForCausalLM.from_pretrained(saved.exported, dtype=torch.float32)
+    trained = merged(saved.exported.parent)
+    assert torch.equal(loaded.model.embed_tokens.weight, trained["model.embed_tokens.weight"])
+    assert AutoTokenizer.from_pretrained(saved.exported)("a b")["input_ids"] == [4, 5]

@@ -1,0 +1,73 @@
+"""What the tests ask the Prefect server."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterIdempotencyKey,
+)
+from prefect.client.schemas.objects import FlowRun, TaskRun
+
+from trinity_sync.request import SAVE_DEPLOYMENT
+
+T = TypeVar("T")
+
+
+class Api:
+    """The server of the session's stack."""
+
+    @property
+    def client(self) -> SyncPrefectClient:
+        return get_client(sync_client=True)
+
+    def run_of(self, key: str) -> FlowRun:
+        """The one flow run of a save."""
+        wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
+        with self.client as client:
+            (run,) = client.read_flow_runs(flow_run_filter=wanted)
+        return run
+
+    def tasks_of(self, run: FlowRun) -> list[TaskRun]:
+        with self.client as client:
+            return client.read_task_runs(
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+            )
+
+    def artifacts_of(self, run: FlowRun) -> list[Any]:
+        with self.client as client:
+            return client.read_artifacts(
+                artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
+            )
+
+    def start(self, parameters: dict[str, Any]) -> UUID:
+        """A run of the save flow with any parameters, as a person would start it in the UI."""
+        with self.client as client:
+            deployment = client.read_deployment_by_name(SAVE_DEPLOYMENT)
+            return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+    def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:
+        """The run once it has ended."""
+        return until(lambda: self._final(run_id), f"the end of run {run_id}", timeout)
+
+    def _final(self, run_id: UUID) -> FlowRun | None:
+        with self.client as client:
+            run = client.read_flow_run(run_id)
+        return run if run.state and run.state.is_final() else None
+
+
+def until(ask: Callable[[], T | None], what: str, timeout: float = 90) -> T:
+    """Ask until there is an answer."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        answer = ask()
+        if answer:
+            return answer
+        time.sleep(0.1)
+    raise AssertionError(f"waited {timeout} s for {what}")

@@ -1,0 +1,221 @@
+"""The command, as a user runs it: a process of its own, its output and its exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import left_of, processes_of
+from tests.integration.conftest import CommitStep
+from trinity_sync.layout import MANIFEST
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+
+COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
+
+
+def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "200", **variables}
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def is_one_sentence(text: str) -> bool:
+    return text.startswith("trinity-sync: ") and text.count("\n") == 1
+
+
+def test_help_comes_at_once_and_shows_examples() -> None:
+    run("--help")  # compiles what has never been imported
+    began = time.monotonic()
+    done = run("--help")
+    assert time.monotonic() - began < 1.0
+    assert done.returncode == 0
+    assert "trinity-sync ls ckpts" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "deploy", "worker", "ls", "show"])
+def test_each_command_shows_an_example(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "Example" in done.stdout
+    assert f"trinity-sync {command}" in done.stdout
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert run("uq").returncode == 2
+
+
+def test_a_step_that_is_no_number_is_a_usage_error(root: Path) -> None:
+    assert run("show", root, "forty").returncode == 2
+
+
+def test_a_wrong_path_is_one_sentence(tmp_path: Path) -> None:
+    done = run("ls", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert is_one_sentence(done.stderr)
+    assert "nowhere" in done.stderr
+
+
+def test_a_wrong_setting_is_one_sentence() -> None:
+    done = run("down", TRINITY_SYNC_SLOTS="9")
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "TRINITY_SYNC_SLOTS=9" in done.stderr
+
+
+def test_a_missing_server_is_one_sentence(tmp_path: Path) -> None:
+    done = run("deploy", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "http://127.0.0.1:9/api" in done.stderr
+
+
+def test_a_home_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("up", TRINITY_SYNC_HOME=str(tmp_path / "file" / "home"))
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "TRINITY_SYNC_HOME" in done.stderr
+
+
+def test_ls_tells_committed_damaged_and_uncommitted_steps_apart(
+    root: Path, commit_step: CommitStep
+) -> None:
+    commit_step(10)
+    (commit_step(20) / "actor/optim_world_size_1_rank_0.pt").unlink()
+    (commit_step(30, run=2) / MANIFEST).write_text("{")
+    commit_step(40, run=2)
+    (root / "global_step_50").mkdir()
+
+    rows = {row["step"]: row for row in json.loads(run("ls", root, "--json").stdout)}
+
+    states = {step: row["state"] for step, row in rows.items()}
+    assert states == {
+        10: "whole",
+        20: "damaged",
+        30: "damaged manifest",
+        40: "whole",
+        50: "not committed",
+    }
+    assert rows[40]["pointers"] == ["checkpoint"]
+    assert rows[10]["pointers"] == []
+    assert (rows[40]["run"], rows[40]["files"], rows[40]["bytes"]) == (2, 2, 2000)
+
+    table = run("ls", root).stdout
+    assert all(word in table for word in ("damaged", "not committed", "2.0 kB", "2023-11"))
+
+
+def test_ls_of_an_empty_root_says_so(root: Path) -> None:
+    done = run("ls", root)
+    assert done.returncode == 0
+    assert "no steps" in done.stdout
+
+
+def test_show_lists_files_with_digests_and_receipts(root: Path, commit_step: CommitStep) -> None:
+    folder = commit_step(7)
+    (folder / "actor/optim_world_size_1_rank_0.pt").write_bytes(b"short")
+    done = run("show", root, 7)
+    assert done.returncode == 0
+    for word in ("xxh3-128:", "1,000", "whole", "cut", "lora", "adapter.safetensors"):
+        assert word in done.stdout
+    found = json.loads(run("show", root, 7, "--json").stdout)
+    assert found["whole"] is False
+    assert [receipt["name"] for receipt in found["receipts"]] == ["lora"]
+
+
+def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> None:
+    (root / "global_step_3").mkdir()
+    done = run("show", root, 3)
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "not committed" in done.stderr
+
+
+def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
+    done = run("worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS="")
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "trinity-sync up" in done.stderr
+
+
+def test_down_without_a_stack_is_no_error(tmp_path: Path) -> None:
+    done = run("down", TRINITY_SYNC_HOME=str(tmp_path))
+    assert done.returncode == 0
+    assert "nothing to stop" in done.stdout
+
+
+def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
+    done = run(
+        "status", "--json", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS=""
+    )
+    assert done.returncode == 1
+    assert {part["state"] for part in json.loads(done.stdout)["parts"]} == {"absent"}
+
+
+def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
+    done = run("status", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert {part["name"]: part["state"] for part in found["parts"]} == {
+        "server": "running",
+        "ray": "running",
+        "worker": "running",
+    }
+    assert found["workers_online"] >= 1
+
+
+def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:
+    exports = run("up", "--export").stdout
+    shell = subprocess.run(
+        ["bash", "-c", f"{exports}\necho $PREFECT_API_URL $RAY_ADDRESS"],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert shell.stdout.split() == [stack.api_url, stack.ray_address]
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_path: Path) -> None:
+    env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
+    env = {name: value for name, value in env.items() if not name.startswith("RAY_A")}
+    up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
+    settings = Settings(home=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (found := stack_module.find(settings)):
+        assert up.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes = processes_of(found)
+    assert processes
+    up.send_signal(signal.SIGINT)
+    _, errors = up.communicate(timeout=60)
+    assert up.returncode == 130
+    assert "Traceback" not in errors
+    assert not left_of(processes)
+    assert stack_module.find(settings) is None
+    assert not Path(found.ray_folder).exists()
+
+
+def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, work_pool="foreground")
+    own = {"TRINITY_SYNC_HOME": str(tmp_path), "TRINITY_SYNC_WORK_POOL": "foreground"}
+    with (tmp_path / "worker.log").open("w") as log:
+        worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
+    deadline = time.monotonic() + 60
+    while not stack_module.status(settings).workers_online:
+        assert worker.poll() is None, (tmp_path / "worker.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+    worker.send_signal(signal.SIGINT)
+    worker.wait(30)
+    assert not left_of(family)

@@ -1,0 +1,164 @@
+"""The stack on one machine: started once, mended, stopped without a trace."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import left_of, processes_of
+from trinity_sync.errors import StackError
+from trinity_sync.orchestration import deploy
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.server import server_client
+from trinity_sync.settings import Settings
+
+
+@pytest.fixture
+def another(tmp_path: Path, stack: StackState) -> Settings:
+    """Settings of a second stack, with a pool of its own."""
+    return Settings(home=tmp_path / "home", spool=tmp_path / "spool", work_pool="another")
+
+
+def part(settings: Settings, name: str) -> stack_module.Part:
+    return next(each for each in stack_module.status(settings).parts if each.name == name)
+
+
+def test_up_twice_is_one_stack(stack: StackState, stack_settings: Settings) -> None:
+    assert stack_module.up(stack_settings) == stack_module.find(stack_settings)
+    assert stack_module.up(stack_settings).server == stack.server
+
+
+def test_everything_runs_and_the_worker_is_online(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    found = stack_module.status(stack_settings)
+    assert [each.state for each in found.parts] == ["running"] * 3
+    assert found.workers_online
+    assert found.waiting_runs == 0
+
+
+def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    before = stack_module.find(stack_settings)
+    assert before
+    assert before.worker
+    os.kill(before.worker.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before.worker.pid)], timeout=10)
+    assert part(stack_settings, "worker").state == "dead"
+    after = stack_module.up(stack_settings)
+    assert after.worker != before.worker
+    assert (after.server, after.ray) == (before.server, before.ray)
+    assert part(stack_settings, "worker").state == "running"
+
+
+def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    names = deploy.deploy(stack_settings, stack.api_url)
+    assert "save-step/save-step" in names
+    with server_client(stack.api_url) as client:
+        first = client.read_deployment_by_name("save-step/save-step")
+        client.update_deployment(first.id, DeploymentUpdate(concurrency_limit=3))
+        try:
+            deploy.deploy(stack_settings, stack.api_url)
+            again = client.read_deployment_by_name("save-step/save-step")
+            assert again.id == first.id
+            assert again.global_concurrency_limit
+            assert again.global_concurrency_limit.limit == 3
+        finally:
+            client.update_deployment(first.id, DeploymentUpdate(concurrency_limit=None))
+    assert again.pull_steps == []
+    assert again.path is None
+    assert again.entrypoint == "flows.save.save_step"
+
+
+def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
+    stack: StackState, another: Settings, stack_settings: Settings
+) -> None:
+    with stack_module.running(another) as state:
+        assert (state.server, state.ray) == (None, None)
+        assert (state.api_url, state.ray_address) == (stack.api_url, stack.ray_address)
+        assert part(another, "server").state == "external"
+        assert stack_module.status(another).workers_online == 1
+        processes = processes_of(state)
+    assert processes
+    assert not left_of(processes)
+    # the deployment belongs to one pool, and that is the session's again
+    deploy.deploy(stack_settings)
+    assert part(stack_settings, "server").state == "running"
+    assert part(stack_settings, "ray").state == "running"
+
+
+def test_down_leaves_no_process_and_no_file(
+    another: Settings, monkeypatch: pytest.MonkeyPatch, stack_settings: Settings
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    state = stack_module.up(another, num_cpus=1, worker=False)
+    deploy.deploy(stack_settings)
+    processes = processes_of(state)
+    names = {process.name() for process in processes}
+    assert {"gcs_server", "raylet"} <= names
+    assert Path(state.ray_folder).is_dir()
+
+    assert stack_module.down(another)
+
+    assert not left_of(processes)
+    assert not Path(state.ray_folder).exists()
+    assert stack_module.find(another) is None
+    assert not stack_module.down(another)
+
+
+def test_what_was_started_is_stopped_when_the_rest_fails(
+    stack: StackState, another: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate
+
+    with server_client(stack.api_url) as client:
+        client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
+    monkeypatch.delenv("RAY_ADDRESS")
+    children = set(psutil.Process().children(recursive=True))
+    with pytest.raises(StackError, match="of type 'process'"):
+        stack_module.up(another.model_copy(update={"work_pool": "of-another-type"}))
+    assert not left_of(list(set(psutil.Process().children(recursive=True)) - children))
+    assert stack_module.find(another) is None
+
+
+@pytest.mark.parametrize("variable", ["PREFECT_API_URL", "RAY_ADDRESS"])
+def test_a_given_part_that_does_not_answer_is_an_error_before_anything_starts(
+    another: Settings, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    address = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "RAY_ADDRESS": "127.0.0.1:9"}[variable]
+    monkeypatch.setenv(variable, address)
+    with pytest.raises(StackError, match=f"{variable}={address}"):
+        stack_module.up(another)
+    assert not (another.home / "logs").exists()
+
+
+def test_a_server_of_our_own_is_not_exchanged_for_another(
+    stack: StackState, stack_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with pytest.raises(StackError, match="trinity-sync down"):
+        stack_module.up(stack_settings)
+
+
+@pytest.mark.parametrize("wrong", ["{server}", "{server}/nothing", "not a url", "http://[::"])
+def test_an_address_that_is_no_prefect_api_is_named(
+    stack: StackState, stack_settings: Settings, wrong: str
+) -> None:
+    url = wrong.format(server=stack.api_url.removesuffix("/api"))
+    with pytest.raises(StackError) as caught:
+        deploy.deploy(stack_settings, url)
+    assert url in str(caught.value)
+
+
+def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stack.json").write_text("{")
+    with pytest.raises(StackError, match=r"stack\.json"):
+        stack_module.status(Settings(home=tmp_path))

@@ -1,0 +1,1 @@
+"""Saving and loading for veRL's FSDP and FSDP2 engines."""

@@ -1,0 +1,85 @@
+"""What a rank of a veRL model consists of, as veRL's loader and merger expect to find it.
+
+Nothing is copied here: the states alias live tensors, so whoever takes them stages them before the
+next optimizer step.
+"""
+
+import warnings
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
+
+from trinity_sync.errors import ConfigError
+
+
+def unwrapped(model: Any) -> Any:
+    """The Hugging Face model inside an FSDP1 or FSDP2 model."""
+    return getattr(model, "_fsdp_wrapped_module", model)
+
+
+def model_state(model: Any) -> dict[str, Any]:
+    """This rank's shards of the model, under FSDP a DTensor each.
+
+    FSDP1 gathers each wrapped module to take its shards out, which every rank takes part in; FSDP2
+    needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
+    """
+    config = ShardedStateDictConfig(offload_to_cpu=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with get_fsdp_state_ctx(model, StateDictType.SHARDED_STATE_DICT, config, None):
+            return dict(model.state_dict())
+
+
+def lora_only(state: dict[str, Any]) -> dict[str, Any]:
+    """The adapter weights of a model's state, told by name as veRL does.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    adapters = {name: value for name, value in state.items() if _is_adapter(name)}
+    if not adapters:
+        raise ConfigError(
+            f"checkpoint.save_lora_only is set, but none of the model's {len(state)} weights is "
+            "an adapter's; unset it, or set model.lora_rank"
+        )
+    return adapters
+
+
+def _is_adapter(name: str) -> bool:
+    return "lora_" in name or ".adapter_" in name
+
+
+@torch.no_grad()
+def full_model_state(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
+    """The whole model as CPU tensors of their own; every rank takes part.
+
+    Args:
+        model: an FSDP1, FSDP2 or plain model.
+        keep: whether this rank wants the result; others get an empty dict, and under FSDP2 hold
+            one whole tensor at a time.
+    """
+    full: dict[str, torch.Tensor] = {}
+    if fsdp_version(model) == 1:
+        # rank0_only and offload_to_cpu go together, and gloo ranks cannot do the latter
+        on_cpu = torch.device(get_device_id()).type == "cpu"
+        config = FullStateDictConfig(offload_to_cpu=not on_cpu, rank0_only=not on_cpu)
+        with get_fsdp_state_ctx(model, StateDictType.FULL_STATE_DICT, config, None):
+            state = model.state_dict()
+    else:
+        state = model.state_dict()
+    value: Any
+    for name, value in state.items():
+        whole = value
+        if isinstance(value, DTensor):
+            whole = cast(DTensor, value.to(get_device_id())).full_tensor()
+        if keep:
+            full[name] = whole.detach().to("cpu", copy=True)
+    return full

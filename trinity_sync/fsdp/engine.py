@@ -1,0 +1,100 @@
+"""Functions on a veRL FSDP engine, in the shape in which Trinity's workers call them."""
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from verl.utils.fsdp_utils import (
+    fsdp_version,
+    load_fsdp_model_to_gpu,
+    offload_fsdp_model_to_cpu,
+)
+
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.collect import model_state
+from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync.fsdp.metadata import metadata_folder
+from trinity_sync.layout import split_role_path
+from trinity_sync.snapshot.stager import Staged
+
+
+def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
+    """Let an initialized engine save and load through ``coordinator`` from now on.
+
+    Args:
+        engine: veRL's FSDPEngine; its ``checkpoint_manager`` is replaced.
+        coordinator: the job's, of this rank.
+
+    Returns:
+        The engine's new checkpoint manager.
+    """
+    manager = FSDPCheckpointManager(
+        engine.module,
+        engine.optimizer,
+        engine.lr_scheduler,
+        engine.model_config.get_processor(),
+        engine.checkpoint_config,
+        trust_remote_code=engine.model_config.trust_remote_code,
+        coordinator=coordinator,
+    )
+    engine.checkpoint_manager = manager
+    return manager
+
+
+def fsdp_save_state_dict(
+    engine: Any,
+    local_path: str | None,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: logging.Logger,
+) -> Staged | None:
+    """Hand the weights of an engine over for a sync through the disk.
+
+    Every rank calls it. The weights are staged when it returns, so training may go on; explorers
+    find them in ``latest_state_dict_iteration.txt`` once they are committed.
+
+    Args:
+        engine: veRL's FSDPEngine.
+        local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
+        global_step: training step, the N of the path, which is the version of the weights.
+        coordinator: the job's, of this rank.
+        logger: told what was staged.
+
+    Raises:
+        ConfigError: path and step disagree.
+        SpoolError: the weights could not be staged; nothing was handed over.
+    """
+    if local_path is None:
+        return None
+    _, step, role = split_role_path(local_path)
+    if step != global_step:
+        raise ConfigError(
+            f"path {local_path!r} is that of step {step}, but global_step is {global_step}; "
+            "pass the same step in both"
+        )
+    # FSDP1 gathers its flat parameters on the device; FSDP2 hands out shards where they are
+    staged_on_device = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
+    if staged_on_device:
+        load_fsdp_model_to_gpu(engine.module)
+    states = {"model": model_state(engine.module)}
+    if staged_on_device:
+        offload_fsdp_model_to_cpu(engine.module)
+    metadata = None
+    if dist.get_rank() == 0:
+        manager = getattr(engine, "checkpoint_manager", None)
+        metadata = metadata_folder(
+            coordinator.spool,
+            role,
+            engine.module,
+            getattr(manager, "processing_class", None),
+            world_size=dist.get_world_size(),
+        )
+    staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
+    logger.info(
+        "weights of step %d handed over: %s bytes in %.1f ms",
+        step,
+        f"{staged.nbytes:,}",
+        1e3 * staged.stall_s,
+    )
+    return staged

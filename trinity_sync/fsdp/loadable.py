@@ -1,0 +1,64 @@
+"""Whether a folder holds a checkpoint that this run can load; if not, why, before veRL tries."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, shard_file, split_role_path
+from trinity_sync.storage.steps import require_committed
+
+_SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
+
+
+def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> None:
+    """See that ``role_folder`` is committed and was saved by as many ranks as load it now.
+
+    Folders of jobs that trinity_sync never saved are asked for their files only.
+
+    Args:
+        role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
+        world_size: number of ranks that want to load.
+        components: what they want to load.
+
+    Raises:
+        CommitError: the step was never committed, or a component is not part of it.
+        ConfigError: the folder is missing, or its shards are those of another number of ranks.
+    """
+    if not role_folder.is_dir():
+        raise ConfigError(f"there is no checkpoint folder {role_folder}; check the path to resume")
+    names = _committed(role_folder)
+    if names is None:
+        names = [path.name for path in role_folder.iterdir()]
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    for component in components:
+        sizes = {int(shard["world_size"]) for shard in shards if shard["component"] == component}
+        if not sizes:
+            raise CommitError(
+                f"{role_folder} holds no {component!r}, so it cannot be loaded; resume from a "
+                "step that latest_checkpointed_iteration.txt names, or take the component out of "
+                "checkpoint.load_contents"
+            )
+        if world_size not in sizes:
+            raise ConfigError(
+                f"{role_folder} was saved by {min(sizes)} ranks, and {world_size} want to load it; "
+                "resume with as many ranks, or merge it (python -m verl.model_merger merge) and "
+                "start from the merged model"
+            )
+        missing = {shard_file(component, world_size, rank) for rank in range(world_size)}
+        missing.difference_update(names)
+        if missing:
+            raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; take another")
+
+
+def _committed(role_folder: Path) -> list[str] | None:
+    """Names of the role's committed files; None where the job was not saved by trinity_sync."""
+    try:
+        root, step, role = split_role_path(role_folder)
+    except ConfigError:
+        return None
+    if not (role_folder.parent / MANIFEST).exists() and not (root / PRIVATE_FOLDER).exists():
+        return None
+    prefix = f"{role}/"
+    files = require_committed(root, step).files
+    return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

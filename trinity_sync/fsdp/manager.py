@@ -1,0 +1,299 @@
+"""veRL's FSDP checkpoint manager, with saves that cost the training loop one memory copy.
+
+Loading is veRL's. Saving collects the same states as veRL, stages them, and leaves the rest to the
+``save-step`` flow: no file is written, nothing is deleted and no barrier is taken here.
+"""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from verl.utils.checkpoint.fsdp_checkpoint_manager import (
+    FSDPCheckpointManager as VerlFSDPCheckpointManager,
+)
+
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.collect import (
+    full_model_state,
+    lora_only,
+    model_state,
+    unwrapped,
+)
+from trinity_sync.fsdp.export import export_weights
+from trinity_sync.fsdp.loadable import check_loadable
+from trinity_sync.fsdp.metadata import HUGGINGFACE, metadata_folder
+from trinity_sync.layout import Kind, split_role_path
+from trinity_sync.snapshot.stager import Staged
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPCheckpointManager(VerlFSDPCheckpointManager):
+    """Saves and loads one role of a job; stands in for ``engine.checkpoint_manager``.
+
+    Every rank makes one and calls it at the same steps. Paths are
+    ``<root>/global_step_<N>/<role>``.
+
+    Args:
+        model: the FSDP1 or FSDP2 model.
+        optimizer: may be None where neither saving nor loading asks for it.
+        lr_scheduler: may be None.
+        processing_class: tokenizer or processor that goes with the model.
+        checkpoint_config: veRL's, with ``save_contents`` and ``load_contents`` of ``model``,
+            ``optimizer``, ``extra`` and ``hf_model``.
+        ray_namespace: where the job's Synchronizer is looked up.
+        trust_remote_code: whether source files of the model may be imported.
+        coordinator: of the job; made at the first save or load if None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        ray_namespace: str = "",
+        trust_remote_code: bool = False,
+        coordinator: CheckpointCoordinator | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            lr_scheduler,
+            processing_class,
+            checkpoint_config,
+            trust_remote_code=trust_remote_code,
+        )
+        self.ray_namespace = ray_namespace
+        self.max_ckpt_to_keep: int | None = None
+        self.announced_version: int | None = None
+        """Step that explorers hold without a save of it: what was trained when syncing began."""
+        self._coordinator = coordinator
+        self._saved: dict[str, int] = {}
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        save_as_hf: bool = False,
+        *,
+        hdfs_path: str | None = None,
+    ) -> Staged | None:
+        """Hand everything that ``save_contents`` names over to be saved; returns once it is staged.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
+            global_step: training step, the N of the path.
+            max_ckpt_to_keep: checkpoints that retention shall keep; nothing is deleted here.
+            save_as_hf: save the whole model in Hugging Face format, too, whatever the contents.
+            hdfs_path: unused; veRL's engine passes it.
+
+        Returns:
+            What was staged, and the seconds that it took; None where nothing was left to save.
+
+        Raises:
+            ConfigError: the path is of another form, step or job than what was said before.
+            SpoolError: the images could not be staged; nothing was handed over.
+        """
+        if local_path is None:
+            return None
+        root, role = self._place(local_path, global_step)
+        self._require(model=self.should_save_model, optimizer=self.should_save_optimizer)
+        coordinator = self._coordinator_of(root)
+        self.previous_global_step = global_step
+        states: dict[str, Any] = {}
+        if self.should_save_model and self._is_new("model", global_step):
+            states["model"] = self._model_state()
+        if self.should_save_optimizer and self._is_new("optim", global_step):
+            states["optim"] = self.optimizer.state_dict()
+        if self.should_save_extra and self._is_new("extra_state", global_step):
+            schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+            states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
+        if save_as_hf or self.should_save_hf_model:
+            self._export(coordinator, Path(local_path), global_step, joins_a_save=bool(states))
+        staged = self._stage(coordinator, role, global_step, "checkpoint", states)
+        if self.rank == 0:
+            self.register_checkpoint(str(local_path), max_ckpt_to_keep)
+        return staged
+
+    def save_state_dict(self, local_path: str | None, global_step: int = 0) -> Staged | None:
+        """Hand the model's weights over for a sync; explorers may load them once committed.
+
+        The first call before any save writes nothing, as in Trinity: explorers start from the same
+        weights, so it only tells which version those are.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
+            global_step: training step, the N of the path, which is the version of the weights.
+
+        Returns:
+            What was staged; None where nothing was left to save.
+        """
+        if local_path is None:
+            return None
+        root, role = self._place(local_path, global_step)
+        if not self._saved and self.announced_version is None:
+            self.announced_version = global_step
+        if not self._is_new("model", global_step) or self.announced_version == global_step:
+            return None
+        coordinator = self._coordinator_of(root)
+        states = {"model": self._model_state()}
+        return self._stage(coordinator, role, global_step, "state_dict", states)
+
+    def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
+        """Note a checkpoint that was handed over; the same path in a row counts once.
+
+        Nothing is deleted, unlike in veRL: the save may still fail, and older steps are removed
+        only after newer ones are committed.
+        """
+        if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
+            self.previous_saved_paths.append(new_path)
+        self.max_ckpt_to_keep = max_ckpt_to_keep
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load this rank's part of a committed step, as veRL does, and continue from there.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
+                job, or in veRL's layout elsewhere, is loaded as a start; a manager without a
+                coordinator takes the job that it loads from for its own.
+            hdfs_path: unused, as in veRL.
+            del_local_after_load: remove what was downloaded; local files are never removed.
+
+        Raises:
+            ConfigError: the step was saved by another number of ranks, or this run has saved
+                already: load with the manager of a new run.
+            CommitError: the step is not committed, or no checkpoint.
+        """
+        if local_path is None:
+            return
+        self._require(model=self.should_load_model, optimizer=self.should_load_optimizer)
+        check_loadable(Path(local_path), self.world_size, self._components_to_load())
+        self._begin_run_at(Path(local_path).resolve())
+        super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
+
+    def wait_on_save_thread(self) -> None:
+        """Wait until every save of this process is committed.
+
+        Raises:
+            SaveFailed: one or more of them failed; the message names them.
+        """
+        if self._coordinator is not None:
+            self._coordinator.wait_all()
+
+    def _begin_run_at(self, role_folder: Path) -> None:
+        try:
+            root, step, _ = split_role_path(role_folder)
+        except ConfigError:
+            return  # a checkpoint of another layout of folders
+        if self._coordinator is not None and self._coordinator.root != root:
+            return  # another job's, which this one starts from
+        self._coordinator_of(root).resumed_from(step)
+
+    def _components_to_load(self) -> list[str]:
+        contents = {
+            "model": self.should_load_model,
+            "optim": self.should_load_optimizer,
+            "extra_state": self.should_load_extra,
+        }
+        return [component for component, wanted in contents.items() if wanted]
+
+    def _require(self, **wanted: bool) -> None:
+        for part, needed in wanted.items():
+            if needed and getattr(self, part) is None:
+                raise ConfigError(
+                    f"the checkpoint contents ask for {part!r}, but this manager was made without; "
+                    f"pass {part}=... or take it out of save_contents and load_contents"
+                )
+
+    def _place(self, local_path: str, global_step: int) -> tuple[Path, str]:
+        root, step, role = split_role_path(Path(local_path).resolve())
+        if step != global_step:
+            raise ConfigError(
+                f"checkpoint path {str(local_path)!r} is that of step {step}, but global_step is "
+                f"{global_step}; pass the same step in both"
+            )
+        return root, role
+
+    def _coordinator_of(self, root: Path) -> CheckpointCoordinator:
+        if self._coordinator is None:
+            self._coordinator = CheckpointCoordinator.of_process_group(root)
+        if self._coordinator.root != root:
+            raise ConfigError(
+                f"this manager saves the job at {self._coordinator.root}, not at {root}; "
+                "make one manager and coordinator for each job"
+            )
+        return self._coordinator
+
+    def _is_new(self, component: str, step: int) -> bool:
+        return self._saved.get(component) != step
+
+    def _model_state(self) -> dict[str, Any]:
+        state = model_state(self.model)
+        return lora_only(state) if self.should_save_lora_only and self._has_lora() else state
+
+    def _stage(
+        self,
+        coordinator: CheckpointCoordinator,
+        role: str,
+        step: int,
+        kind: Kind,
+        states: dict[str, Any],
+    ) -> Staged | None:
+        if not states:
+            return None
+        metadata = None
+        if self.rank == 0:
+            metadata = metadata_folder(
+                coordinator.spool,
+                role,
+                self.model,
+                self.processing_class,
+                world_size=self.world_size,
+            )
+        staged = coordinator.save(step, states, role=role, kind=kind, metadata=metadata)
+        self._saved.update(dict.fromkeys(staged.components, step))
+        return staged
+
+    def _export(
+        self,
+        coordinator: CheckpointCoordinator,
+        role_folder: Path,
+        step: int,
+        *,
+        joins_a_save: bool,
+    ) -> None:
+        """Gather the whole model on rank 0 and hand it over to be written as Hugging Face files."""
+        if not self._is_new("hf_model", step):
+            return
+        if not joins_a_save:
+            logger.warning(
+                "step %d was handed over already, so its commit cannot take hf_model in; ask for "
+                "it in the step's first save, or run: python -m verl.model_merger merge "
+                "--backend fsdp --local_dir %s --target_dir %s",
+                step,
+                role_folder,
+                role_folder / HUGGINGFACE,
+            )
+            return
+        state = full_model_state(self.model, keep=self.rank == 0)
+        self._saved["hf_model"] = step
+        if self.rank != 0:
+            return
+        config = copy.deepcopy(unwrapped(self.model).config)
+        folder, trust = role_folder / HUGGINGFACE, self.trust_remote_code
+        coordinator.save_async(
+            "hf_model",
+            lambda: export_weights(state, config, folder, trust_remote_code=trust),
+            step,
+        )

@@ -1,0 +1,108 @@
+"""The small files beside the shards: what veRL's merger, and users, need to make sense of them.
+
+They do not change while a model is trained, so they are rendered once and kept in the spool, in
+memory; every save packs the same folder.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+from verl.utils.fsdp_utils import fsdp_version
+
+from trinity_sync.fsdp.collect import unwrapped
+from trinity_sync.snapshot.spool import JobSpool
+
+FSDP_CONFIG = "fsdp_config.json"
+LORA_CONFIG = "lora_train_meta.json"
+HUGGINGFACE = "huggingface"
+
+_rendered: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
+
+
+def metadata_folder(
+    spool: JobSpool, role: str, model: Any, processing_class: Any, *, world_size: int
+) -> Path:
+    """The folder in the spool with the small files of ``model``, rendered at the first call.
+
+    Args:
+        spool: the job's folder on this node.
+        role: role that the model has in the job.
+        model: the FSDP model.
+        processing_class: tokenizer or processor; may be None.
+        world_size: number of ranks that the shards come from.
+    """
+    folder = spool.folder / "metadata" / role
+    done = _rendered.setdefault(model, set())
+    if folder not in done or not folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_metadata(folder, model, processing_class, world_size=world_size)
+        done.add(folder)
+    return folder
+
+
+def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_size: int) -> None:
+    """Write ``fsdp_config.json``, ``huggingface/`` and, with adapters, ``lora_train_meta.json``.
+
+    ``huggingface/`` holds the model's config, its generation config, the tokenizer or processor,
+    and the source files of a custom model.
+
+    Args:
+        folder: existing folder that stands for the role's folder.
+        model: the FSDP model.
+        processing_class: tokenizer or processor; may be None.
+        world_size: number of ranks that the shards come from.
+    """
+    inner = unwrapped(model)
+    config = inner.config
+    huggingface = folder / HUGGINGFACE
+    huggingface.mkdir(exist_ok=True)
+    if getattr(config, "auto_map", None) and None in config.auto_map:
+        config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
+    config.save_pretrained(huggingface)
+    generation = _generation_config(inner)
+    if generation is not None:
+        generation.save_pretrained(huggingface)
+    if processing_class is not None:
+        processing_class.save_pretrained(huggingface)
+    if hasattr(config, "auto_map"):
+        base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        custom_object_save(base, huggingface, config=config)
+    versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
+    (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
+    adapter = _adapter(inner)
+    if adapter is not None:
+        (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
+
+
+def _generation_config(inner: Any) -> GenerationConfig | None:
+    """The generation config that came with the pretrained model, if it is one that generates."""
+    origin = getattr(inner.config, "name_or_path", None)
+    if not origin or not inner.can_generate():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(origin)
+    except (OSError, ValueError):  # many models have none, and training does not need it
+        return None
+
+
+def _adapter(inner: Any) -> dict[str, Any] | None:
+    """Rank, alpha and task of the LoRA adapter, as veRL's merger reads them; None without one."""
+    adapters = getattr(inner, "peft_config", None)
+    if not adapters:
+        return None
+    config = adapters.get("default") or next(iter(adapters.values()))
+    rank = int(getattr(config, "r", 0) or 0)
+    if rank <= 0:
+        return None
+    task = getattr(config, "task_type", None) or "CAUSAL_LM"
+    return {
+        "r": rank,
+        "lora_alpha": int(getattr(config, "lora_alpha", None) or rank),
+        "task_type": str(getattr(task, "value", task)),
+    }

@@ -1,0 +1,171 @@
+"""Processes that outlive whoever started them, and can be stopped by somebody else later.
+
+A daemon has a session of its own, so that Ctrl-C in the terminal it was started from does not
+reach it, and is known by pid and start time, so that a stranger with the same pid is never
+mistaken for it.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.errors import StackError
+from trinity_sync.snapshot.receipt import process_name
+
+POLL_S = 0.1
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Children of this process; they must be waited for, or they stay behind as zombies."""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A process in a session of its own."""
+
+    process: str
+    """``pid/start time``."""
+    log: str
+    """File that it writes its output to."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is the id of its session too."""
+        return int(self.process.partition("/")[0])
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        _reap()
+        found = _look(self.pid)
+        return found is not None and not found.dead and found.started == self.began
+
+    @property
+    def began(self) -> int:
+        """Its start time, in clock ticks since the machine started."""
+        return int(self.process.partition("/")[2])
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
+    """Start a daemon; its output is appended to ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+        )
+    _started.append(child)
+    return Daemon(process_name(child.pid), str(log))
+
+
+def await_ready(what: str, daemon: Daemon, ready: Callable[[], bool], deadline: float) -> None:
+    """Ask ``ready`` until it says so.
+
+    Raises:
+        StackError: the daemon ended, or was not ready at ``deadline`` (monotonic).
+    """
+    began = time.monotonic()
+    while not ready():
+        if not daemon.lives:
+            raise StackError(f"{what} ended while it started; its log {daemon.log} tells why.")
+        if time.monotonic() > deadline:
+            raise StackError(
+                f"{what} was not ready after {time.monotonic() - began:.0f} s. Look into its log "
+                f"{daemon.log}, or try again with a longer time-out."
+            )
+        _await_end([daemon.pid], POLL_S)
+
+
+def stop(daemon: Daemon, timeout_s: float) -> None:
+    """End the daemon and all that it started: SIGTERM to it, SIGKILL to what is left.
+
+    Does nothing for a daemon that is gone and has left nothing behind.
+    """
+    deadline = time.monotonic() + timeout_s
+    family = set(_family(daemon))
+    if daemon.lives:
+        _signal([daemon.pid], signal.SIGTERM)
+        _await_end([daemon.pid], deadline - time.monotonic())
+        family |= set(_family(daemon))
+    else:
+        _signal(family, signal.SIGTERM)
+    _await_end(family, min(deadline - time.monotonic(), 5.0))
+    _signal(family | set(_family(daemon)), signal.SIGKILL)
+    _await_end(family, 5.0)
+    _reap()
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    session: int
+    started: int
+    dead: bool
+
+
+def _family(daemon: Daemon) -> Iterator[int]:
+    """Living processes of the daemon's session, and their descendants in sessions of their own."""
+    processes = _processes()
+    leader, began = daemon.pid, daemon.began
+    if leader in processes and processes[leader].started != began:
+        return  # somebody else's pid by now, so nothing of that session is left
+    members = {pid for pid, entry in processes.items() if entry.session == leader}
+    found: set[int] = set()
+    while found != members:
+        found = set(members)
+        members |= {pid for pid, entry in processes.items() if entry.parent in found}
+    for pid in members:
+        if not processes[pid].dead and processes[pid].started >= began:
+            yield pid
+
+
+def _processes() -> dict[int, _Process]:
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {pid: found for pid in pids if (found := _look(pid))}
+
+
+def _look(pid: int) -> _Process | None:
+    try:
+        # the command, in parentheses, may hold spaces and parentheses itself
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")
+
+
+def _signal(pids: Sequence[int] | set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _await_end(pids: Sequence[int] | set[int], timeout_s: float) -> None:
+    """Until all of them have ended, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as closing:
+        poll = select.poll()
+        waiting = set()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                closing.callback(os.close, handle)
+                poll.register(handle, select.POLLIN)
+                waiting.add(handle)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for handle, _ in poll.poll(left * 1000):
+                poll.unregister(handle)
+                waiting.discard(handle)
+
+
+def _reap() -> None:
+    _started[:] = [child for child in _started if child.poll() is None]

@@ -1,0 +1,195 @@
+"""The three parts of a stack on one machine: how each is started, and how it is seen to work."""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import trinity_sync
+from trinity_sync.orchestration import daemon
+from trinity_sync.orchestration.daemon import Daemon
+from trinity_sync.settings import Settings
+
+WORKER_MODULE = "trinity_sync.orchestration.serve"
+
+_QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # keep the processes of a save's parallel tasks: starting one costs seconds
+    "RAY_num_workers_soft_limit": "8",
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
+    # a save writes 0.2 MB of events to the database
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P2D",
+}
+
+
+@dataclass(frozen=True)
+class StackState:
+    """Where a stack is. A part that is None is somebody else's, or was not asked for."""
+
+    api_url: str = ""
+    ray_address: str = ""
+    ray_folder: str = ""
+    """Temporary folder of the Ray node, if it is this stack's."""
+    ray_auth: dict[str, str] | None = None
+    """Variables by which a process is let into the Ray node, if it is this stack's."""
+    server: Daemon | None = None
+    ray: Daemon | None = None
+    worker: Daemon | None = None
+
+    @property
+    def daemons(self) -> list[Daemon]:
+        """The parts of this stack, those first that depend on others."""
+        return [part for part in (self.worker, self.ray, self.server) if part]
+
+    @property
+    def lives(self) -> bool:
+        """Whether there are daemons and all of them run."""
+        return bool(self.daemons) and all(part.lives for part in self.daemons)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to use the stack."""
+        urls = {"PREFECT_API_URL": self.api_url, "RAY_ADDRESS": self.ray_address}
+        return {**{name: url for name, url in urls.items() if url}, **(self.ray_auth or {})}
+
+
+def start_server(settings: Settings, state: StackState) -> StackState:
+    """Start a Prefect server, at the URL of ``state`` if its port is free."""
+    port = _free_port(state.api_url)
+    state = replace(state, api_url=f"http://127.0.0.1:{port}/api", server=None)
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    env = {**environment(settings, state), **_prefect_home(settings)}
+    env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
+    return replace(state, server=_start("server", command, settings, env))
+
+
+def server_answers(state: StackState) -> bool:
+    """Whether the server is ready for requests."""
+    try:
+        with urllib.request.urlopen(f"{state.api_url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def start_ray(
+    settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
+) -> StackState:
+    """Start a Ray head node, at the port of ``state`` if it is free."""
+    remove_ray_folder(state)
+    # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
+    folder = tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp")
+    port = _free_port(state.ray_address)
+    auth = _ray_auth(settings.home)
+    state = replace(state, ray=None, ray_address="", ray_folder=folder, ray_auth=auth)
+    command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
+    command += [f"--object-store-memory={object_store_mb * 10**6}"]
+    # any port that is free, so that two nodes on a machine do not meet
+    command += [f"--ray-client-server-port={_free_port()}", f"--dashboard-port={_free_port()}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
+    command += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
+    env = environment(settings, state)
+    env.pop("RAY_ADDRESS", None)
+    return replace(state, ray=_start("ray", command, settings, env))
+
+
+def ray_answers(state: StackState) -> str | None:
+    """Address of the Ray node once it is ready, else None."""
+    path = Path(state.ray_folder) / "ray_current_cluster"
+    return path.read_text().strip() if path.is_file() else None
+
+
+def remove_ray_folder(state: StackState) -> None:
+    """Remove what a Ray node of the stack has left on disk."""
+    if state.ray_folder:
+        shutil.rmtree(state.ray_folder, ignore_errors=True)
+
+
+def start_worker(settings: Settings, state: StackState) -> StackState:
+    """Start the flow worker."""
+    env = environment(settings, state)
+    return replace(state, worker=_start("worker", ["-m", WORKER_MODULE], settings, env))
+
+
+def environment(settings: Settings, state: StackState) -> dict[str, str]:
+    """Environment of the stack's own processes: the caller's, its URLs and all settings."""
+    env = {**os.environ, **_QUIET, **state.environment}
+    for name, value in settings.model_dump(mode="json").items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        env[f"TRINITY_SYNC_{name.upper()}"] = text
+    env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
+    env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
+    # ours first: a project of the user's may well have a folder named flows or tasks
+    package = str(Path(trinity_sync.__file__).parent.parent)
+    others = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    env["PYTHONPATH"] = os.pathsep.join([package, *(e for e in others if e != package)])
+    if state.server:
+        env.update(_prefect_home(settings))
+        env.pop("PREFECT_PROFILE", None)
+    if state.ray_folder:
+        env["RAY_TMPDIR"] = state.ray_folder
+    return env
+
+
+def accepts(address: str) -> bool:
+    """Whether something listens at ``host:port`` or at a URL's; True if there is no telling."""
+    try:
+        parsed = urlsplit(address if "//" in address else f"//{address}")
+        port = parsed.port or {"http": 80, "https": 443}.get(parsed.scheme)
+        if parsed.hostname and port:
+            socket.create_connection((parsed.hostname, port), timeout=5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
+    home = settings.home.absolute()
+    log = home / "logs" / f"{name}.log"
+    return daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
+
+
+def _prefect_home(settings: Settings) -> dict[str, str]:
+    home = settings.home.absolute() / "prefect"
+    return {"PREFECT_HOME": str(home), "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui")}
+
+
+def _ray_auth(home: Path) -> dict[str, str]:
+    """A token of the stack's own, unless the caller has decided about tokens already.
+
+    Ray listens on all interfaces, and whoever may join it may run any code.
+    """
+    if os.environ.get("RAY_AUTH_MODE"):
+        return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+    path = home.absolute() / "ray_token"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def _free_port(preferred: str = "") -> int:
+    """A free port; that of the address ``preferred`` if possible."""
+    wanted = preferred.removesuffix("/api").rpartition(":")[2]
+    for port in (int(wanted) if wanted.isdigit() else 0, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no free port")

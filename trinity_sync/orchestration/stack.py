@@ -1,0 +1,292 @@
+"""A whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
+
+What the environment names already (``PREFECT_API_URL``, ``RAY_ADDRESS``) is used and never
+touched; only what is missing is started. ``home/stack.json`` says what was, so that any later
+process can look at it, mend it or stop it.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.errors import StackError
+from trinity_sync.orchestration import daemon, parts
+from trinity_sync.orchestration.daemon import Daemon
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+
+STATE_FILE = "stack.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `status` found out about one part."""
+
+    name: str
+    state: Literal["running", "dead", "external", "absent"]
+    url: str = ""
+    pid: int | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class StackStatus:
+    """All parts, and what Prefect says of the work pool."""
+
+    parts: tuple[Part, ...]
+    pool: str
+    workers_online: int | None
+    """None if there is no Prefect server that answers."""
+    waiting_runs: int | None
+    """Runs of the pool that no worker has taken yet; None as above."""
+    problem: str = ""
+    """Why the Prefect server does not answer."""
+
+
+def up(
+    settings: Settings | None = None,
+    *,
+    num_cpus: int | None = None,
+    object_store_mb: int = 80,
+    worker: bool = True,
+    timeout_s: float = 180.0,
+) -> StackState:
+    """Start what is missing, and return when all of it works.
+
+    A living stack is returned as it is; a part of it that died is started again, the server at its
+    old URL. Deployments are applied whenever anything was started.
+
+    Args:
+        settings: ``home`` holds database, logs and state file; the worker gets all of them.
+        num_cpus: CPUs of the Ray node; all of the machine's by default. Saves take none of them.
+        object_store_mb: MB of shared memory for Ray's objects; saves need next to nothing.
+        worker: whether to start the flow worker, too.
+        timeout_s: seconds that all of it may take.
+
+    Raises:
+        StackError: a part did not start, or one that was given cannot be reached. What this call
+            had started is stopped again.
+    """
+    settings = settings or Settings()
+    deadline = time.monotonic() + timeout_s
+    with _locked(settings.home):
+        before = _read(settings.home) or StackState()
+        now = before
+        try:
+            url = _given("PREFECT_API_URL", before.server, before.api_url, settings)
+            address = _given("RAY_ADDRESS", before.ray, before.ray_address, settings)
+            if url:
+                now = replace(now, api_url=url)
+            elif not before.server or not before.server.lives:
+                now = parts.start_server(settings, now)
+                _write(settings.home, now)
+            if address:
+                now = replace(now, ray_address=address)
+            elif not before.ray or not before.ray.lives:
+                now = parts.start_ray(
+                    settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb
+                )
+                _write(settings.home, now)
+            if now == before and now.lives and _works(now):
+                return now
+            now = _await_both(settings, now, deadline)
+            moved = (now.environment, now.ray) != (before.environment, before.ray)
+            if worker and (moved or not before.worker or not before.worker.lives):
+                if before.worker:
+                    daemon.stop(before.worker, 15.0)
+                now = _start_worker(settings, now, deadline)
+            _write(settings.home, now)
+        except BaseException:
+            for started in (_read(settings.home), now):
+                _stop(started or StackState(), keep=before)
+            _write(settings.home, before)
+            raise
+    return now
+
+
+def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
+    """Stop what `up` started, and remove Ray's temporary folder; True if there was anything.
+
+    Only daemons of this stack are ended, known by pid and start time. Database and logs stay in
+    ``home``, images that are not saved yet in the spool. May be repeated.
+    """
+    settings = settings or Settings()
+    if find(settings) is None:
+        return False
+    with _locked(settings.home):
+        state = _read(settings.home)
+        if state:
+            _stop(state, timeout_s=timeout_s)
+        _write(settings.home, StackState())
+    return state is not None
+
+
+def status(settings: Settings | None = None) -> StackStatus:
+    """How each part is, seen from here and from the Prefect server."""
+    settings = settings or Settings()
+    state = find(settings) or StackState()
+    found = (
+        _part("server", state.server, state.api_url or os.environ.get("PREFECT_API_URL", "")),
+        _part("ray", state.ray, state.ray_address or os.environ.get("RAY_ADDRESS", "")),
+        _part("worker", state.worker, ""),
+    )
+    online = waiting = None
+    problem = ""
+    if found[0].state in ("running", "external"):
+        from trinity_sync.orchestration.server import heartbeats, server_client, waiting_runs
+
+        try:
+            with server_client(found[0].url) as client:
+                online = len(heartbeats(client, settings.work_pool))
+                waiting = waiting_runs(client, settings.work_pool)
+        except StackError as error:
+            problem = str(error)
+    return StackStatus(found, settings.work_pool, online, waiting, problem)
+
+
+def find(settings: Settings | None = None) -> StackState | None:
+    """The stack that `up` left in ``home``, running or not; None if there is none.
+
+    Raises:
+        StackError: its state file is damaged.
+    """
+    return _read((settings or Settings()).home)
+
+
+@contextmanager
+def running(settings: Settings | None = None, **arguments: Any) -> Iterator[StackState]:
+    """A stack for the length of a ``with`` block; one that ran before is used and left running.
+
+    Further ``arguments`` go to `up`. The caller's environment is left alone; see
+    `StackState.environment` for what to put there.
+    """
+    settings = settings or Settings()
+    before = find(settings)
+    ours = before is None or not before.lives
+    state = up(settings, **arguments)
+    try:
+        yield state
+    finally:
+        if ours:
+            down(settings)
+
+
+def _works(state: StackState) -> bool:
+    return bool(state.server and state.ray and state.worker) and parts.server_answers(state)
+
+
+def _await_both(settings: Settings, state: StackState, deadline: float) -> StackState:
+    """Until server and Ray work and the deployments are there; returns their final URLs."""
+    from trinity_sync.orchestration.deploy import deploy  # seconds, while both of them start
+
+    if state.server:
+        daemon.await_ready(
+            "the Prefect server", state.server, lambda: parts.server_answers(state), deadline
+        )
+    deploy(settings, state.api_url)
+    if state.ray:
+        daemon.await_ready(
+            "the Ray node", state.ray, lambda: bool(parts.ray_answers(state)), deadline
+        )
+        return replace(state, ray_address=parts.ray_answers(state) or "")
+    return state
+
+
+def _start_worker(settings: Settings, state: StackState, deadline: float) -> StackState:
+    from trinity_sync.orchestration.server import heartbeats, server_client
+
+    with server_client(state.api_url) as client:
+        before = heartbeats(client, settings.work_pool)
+
+        def is_online() -> bool:
+            return not heartbeats(client, settings.work_pool).items() <= before.items()
+
+        state = parts.start_worker(settings, state)
+        _write(settings.home, state)
+        assert state.worker is not None  # just started
+        daemon.await_ready("the flow worker", state.worker, is_online, deadline)
+    return state
+
+
+def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float = 20.0) -> None:
+    """Stop the daemons of ``state`` that are not in ``keep``."""
+    for part in state.daemons:
+        if keep is None or part not in keep.daemons:
+            daemon.stop(part, timeout_s)
+    if keep is None or state.ray_folder != keep.ray_folder:
+        parts.remove_ray_folder(state)
+
+
+def _given(variable: str, own: Daemon | None, url: str, settings: Settings) -> str | None:
+    """What the environment says to use instead of a part of our own.
+
+    Raises:
+        StackError: nothing answers there, or there is one of our own that is another.
+    """
+    value = os.environ.get(variable)
+    if value and own and value != url:
+        raise StackError(
+            f"{variable} is {value}, but the stack in {settings.home} has one of its own at {url}. "
+            f"Unset {variable}, or run trinity-sync down first."
+        )
+    if not value or own:
+        return None
+    if not parts.accepts(value):
+        raise StackError(
+            f"nothing answers at {variable}={value}. Start it there, or unset {variable} to have "
+            "one started here."
+        )
+    return value
+
+
+def _part(name: str, process: Daemon | None, url: str) -> Part:
+    if process:
+        return Part(name, "running" if process.lives else "dead", url, process.pid, process.log)
+    return Part(name, "external" if url else "absent", url)
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One `up` or `down` at a time."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / "stack.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise StackError(
+            f"home {home} of the stack cannot be used: {error}. Set TRINITY_SYNC_HOME to a folder "
+            "that can be written."
+        ) from error
+
+
+def _read(home: Path) -> StackState | None:
+    path = home / STATE_FILE
+    try:
+        body = json.loads(path.read_text())
+        for name in ("server", "ray", "worker"):
+            body[name] = body[name] and Daemon(**body[name])
+        return StackState(**body)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise StackError(
+            f"state file {path} is damaged; stop the processes that its logs name by hand, then "
+            "remove it"
+        ) from error
+
+
+def _write(home: Path, state: StackState) -> None:
+    path = home / STATE_FILE
+    if state == StackState():
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(state), indent=1))
+    temporary.replace(path)
