@@ -337,3 +337,11 @@ def test_an_image_of_an_earlier_life_of_the_root_is_not_committed_into_the_new_o
     with pytest.raises(Abandoned, match="begun anew"):
         commit(replace(job.save(4), run_key=earlier.key), written)
     assert newest(job.root) is None
+
+
+def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:
+    job.stage(4, {"model": state(1), "optim": state(2)})
+    first = job.commit(4, "model", "optim")
+    again = job.commit(4, "model", "optim")
+    assert again.files == first.files
+    require_committed(job.root, 4)

@@ -6,6 +6,7 @@ of these the same flow run.
 """
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -105,8 +106,9 @@ class SaveTrigger:
         connection = contextlib.ExitStack()
         client: SyncPrefectClient | None = None
         while (request := self._requests.get()) is not None:
-            attempt = 0
-            while not self._closing.is_set():
+            for attempt in itertools.count():
+                if self._closing.is_set():
+                    break
                 try:
                     client = client or connection.enter_context(self._client())
                     self._ask(client, request)
@@ -118,7 +120,6 @@ class SaveTrigger:
                     connection.close()
                     client = None
                     self._closing.wait(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
-                    attempt += 1
                 else:
                     self._away = self._away and self._back_again()
                     break
@@ -155,12 +156,18 @@ class SaveTrigger:
         from prefect.client.orchestration import get_client
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
+        from trinity_sync.orchestration.insistent import InsistentTransport
+
         url = self._given_url or api_url_for(self._settings)
         if not url:
             raise ConnectionError(
                 "no server is configured; set PREFECT_API_URL or: trinity-sync up"
             )
-        with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        insistent = {"mounts": {"http://": InsistentTransport()}}
+        with (
+            temporary_settings({PREFECT_API_URL: url}),
+            get_client(httpx_settings=insistent, sync_client=True) as client,
+        ):
             yield client
 
 

@@ -26,6 +26,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.context import SettingsContext, get_settings_context
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
 from prefect.flow_engine import run_flow
@@ -99,7 +100,8 @@ class TrinitySyncWorker(
         with anyio.CancelScope() as scope:
             self._running[flow_run.id] = scope
             try:
-                await run_flow(flow, flow_run=flow_run, return_type="state")  # type: ignore[misc]
+                with _SettingsOnce.of_now():
+                    await run_flow(flow, flow_run=flow_run, return_type="state")  # type: ignore[misc]
             except Exception:
                 logger.exception("flow run %s broke off", flow_run.name)
             finally:
@@ -111,6 +113,12 @@ class TrinitySyncWorker(
             )
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
         return TrinitySyncWorkerResult(status_code=0, identifier=self._infrastructure)
+
+    async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
+        """Nothing is submitted: the run is here already, and one call to the server is saved."""
+
+    async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
+        """The infrastructure pid names this worker; another call is saved."""
 
     def _cancel(self, flow_run_id: UUID) -> None:
         scope = self._running.get(flow_run_id)
@@ -197,6 +205,24 @@ class TrinitySyncWorker(
             work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[self._work_pool_name])),
         )
 
+
+class _SettingsOnce(SettingsContext):
+    """The settings of this process, serialized once and not again for every task of every run."""
+
+    @classmethod
+    def of_now(cls) -> "_SettingsOnce":
+        now = get_settings_context()
+        return cls(profile=now.profile, settings=now.settings)
+
+    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+        key = (id(self.settings), include_secrets)
+        if key not in _serialized:
+            # with the settings themselves, so that no others can come to have their id
+            _serialized[key] = (self.settings, super().serialize(include_secrets=include_secrets))
+        return _serialized[key][1]
+
+
+_serialized: dict[tuple[int, bool], tuple[Any, dict[str, Any]]] = {}
 
 _flows: dict[str, Flow[..., Any]] = {}
 

@@ -109,6 +109,9 @@ def _gather(
     while True:
         sealed, bad = spool.of_step(save.run, save.step)
         manifest = _own_manifest(save)
+        if manifest and save.kind in manifest.kinds:  # retried after its commit
+            mine = [file for file in manifest.files if file.component == component]
+            return [], [_as_written(file, ()) for file in mine if file.role in save.roles]
         overdue = clock() >= deadline
         images: list[Sealed] = []
         committed: list[Written] = []
@@ -118,12 +121,13 @@ def _gather(
             for rank, expected in _ranks(of_role, save, component):
                 done = _committed(manifest, role, component, rank)
                 found = [i for i in of_role if i.ticket.component == component]
-                mine = [i for i in found if i.ticket.rank == rank]
-                other = mine and mine[0].ticket.kind != save.kind and not mine[0].failed
+                image = next((i for i in found if i.ticket.rank == rank), None)
+                # another save of the step, the sync, writes its image itself: wait for its commit
+                theirs = image and image.ticket.kind != save.kind and not image.failed
                 if done:
                     committed += [_as_written(record, expected) for record in done]
-                elif mine and (not other or overdue):
-                    images.append(mine[0])
+                elif image and (not theirs or overdue):
+                    images.append(image)
                 else:
                     missing.append(f"role {role} rank {rank}")
             if not any(image.ticket.kind == save.kind for image in of_role):

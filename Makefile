@@ -1,0 +1,41 @@
+# Every target sets up what it needs: the virtual environment is made by the first one.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: help demo test lint bench clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up)
+	$(BIN)/python examples/demo.py
+
+test: $(READY) ## all tests, on real parts
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff, mypy, and the layers of the rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## stall, durability and orchestration beside their limits (QUICK=1 for a short one)
+	$(BIN)/python -m benchmarks.run
+
+clean: ## remove the virtual environment and what the tools left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output
+
+# An older pip backtracks for an hour over verl's dependencies. torch comes first, by its exact
+# version, so that nothing pulls another build of it.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=25.1"
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e ".[dev]" torch==2.13.0
+	touch $@
