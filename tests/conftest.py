@@ -89,3 +89,11 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
     refresh_global_settings_context()
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()
+
+
+@pytest.fixture
+def spool_folder() -> Iterator[Path]:
+    """A folder in shared memory."""
+    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)

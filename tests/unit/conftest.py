@@ -1,8 +1,6 @@
 """Jobs for tests: a root in a temporary folder, a spool in real shared memory."""
 
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +8,6 @@ import pytest
 
 from tests.unit.job import Job
 from trinity_sync.snapshot.spool import open_job_spool
-
-
-@pytest.fixture
-def spool_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

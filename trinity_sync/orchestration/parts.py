@@ -156,6 +156,7 @@ def _one_authority(settings: Settings) -> Path:
     """
     path = settings.home.absolute() / "one_authority.pem"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         end = "-----END CERTIFICATE-----\n"
         first = Path(certifi.where()).read_text().partition(end)[0]
         path.write_text(first + end)
