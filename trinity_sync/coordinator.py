@@ -233,9 +233,20 @@ class CheckpointCoordinator:
         Raises:
             SpoolFull: the spool is too small for them; the message says what is needed.
         """
-        self.spool.check_room(self.settings.slots * sum(nbytes.values()) * len(self._node_ranks))
+        self.require_room(sum(nbytes.values()))
         for component, size in nbytes.items():
             self._stager.prewarm(role, component, self.rank, size)
+
+    def require_room(self, nbytes: int) -> None:
+        """See at the start that all slots of this node's ranks will fit.
+
+        Args:
+            nbytes: bytes of one image of each component of a rank, together.
+
+        Raises:
+            SpoolFull: they will not; the message says what is needed.
+        """
+        self.spool.check_room(self.settings.slots * nbytes * len(self._node_ranks))
 
     # ---------------------------------------------------------------- functions
 

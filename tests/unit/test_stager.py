@@ -105,6 +105,16 @@ def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
     assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
 
 
+def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
+    """A failed write's traceback kept its view, and so every retry of it waiting for ever."""
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    slot = job.spool.tickets()[0][0].slot
+    with locked(slot) as content:
+        view = content[:10]
+    assert job.stager()._slots_of("actor", "model", 0)[0].try_lock()
+    assert len(view) == 10
+
+
 def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -> None:
     patient = Stager(job.spool, slot_wait_s=60)
     job.stagers[0] = patient

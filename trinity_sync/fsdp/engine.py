@@ -28,7 +28,11 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
 
     Returns:
         The engine's new checkpoint manager.
+
+    Raises:
+        SpoolFull: the images will not fit into shared memory; the message says what they need.
     """
+    coordinator.require_room(estimated_image_bytes(engine.module, engine.optimizer))
     manager = FSDPCheckpointManager(
         engine.module,
         engine.optimizer,
@@ -40,6 +44,13 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
     )
     engine.checkpoint_manager = manager
     return manager
+
+
+def estimated_image_bytes(module: Any, optimizer: Any) -> int:
+    """Bytes of one rank's images: its shards, and twice as much of optimizer state, as of Adam."""
+    shards = (getattr(param, "_local_tensor", param) for param in module.parameters())
+    model = sum(shard.numel() * shard.element_size() for shard in shards)
+    return model * (3 if optimizer is not None else 1)
 
 
 def fsdp_save_state_dict(

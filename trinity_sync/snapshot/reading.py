@@ -29,6 +29,7 @@ def locked(path: Path) -> Iterator[memoryview]:
         # unmapped with the last view of it: a slice may outlive the block, the lock does not
         yield memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
         os.close(fd)
 
 
