@@ -31,8 +31,10 @@ def main() -> None:
         root = Path(folder).resolve()
         for nbytes, tensors in cases:
             console.print(f"{nbytes >> 20} MiB in {tensors} tensors ...")
-            records += stall(root, nbytes, tensors, runs)
-            records += durable(root, nbytes, tensors, runs)
+            job = root / f"{nbytes}-{tensors}"
+            job.mkdir()
+            records += stall(job, nbytes, tensors, runs)
+            records += durable(job, nbytes, tensors, runs)
         console.print("orchestration ...")
         with tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as shared:
             settings = Settings(home=root / "home", spool=Path(shared) / "spool")

@@ -354,6 +354,7 @@ class CheckpointCoordinator:
         self._watch.close()
         self._trigger.close(timeout)
         self._stager.close()
+        self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
         return self

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -182,4 +181,14 @@ def test_closing_removes_free_slots_and_keeps_sealed_ones(job: Job) -> None:
     job.stagers.pop(0).close()
     left = {path.name for path in job.spool.folder.iterdir()}
     assert left == {"actor.model.rank0.0.slot", "actor.model.rank0.0.slot.ticket"}
-    assert os.fspath(job.spool.folder).startswith("/dev/shm")
+    job.spool.remove_if_unused()
+    assert job.spool.folder.exists()
+
+
+def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    (job.spool.folder / "metadata").mkdir()
+    job.stagers.pop(0).close()
+    job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()

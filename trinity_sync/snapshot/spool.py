@@ -11,6 +11,7 @@
 """
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,6 +78,11 @@ class JobSpool:
         """As `tickets`, of one step of one run."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
+
+    def remove_if_unused(self) -> None:
+        """Remove the job's folder once the last process has given its slots back."""
+        if not any(self.folder.glob(f"*{SLOT_SUFFIX}*")) and not any(self.receipts.glob("*")):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def check_room(self, nbytes: int) -> None:
         """See at the start that images of ``nbytes`` bytes in all will fit.
