@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -78,3 +79,13 @@ class SaveRequest(BaseModel):
     def tags(self) -> list[str]:
         """Tags of the flow run: job, run, step and kind."""
         return [f"job:{self.job}", f"run:{self.run}", f"step:{self.step}", f"kind:{self.kind}"]
+
+    @property
+    def flow_run(self) -> dict[str, Any]:
+        """What the save's flow run is created with, by whomever."""
+        return {
+            "parameters": {"request": self.model_dump(mode="json")},
+            "name": self.run_name,
+            "tags": self.tags,
+            "idempotency_key": self.key,
+        }

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from uuid import UUID
 
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -130,7 +130,7 @@ class SaveTrigger:
         if self._deployment is None or self._deployment[0] != url:
             self._deployment = url, client.read_deployment_by_name(SAVE_DEPLOYMENT).id
         try:
-            client.create_flow_run_from_deployment(self._deployment[1], **run_arguments(request))
+            client.create_flow_run_from_deployment(self._deployment[1], **request.flow_run)
         except Exception:
             self._deployment = None  # it may have been deployed anew: look it up at the next try
             raise
@@ -177,16 +177,6 @@ def _refusal(error: Exception) -> str:
     if response is None or response.status_code not in (409, 422):
         return ""
     return f"the Prefect server refuses its flow run: {response.text}; run: trinity-sync deploy"
-
-
-def run_arguments(request: SaveRequest) -> dict[str, Any]:
-    """What a flow run of the save is created with, by whomever."""
-    return {
-        "parameters": {"request": request.model_dump(mode="json")},
-        "name": request.run_name,
-        "tags": request.tags,
-        "idempotency_key": request.key,
-    }
 
 
 def api_url_for(settings: Settings) -> str | None:

@@ -41,7 +41,6 @@ from prefect.workers.base import (
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.orchestration.trigger import run_arguments
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_lives, process_name
@@ -180,7 +179,7 @@ class TrinitySyncWorker(
         deployment = await self.client.read_deployment_by_name(SAVE_DEPLOYMENT)
         for request in requests:
             run = await self.client.create_flow_run_from_deployment(
-                deployment.id, **run_arguments(request)
+                deployment.id, **request.flow_run
             )
             await self._take_up(run, request)
 

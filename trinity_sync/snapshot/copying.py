@@ -16,25 +16,25 @@ import torch
 
 PIECE = 4 << 20
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 
+def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """Copy each part, a contiguous ``uint8`` tensor, to its offset in ``image``, one on the CPU.
 
-def copy_all(pairs: Iterable[Pair]) -> None:
-    """Copy each source into its target; both contiguous ``uint8`` tensors, targets on the CPU.
-
-    Sources on an accelerator are copied asynchronously and waited for once, at the end. As many
+    Parts on an accelerator are copied asynchronously and waited for once, at the end. As many
     threads copy as torch uses for one operation.
     """
     pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
     devices = set()
-    for target, source in pairs:
-        if source.device.type != "cpu":
-            target.copy_(source, non_blocking=True)
-            devices.add(source.device)
+    memory = image.numpy()
+    for offset, part in parts:
+        if part.device.type != "cpu":
+            image[offset : offset + len(part)].copy_(part, non_blocking=True)
+            devices.add(part.device)
             continue
-        into, out_of = target.numpy(), source.numpy()
-        for start in range(0, len(into), PIECE):
-            pieces.append((into[start : start + PIECE], out_of[start : start + PIECE]))
+        source = part.numpy()
+        for start in range(0, len(source), PIECE):
+            piece = source[start : start + PIECE]
+            pieces.append((memory[offset + start : offset + start + len(piece)], piece))
     helpers = min(torch.get_num_threads() - 1, len(pieces) - 1)
     running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
     _copy_until_empty(pieces)

@@ -23,7 +23,7 @@ import torch
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import Pair, copy_all
+from trinity_sync.snapshot.copying import copy_into
 from trinity_sync.snapshot.structure import Structure, structure_of
 
 ALIGNMENT = 4096
@@ -87,15 +87,14 @@ def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bo
         storages: as returned by `lay_out`, on any device.
         headers: False if ``image`` holds this very layout from an earlier call.
     """
-    pairs: list[Pair] = []
+    parts: list[tuple[int, torch.Tensor]] = []
     if headers:
         for offset, content in layout.extents:
-            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            pairs.append((image[offset : offset + len(content)], source))
-    for (offset, length), storage in zip(layout.holes, storages, strict=True):
+            parts.append((offset, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
+    for (offset, _), storage in zip(layout.holes, storages, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pairs.append((image[offset : offset + length], source))
-    copy_all(pairs)
+        parts.append((offset, source))
+    copy_into(image, parts)
 
 
 def _same(some: Storages, others: Storages) -> bool:
