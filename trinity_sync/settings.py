@@ -30,7 +30,8 @@ class Settings(BaseSettings):
     """Slots per shard: with two, one image is written while the next one is staged."""
 
     slot_wait_s: float = Field(default=30.0, ge=0)
-    """Seconds that staging waits for a slot before the oldest unsaved image gives way."""
+    """Seconds after its seal for which an image that nobody writes keeps its slot, when a new save
+    finds all taken. Older ones give way at once, so training goes on while a server is away."""
 
     gather_s: float = Field(default=60.0, gt=0)
     """Seconds that a flow waits for every rank and role to hand its part over."""

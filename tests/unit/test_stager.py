@@ -95,6 +95,18 @@ def test_the_oldest_image_gives_way_when_nothing_saves_them(job: Job) -> None:
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
 
+def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_already(
+    job: Job,
+) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=30, clock=lambda: now[0])
+    for step in range(1, 6):
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}})
+        assert staged.waited_s < 1
+        now[0] += 60
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
+
+
 def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((3,), float(step))}})

@@ -61,7 +61,8 @@ class Stager:
     Args:
         spool: the job's folder on this node.
         slots: slots per component; two let one be written while the other is filled.
-        slot_wait_s: seconds to wait for a free slot before the oldest image gives way.
+        slot_wait_s: seconds after its seal for which an image that nobody writes keeps its slot
+            when all slots are taken, and that staging waits for writers at most.
         clock: source of the tickets' times.
     """
 
@@ -187,13 +188,13 @@ class Stager:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            overdue = waited >= self._wait_s
-            giving_way = [slot for slot in slots if slot.failed or overdue]
-            for slot in sorted(giving_way, key=lambda slot: slot.sealed_at):
-                if slot.try_lock():
-                    self._give_way(slot, origin, waited)
+            oldest_first = sorted(slots, key=lambda slot: slot.sealed_at)
+            for slot in oldest_first:
+                age = self._clock() - slot.sealed_at
+                if (slot.failed or age >= self._wait_s) and slot.try_lock():
+                    self._give_way(slot, origin, age)
                     return slot, waited
-            if overdue:
+            if waited >= self._wait_s:
                 raise SpoolError(
                     f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
                     f"not saved, because every slot is still being written out after {waited:.0f} "
@@ -201,16 +202,14 @@ class Stager:
                 )
             time.sleep(0.002)
 
-    def _give_way(self, slot: Slot, origin: Origin, waited: float) -> None:
-        """Drop the image in ``slot``, which could not be saved in time."""
-        reason = "its save failed" if slot.failed else f"it was not saved within {waited:.0f} s"
+    def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
+        """Drop the image in ``slot``, which was not saved in time."""
         logger.warning(
-            "AN UNSAVED IMAGE GIVES WAY: %s, sealed %.0f s ago, is dropped for step %d because %s "
-            "and no slot is free. Look at the flow runs of this job in the Prefect UI.",
+            "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
+            "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
             slot.path,
-            self._clock() - slot.sealed_at,
             origin.step,
-            reason,
+            "its save failed" if slot.failed else f"nobody wrote it within {age:.0f} s",
         )
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)

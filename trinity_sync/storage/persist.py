@@ -8,9 +8,11 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveError
@@ -87,10 +89,13 @@ def persist(
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(spool, save, component, options.gather_s, clock)
-    for image in sealed:
-        failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-    with ThreadPoolExecutor(WRITERS, thread_name_prefix="persist") as writers:
-        written = list(writers.map(lambda image: _write(save, image, options), sealed))
+    with ExitStack() as held, ThreadPoolExecutor(WRITERS, "persist") as writers:
+        # all of them first: an image that waits for its turn must not give way to a later save
+        contents = [held.enter_context(_held(save, image)) for image in sealed]
+        for image in sealed:
+            failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
+        write = partial(_write, save, options)
+        written = list(writers.map(write, sealed, contents))
     return [*committed, *(file for files in written for file in files)]
 
 
@@ -180,24 +185,27 @@ def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
     return Written(record, "", (0, 0), "", "", components, 0.0)
 
 
-def _write(save: Save, sealed: Sealed, options: WriteOptions) -> list[Written]:
-    ticket = sealed.ticket
+@contextmanager
+def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
+    """The image's bytes under its slot's lock, seen to be the image that was found."""
     try:
         with locked(sealed.slot) as content:
             _check(save, sealed, content)
-            image = content[: ticket.nbytes]
-            if ticket.form == "file":
-                return [_write_one(save, sealed, ticket.path, image, options)]
-            return [
-                _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
-                for name, small in _unpack(ticket, image)
-            ]
+            yield content[: sealed.ticket.nbytes]
     except FileNotFoundError as error:
-        if error.filename == os.fspath(sealed.slot):
-            raise ImageError(
-                f"{save}: the image of {ticket.what} is gone from the spool"
-            ) from error
-        raise SaveError(f"{save}: cannot write {ticket.what}: {error}") from error
+        what = sealed.ticket.what
+        raise ImageError(f"{save}: the image of {what} is gone from the spool") from error
+
+
+def _write(save: Save, options: WriteOptions, sealed: Sealed, image: memoryview) -> list[Written]:
+    ticket = sealed.ticket
+    try:
+        if ticket.form == "file":
+            return [_write_one(save, sealed, ticket.path, image, options)]
+        return [
+            _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
+            for name, small in _unpack(ticket, image)
+        ]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "

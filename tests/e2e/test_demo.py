@@ -1,0 +1,33 @@
+"""The main job, whole: train with veRL on two ranks, kill them, resume, bit-equal."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.storage.steps import committed_steps, require_committed
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.timeout(900)
+def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
+    stack: StackState, tmp_path: Path
+) -> None:
+    paths = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
+    told = subprocess.run(
+        [sys.executable, "-m", "grpo_copy.story", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "optimizer: equal to the last bit" in told.stdout
+    (root,) = tmp_path.glob("job-*")
+    steps = [manifest.step for manifest in committed_steps(root)]
+    assert steps == list(range(5, 141, 5))
+    assert require_committed(root, 80).kinds == ("checkpoint", "state_dict")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
