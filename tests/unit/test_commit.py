@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from trinity_sync.errors import (
     SaveError,
     TicketError,
 )
+from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
@@ -344,4 +346,27 @@ def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job)
     first = job.commit(4, "model", "optim")
     again = job.commit(4, "model", "optim")
     assert again.files == first.files
+    require_committed(job.root, 4)
+
+
+def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    job.commit(3, kind="state_dict")
+    shard = "actor/model_world_size_1_rank_0.pt"
+    receipt = Receipt("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
+    manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
+    assert [file.path for file in manifest.files].count(shard) == 1
+    assert read_manifest(job.root, 3).file(shard).component == "model"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_read_only_root_fails_the_save_and_is_named(job: Job, small_disk: Path) -> None:
+    job.root = small_disk
+    job.stage(4, {"model": state(1)})
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*Read-only file system"):
+        job.commit(4)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    job.commit(4)
     require_committed(job.root, 4)

@@ -89,16 +89,19 @@ def commit(
     make_folder(Path(save.root) / PRIVATE_FOLDER)
     with _one_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
+        earlier = _earlier(save)
+        named = {file.record.path for file in written}
+        if earlier and earlier.run == save.run:
+            named |= {record.path for record in earlier.files}
         manifest = Manifest(
             job=job_id(save.root),
             run=save.run,
             step=save.step,
             kinds=_kinds(save),
-            files=(*(file.record for file in written), *_files_of(save, receipts)),
+            files=(*(file.record for file in written), *_files_of(save, receipts, named)),
             receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
             committed_at=clock(),
         )
-        earlier = _earlier(save)
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
             raise Abandoned(
@@ -166,9 +169,13 @@ def _earlier(save: Save) -> Manifest | None:
         return None
 
 
-def _files_of(save: Save, receipts: Sequence[Receipt]) -> Iterator[FileRecord]:
-    """The files that save functions wrote, made durable here."""
-    for name in sorted({name for receipt in receipts for name in receipt.files}):
+def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Iterator[FileRecord]:
+    """The files that save functions wrote, made durable here.
+
+    Not those ``named`` already: a function's list has all that changed while it ran, and so the
+    shards of a sync that was committed meanwhile, too.
+    """
+    for name in sorted({name for receipt in receipts for name in receipt.files} - named):
         path = save.folder / name
         try:
             with path.open("rb") as file:
