@@ -20,16 +20,20 @@ PIECE = 4 << 20
 def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
     """Copy each part, a contiguous ``uint8`` tensor, to its offset in ``image``, one on the CPU.
 
-    Parts on an accelerator are copied asynchronously and waited for once, at the end. As many
-    threads copy as torch uses for one operation.
+    Parts on a GPU are copied on a stream of their own, which begins after what the current stream
+    has computed so far, and are waited for once, at the end. As many threads copy parts on the CPU
+    as torch uses for one operation.
     """
     pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
-    devices = set()
+    streams: dict[torch.device, torch.Stream] = {}
     memory = image.numpy()
     for offset, part in parts:
         if part.device.type != "cpu":
-            image[offset : offset + len(part)].copy_(part, non_blocking=True)
-            devices.add(part.device)
+            if part.device not in streams:
+                streams[part.device] = torch.Stream(part.device)
+                streams[part.device].wait_stream(torch.accelerator.current_stream(part.device))
+            with streams[part.device]:
+                image[offset : offset + len(part)].copy_(part, non_blocking=True)
             continue
         source = part.numpy()
         for start in range(0, len(source), PIECE):
@@ -40,8 +44,8 @@ def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) ->
     _copy_until_empty(pieces)
     for helper in running:
         helper.result()
-    for device in devices:
-        torch.accelerator.synchronize(device)
+    for stream in streams.values():
+        stream.synchronize()
 
 
 def _copy_until_empty(pieces: "deque[tuple[np.ndarray, np.ndarray]]") -> None:

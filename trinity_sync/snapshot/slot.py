@@ -8,6 +8,7 @@ a trainer never waits for a lock of a process that died.
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from trinity_sync.errors import SpoolFull
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
+
+logger = logging.getLogger(__name__)
 
 _ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
 
@@ -29,6 +32,7 @@ class Slot:
         self.laid_out: Layout | None = None
         """The layout whose headers are in place."""
         self._image = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @property
@@ -70,14 +74,33 @@ class Slot:
         if len(self._image) < nbytes:
             size = -(-nbytes // _ROUND_TO) * _ROUND_TO
             allocate(self._fd, self.path, size)
+            self._unpin()
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             # the view keeps its mapping alive; the old one goes with the old view
             self._image = torch.frombuffer(mmap.mmap(self._fd, size, flags), dtype=torch.uint8)
             self.laid_out = None
         return self._image
 
+    def pin(self) -> None:
+        """Page-lock the mapped memory, once, so that CUDA copies into it at full speed."""
+        if self._pinned:
+            return
+        address, size = self._image.data_ptr(), len(self._image)
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if failed:
+            logger.warning(
+                "%s cannot be pinned (CUDA error %d); copies are slow", self.path, failed
+            )
+        self._pinned = not failed
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._image.data_ptr())
+            self._pinned = False
+
     def close(self, *, remove: bool) -> None:
         """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
+        self._unpin()
         self._image = torch.empty(0, dtype=torch.uint8)
         if remove and self.try_lock():
             if self.free:

@@ -155,6 +155,8 @@ class Stager:
             nbytes, form = layout.nbytes, "file"
             path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
             image = slot.image(nbytes)
+            if any(storage.device.type == "cuda" for storage in storages):
+                slot.pin()
             headers = slot.laid_out is not layout
             slot.laid_out = None  # until it is whole
             fill(image, layout, storages, headers=headers)
