@@ -8,16 +8,19 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test unit integration faults e2e lint bench clean
 
 help: ## what there is
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
 demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up)
 	$(BIN)/python examples/demo.py
 
 test: $(READY) ## all tests, on real parts
 	$(BIN)/python -m pytest
+
+unit integration faults e2e: $(READY) ## one suite of the tests; unit needs no server
+	$(BIN)/python -m pytest tests/$@
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
