@@ -99,6 +99,7 @@ class CheckpointCoordinator:
         self._run: Run | None = None
         self._staged: dict[tuple[str, int], list[str]] = {}
         self._functions = FunctionSaves(self.root, self.spool)
+        self._handed_over: set[tuple[str, int, Kind]] = set()
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
 
@@ -197,6 +198,11 @@ class CheckpointCoordinator:
         states = {name: state for name, state in components.items() if name not in earlier}
         if not states:
             return NOTHING_STAGED
+        if (role, step, kind) in self._handed_over:
+            raise ConfigError(
+                f"step {step}, role {role}: {', '.join(states)} comes after the {kind} was handed "
+                "over; hand all components of a step over in one call"
+            )
         run = self._begin(0)
         origin = Origin(
             root=str(self.root),
@@ -224,6 +230,8 @@ class CheckpointCoordinator:
             return NOTHING_STAGED
         self._staged = {key: value for key, value in self._staged.items() if key[0] != role}
         self._staged[role, step] = list(staged.components)
+        self._handed_over = {key for key in self._handed_over if key[:2] in self._staged}
+        self._handed_over.add((role, step, kind))
         self._hand_over(self._request(run, step, kind, origin.roles, staged.components))
         return staged
 
@@ -330,7 +338,8 @@ class CheckpointCoordinator:
             SaveTimeout: the time is over; the saves may still commit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        failures = [*self._functions.wait(deadline), *self._watch.wait(deadline), *self._failures]
+        self._failures += self._functions.wait(deadline)  # kept, should the next line time out
+        failures = [*self._watch.wait(deadline), *self._failures]
         self._failures = []
         if failures:
             raise SaveFailed("\n".join(failures))

@@ -172,6 +172,29 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     assert newest(root).step == 12
 
 
+def test_a_component_that_comes_after_its_step_was_handed_over_is_refused(
+    saves: CheckpointCoordinator,
+) -> None:
+    saves.save(19, {"model": STATE})
+    with pytest.raises(ConfigError, match="in one call"):
+        saves.save(19, {"optim": STATE})
+    saves.wait_all(90)
+
+
+def test_a_failed_function_is_raised_even_if_an_earlier_wait_timed_out(
+    saves: CheckpointCoordinator,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no adapter to save")
+
+    saves.save(20, {"model": {"w": torch.zeros(10_000_000)}})
+    saves.save_async("lora", fail, 21)
+    with pytest.raises(SaveTimeout):
+        saves.wait_all(0.2)
+    with pytest.raises(SaveFailed, match="no adapter"):
+        saves.wait_all(120)
+
+
 def test_saves_of_one_name_run_one_after_the_other(saves: CheckpointCoordinator) -> None:
     import threading
 
