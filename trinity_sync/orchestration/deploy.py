@@ -5,7 +5,7 @@ package only. Applying twice changes nothing, and leaves alone what prefect.yaml
 such as a concurrency limit set in the Prefect UI.
 """
 
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,7 +16,7 @@ from prefect.utilities.callables import parameter_schema
 
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.server import server_client
-from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
+from trinity_sync.orchestration.worker import PACKAGES, TrinitySyncWorker, load_flow
 from trinity_sync.settings import Settings
 
 
@@ -40,18 +40,8 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
 
 
 def deployments() -> list[dict[str, Any]]:
-    """The deployments of prefect.yaml, as it spells them.
-
-    Raises:
-        StackError: another package named ``flows`` hides ours.
-    """
-    file = files("flows").joinpath("prefect.yaml")
-    if not file.is_file():
-        raise StackError(
-            f"package flows at {file} is not trinity_sync's. Take its folder out of PYTHONPATH, or "
-            "run from another folder."
-        )
-    text = file.read_text()
+    """The deployments of prefect.yaml, as it spells them."""
+    text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
     entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
     return entries
 

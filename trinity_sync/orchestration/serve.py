@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import signal
+from pathlib import Path
 
 import anyio
 from prefect.settings import (
@@ -13,7 +14,7 @@ from prefect.settings import (
 )
 
 from trinity_sync.layout import COMPONENTS
-from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
+from trinity_sync.orchestration.worker import PACKAGES, TrinitySyncWorker, load_flow
 from trinity_sync.settings import Settings
 
 
@@ -22,7 +23,10 @@ def serve(settings: Settings) -> None:
     import ray
 
     load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
+    started_in = Path.cwd()
+    os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
     ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="prefect", log_to_driver=False)
+    os.chdir(started_in)
     try:
         ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
         asyncio.run(_until_stopped(settings))

@@ -8,6 +8,8 @@ process can look at it, mend it or stop it.
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,19 +185,30 @@ def _works(state: StackState) -> bool:
 
 def _await_both(settings: Settings, state: StackState, deadline: float) -> StackState:
     """Until server and Ray work and the deployments are there; returns their final URLs."""
-    from trinity_sync.orchestration.deploy import deploy  # seconds, while both of them start
-
     if state.server:
         daemon.await_ready(
             "the Prefect server", state.server, lambda: parts.server_answers(state), deadline
         )
-    deploy(settings, state.api_url)
+    _deploy(settings, state)
     if state.ray:
         daemon.await_ready(
             "the Ray node", state.ray, lambda: bool(parts.ray_answers(state)), deadline
         )
         return replace(state, ray_address=parts.ray_answers(state) or "")
     return state
+
+
+def _deploy(settings: Settings, state: StackState) -> None:
+    """Apply prefect.yaml in a process of its own.
+
+    The caller may be a user's script, with a ``flows`` and ``tasks`` of its own; and it must not
+    have imported Ray before it knows the token of the stack's.
+    """
+    command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
+    env = parts.environment(settings, state)
+    done = subprocess.run(command, env=env, cwd=settings.home, capture_output=True, text=True)
+    if done.returncode:
+        raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
 
 
 def _start_worker(settings: Settings, state: StackState, deadline: float) -> StackState:

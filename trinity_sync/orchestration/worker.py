@@ -13,6 +13,8 @@ import importlib
 import logging
 import os
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -39,6 +41,7 @@ from prefect.workers.base import (
     BaseWorkerResult,
 )
 
+import trinity_sync
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.sweep import stranded
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -223,6 +226,9 @@ class _SettingsOnce(SettingsContext):
 
 _serialized: dict[tuple[int, bool], tuple[Any, dict[str, Any]]] = {}
 
+PACKAGES = str(Path(trinity_sync.__file__).parent.parent)
+"""The folder that holds flows, tasks and trinity_sync as they were installed."""
+
 _flows: dict[str, Flow[..., Any]] = {}
 
 
@@ -233,6 +239,8 @@ def load_flow(entrypoint: str | None) -> Flow[..., Any]:
         ConfigError: it cannot be imported here.
     """
     if entrypoint not in _flows:
+        if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
+            sys.path.insert(0, PACKAGES)
         module, _, name = str(entrypoint).replace(":", ".").rpartition(".")
         try:
             flow = getattr(importlib.import_module(module), name)
