@@ -15,9 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.errors import ConfigError, SaveFailed, TrinitySyncError
+from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.layout import COMPONENTS, Component, Kind, check_name, step_folder
 from trinity_sync.orchestration.trigger import SaveTrigger
@@ -26,13 +28,12 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager, pack_folder
+from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
+from trinity_sync.states import StateSaves
 from trinity_sync.storage.runs import Run, open_run
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
-
-NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
 
 
 class CheckpointCoordinator:
@@ -94,13 +95,13 @@ class CheckpointCoordinator:
         self._stager = Stager(
             self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
         )
+        self._states = StateSaves(
+            self._stager, self._ask_for, check_overlap=self.settings.check_overlap
+        )
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
-        self._staged: dict[tuple[str, int], list[str]] = {}
         self._functions = FunctionSaves(self.root, self.spool)
-        self._handed_over: set[tuple[str, int, Kind]] = set()
-        self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
 
     @classmethod
@@ -170,6 +171,7 @@ class CheckpointCoordinator:
         role: str = "actor",
         kind: Kind = "checkpoint",
         metadata: str | Path | None = None,
+        overlap: bool = False,
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -184,6 +186,9 @@ class CheckpointCoordinator:
             kind: ``state_dict`` for the weights of a sync, ``checkpoint`` for all of it.
             metadata: folder of small files that belong beside the shards; rank 0's counts. It is
                 read once: hand a new folder over when its content has changed.
+            overlap: return before large tensors are copied, and copy them while the next forward
+                and backward pass runs. They must not change before `wait_staged`; have it called
+                for you with `wait_staged_before`. Until then the save is not handed over.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -194,15 +199,6 @@ class CheckpointCoordinator:
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
         self._check(step, components, role, kind)
-        earlier = self._staged.get((role, step), [])
-        states = {name: state for name, state in components.items() if name not in earlier}
-        if not states:
-            return NOTHING_STAGED
-        if (role, step, kind) in self._handed_over:
-            raise ConfigError(
-                f"step {step}, role {role}: {', '.join(states)} comes after the {kind} was handed "
-                "over; hand all components of a step over in one call"
-            )
         run = self._begin(0)
         origin = Origin(
             root=str(self.root),
@@ -216,24 +212,26 @@ class CheckpointCoordinator:
             world_size=self.world_size,
             node_ranks=self._node_ranks,
         )
-        packed = None
-        if metadata is not None and self.rank == 0 and METADATA not in earlier:
-            packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
-            self._packed = {Path(metadata): packed}
-        try:
-            staged = self._stager.stage(origin, states, also=earlier, metadata=packed)
-        except TrinitySyncError as error:
-            if not self._staged:
-                raise
-            self._failures.append(str(error))
-            logger.error("step %d is not saved, training goes on: %s", step, error)
-            return NOTHING_STAGED
-        self._staged = {key: value for key, value in self._staged.items() if key[0] != role}
-        self._staged[role, step] = list(staged.components)
-        self._handed_over = {key for key in self._handed_over if key[:2] in self._staged}
-        self._handed_over.add((role, step, kind))
-        self._hand_over(self._request(run, step, kind, origin.roles, staged.components))
-        return staged
+        return self._states.save(origin, components, metadata=metadata, overlap=overlap)
+
+    def wait_staged(self) -> float:
+        """Wait until an overlapped save is staged; from then on the state may change.
+
+        Returns:
+            Seconds that the caller stood still.
+
+        Raises:
+            SpoolFull, ImageError: as `save`; an image is torn if the state changed too early.
+        """
+        return self._states.wait_staged()
+
+    def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Have every ``optimizer.step()`` call `wait_staged` first; returns the hook's handle."""
+
+        def wait(*_: Any) -> None:
+            self.wait_staged()
+
+        return optimizer.register_step_pre_hook(wait)
 
     def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
         """Map and touch the slots of components of so many bytes, before the first save.
@@ -317,6 +315,7 @@ class CheckpointCoordinator:
             checkpoint_thread_count: other saves to expect at least.
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
+        self.wait_staged()
         run = self._begin(0)
         tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
@@ -338,6 +337,8 @@ class CheckpointCoordinator:
             SaveTimeout: the time is over; the saves may still commit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        self.wait_staged()
+        self._failures += self._states.take_failures()
         self._failures += self._functions.wait(deadline)  # kept, should the next line time out
         failures = [*self._watch.wait(deadline), *self._failures]
         self._failures = []
@@ -360,9 +361,11 @@ class CheckpointCoordinator:
             timeout: seconds to get requests out that Prefect has not taken yet. After that the
                 worker of this node finds their images by itself.
         """
-        self._watch.close()
-        self._trigger.close(timeout)
-        self._stager.close()
+        try:
+            self._states.close()
+        finally:
+            self._watch.close()
+            self._trigger.close(timeout)
         self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
@@ -399,6 +402,10 @@ class CheckpointCoordinator:
 
     def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
         return self.roles if kind == "checkpoint" else (role,)
+
+    def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
+        run = self._begin(0)
+        self._hand_over(self._request(run, origin.step, origin.kind, origin.roles, components))
 
     def _request(
         self,

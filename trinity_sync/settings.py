@@ -33,6 +33,13 @@ class Settings(BaseSettings):
     """Seconds after its seal for which an image that nobody writes keeps its slot, when a new save
     finds all taken. Older ones give way at once, so training goes on while a server is away."""
 
+    overlap: bool = False
+    """Whether veRL's manager stages while the next forward and backward pass runs."""
+
+    check_overlap: bool = False
+    """Compare each overlapped image with a copy taken at the call, and name what changed. It costs
+    what overlapping saves; for finding out whether a training loop may overlap."""
+
     gather_s: float = Field(default=60.0, gt=0)
     """Seconds that a flow waits for every rank and role to hand its part over."""
 

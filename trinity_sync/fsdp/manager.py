@@ -74,6 +74,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Step that explorers hold without a save of it: what was trained when syncing began."""
         self._coordinator = coordinator
         self._saved: dict[str, int] = {}
+        self._waits_before_steps = False
 
     def save_checkpoint(
         self,
@@ -261,7 +262,13 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 self.processing_class,
                 world_size=self.world_size,
             )
-        staged = coordinator.save(step, states, role=role, kind=kind, metadata=metadata)
+        overlap = coordinator.settings.overlap and self.optimizer is not None
+        if overlap and not self._waits_before_steps:
+            coordinator.wait_staged_before(self.optimizer)
+            self._waits_before_steps = True
+        staged = coordinator.save(
+            step, states, role=role, kind=kind, metadata=metadata, overlap=overlap
+        )
         self._saved.update(dict.fromkeys(staged.components, step))
         return staged
 

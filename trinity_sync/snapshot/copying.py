@@ -7,7 +7,7 @@ thread takes the next piece until none is left, and they meet once.
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -17,12 +17,31 @@ import torch
 PIECE = 4 << 20
 
 
-def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+Computed = Mapping[torch.device, torch.Event]
+"""For each GPU, the event at which what is to be copied is computed."""
+
+
+def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
+    """What the current streams of the storages' GPUs have been given to compute until now."""
+    devices = {storage.device for storage in storages if storage.device.type != "cpu"}
+    return {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+
+
+def copy_into(
+    image: torch.Tensor,
+    parts: Iterable[tuple[int, torch.Tensor]],
+    *,
+    computed: Computed | None = None,
+    threads: int = 0,
+) -> None:
     """Copy each part, a contiguous ``uint8`` tensor, to its offset in ``image``, one on the CPU.
 
-    Parts on a GPU are copied on a stream of their own, which begins after what the current stream
-    has computed so far, and are waited for once, at the end. As many threads copy parts on the CPU
-    as torch uses for one operation.
+    Args:
+        image: where to, on the CPU.
+        parts: offsets and what belongs there. Parts on a GPU are copied on a stream of their own,
+            and waited for once, at the end.
+        computed: when that stream may begin; by default after what the current stream was given.
+        threads: how many copy parts on the CPU; 0 for as many as torch uses for one operation.
     """
     pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
     streams: dict[torch.device, torch.Stream] = {}
@@ -31,7 +50,8 @@ def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) ->
         if part.device.type != "cpu":
             if part.device not in streams:
                 streams[part.device] = torch.Stream(part.device)
-                streams[part.device].wait_stream(torch.accelerator.current_stream(part.device))
+                known = computed or computed_now([part.untyped_storage()])
+                streams[part.device].wait_event(known[part.device])
             with streams[part.device]:
                 image[offset : offset + len(part)].copy_(part, non_blocking=True)
             continue
@@ -39,7 +59,7 @@ def copy_into(image: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) ->
         for start in range(0, len(source), PIECE):
             piece = source[start : start + PIECE]
             pieces.append((memory[offset + start : offset + start + len(piece)], piece))
-    helpers = min(torch.get_num_threads() - 1, len(pieces) - 1)
+    helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
     running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
     _copy_until_empty(pieces)
     for helper in running:

@@ -11,19 +11,22 @@ Laying out costs tens of microseconds a tensor; where the structure and the plai
 of an earlier layout, that layout is used again.
 """
 
+import gc
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import copy_into
+from trinity_sync.snapshot.copying import Computed, copy_into
 from trinity_sync.snapshot.structure import Structure, structure_of
 
 ALIGNMENT = 4096
@@ -59,14 +62,15 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     Raises:
         ImageError: this version of torch lays files out in a way that is not understood.
     """
-    read = structure_of(state)
-    if read and known and read[0] == known.structure:
-        return known, read[1]
     sink = _Sink()
     found: dict[str, torch.UntypedStorage] = {}
-    recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
-    with _aligned(), torch.serialization.skip_data():
-        torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
+    with _no_garbage_collection():
+        read = structure_of(state)
+        if read and known and read[0] == known.structure:
+            return known, read[1]
+        recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
+        with _aligned(), torch.serialization.skip_data():
+            torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
     storages = [storage for storage in found.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
         raise ImageError(
@@ -78,7 +82,15 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     return Layout(sink.size, sink.extents(), sink.holes, structure), storages
 
 
-def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bool) -> None:
+def fill(
+    image: torch.Tensor,
+    layout: Layout,
+    storages: Storages,
+    *,
+    headers: bool,
+    computed: Computed | None = None,
+    threads: int = 0,
+) -> None:
     """Copy the state's data, and its headers unless they are there already, into ``image``.
 
     Args:
@@ -86,6 +98,7 @@ def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bo
         layout: as planned by `lay_out`.
         storages: as returned by `lay_out`, on any device.
         headers: False if ``image`` holds this very layout from an earlier call.
+        computed, threads: as in `copy_into`.
     """
     parts: list[tuple[int, torch.Tensor]] = []
     if headers:
@@ -94,7 +107,7 @@ def fill(image: torch.Tensor, layout: Layout, storages: Storages, *, headers: bo
     for (offset, _), storage in zip(layout.holes, storages, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         parts.append((offset, source))
-    copy_into(image, parts)
+    copy_into(image, parts, computed=computed, threads=threads)
 
 
 def _same(some: Storages, others: Storages) -> bool:
@@ -129,6 +142,11 @@ class _Sink:
         return [(offset, bytes(content)) for offset, content in self._extents if content]
 
 
+_PLAIN = (str, int, bool, float, type(None), tuple, list, dict, OrderedDict, torch.Size)
+_NO_STORAGE = frozenset((*_PLAIN, torch.Tensor, torch.nn.Parameter, DTensor, FunctionType))
+"""Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
+
+
 def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pickler]:
     """A pickler that notes every storage under the key that ``torch.save`` gives to it."""
 
@@ -137,6 +155,8 @@ def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pi
             name_storage = cls.persistent_id
 
             def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
+                if type(obj) in _NO_STORAGE:
+                    return None
                 name = name_storage(self, obj)
                 if name is not None:
                     found.setdefault(name[2], getattr(obj, "_untyped_storage", obj))
@@ -160,3 +180,15 @@ def _aligned() -> Iterator[None]:
             yield
         finally:
             serialization_config.save.storage_alignment = before
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A walk makes tens of thousands of objects and no garbage; a collection would double it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

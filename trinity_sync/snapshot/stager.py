@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Component, Kind, shard_file
-from trinity_sync.snapshot.image import Layout, fill, lay_out
+from trinity_sync.snapshot.copying import Computed, computed_now
+from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
+from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
@@ -53,6 +53,34 @@ class Staged:
     """Seconds from the call to the last seal."""
     waited_s: float
     """Seconds thereof that no slot was free: the storage does not keep up."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of a hand-over."""
+
+    component: str
+    path: str
+    form: Literal["file", "folder"]
+    layout: Layout
+    storages: Storages
+    watch: Watch | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A hand-over whose files are laid out and not copied yet."""
+
+    origin: Origin
+    components: tuple[str, ...]
+    parts: Sequence[_Part]
+    computed: Computed
+    began: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(part.layout.nbytes for part in self.parts)
 
 
 class Stager:
@@ -91,39 +119,83 @@ class Stager:
     ) -> Staged:
         """Copy ``states`` into slots and seal them; afterwards they survive this process.
 
+        Args and errors are those of `plan` and `carry_out`, one after the other.
+        """
+        return self.carry_out(self.plan(origin, states, also=also, metadata=metadata))
+
+    def plan(
+        self,
+        origin: Origin,
+        states: Mapping[str, Any],
+        *,
+        also: Sequence[str] = (),
+        metadata: bytes | None = None,
+        overlap: bool = False,
+        check: bool = False,
+    ) -> Plan:
+        """Lay the files out; plain values are taken here and now, tensors when it is carried out.
+
         Args:
             origin: who hands over.
             states: state by component; each becomes one ``.pt`` file of this rank.
             also: components of this save that were handed over earlier, at the same step.
             metadata: a folder of small files, as packed by `pack_folder`.
+            overlap: whether training goes on before the plan is carried out, see ``overlap``.
+            check: as in `Watch`.
+
+        Raises:
+            ImageError: a state cannot be laid out.
+        """
+        began = time.perf_counter()
+        parts: list[_Part] = []
+        for component, state in states.items():
+            key = (origin.role, component, origin.rank)
+            layout, storages = lay_out(state, self._layouts.get(key))
+            self._layouts[key] = layout
+            path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
+            watch = Watch(state, storages, layout, check=check) if overlap else None
+            storages = watch.storages if watch else storages
+            parts.append(_Part(component, path, "file", layout, storages, watch))
+        if metadata is not None:
+            layout = Layout(len(metadata), [(0, metadata)], [], None)
+            parts.append(_Part(METADATA, origin.role, "folder", layout, [], None))
+        return Plan(
+            origin=origin,
+            components=(*states, *also, *((METADATA,) if metadata is not None else ())),
+            parts=parts,
+            computed=computed_now(storage for part in parts for storage in part.storages),
+            began=began,
+        )
+
+    def carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:
+        """Copy what was planned into slots and seal them, all of them or none.
+
+        Args:
+            plan: made by `plan`; the last one made is carried out before the next is made.
+            threads: how many copy; 0 for as many as torch uses for one operation.
 
         Raises:
             SpoolFull: there is no room; nothing was handed over.
             SpoolError: writers hold every slot for longer than ``slot_wait_s``; likewise.
-            ImageError: a state cannot be laid out; nothing was handed over.
+            ImageError: tensors changed before they were copied; likewise.
         """
-        start = time.perf_counter()
         waited = 0.0
-        packed = (METADATA,) if metadata is not None else ()
-        components = (*states, *also, *packed)
         filled: list[tuple[Slot, Ticket]] = []
         try:
-            for component in (*states, *packed):
-                slot, seconds = self._acquire(origin, component)
+            for part in plan.parts:
+                slot, seconds = self._acquire(plan.origin, part.component)
                 waited += seconds
                 try:
-                    ticket = self._fill(slot, origin, component, states.get(component), metadata)
+                    filled.append((slot, self._fill(slot, plan, part, threads)))
                 except BaseException:
                     slot.unlock()
                     raise
-                filled.append((slot, replace(ticket, components=components)))
             for slot, ticket in filled:
                 seal(slot.path, replace(ticket, sealed_at=self._clock()))
         finally:
             for slot, _ in filled:
                 slot.unlock()
-        nbytes = sum(ticket.nbytes for _, ticket in filled)
-        return Staged(components, nbytes, time.perf_counter() - start, waited)
+        return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, waited)
 
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
         """Map and touch the slots of a component, so that its first save is as fast as the next."""
@@ -141,36 +213,34 @@ class Stager:
                 slot.close(remove=True)
         self._slots.clear()
 
-    def _fill(
-        self, slot: Slot, origin: Origin, component: str, state: Any, metadata: bytes | None
-    ) -> Ticket:
-        if component == METADATA and metadata is not None:
-            nbytes, path, form = len(metadata), origin.role, "folder"
-            image = slot.image(nbytes)
-            slot.laid_out = None
-            image[:nbytes].copy_(torch.frombuffer(bytearray(metadata), dtype=torch.uint8))
-        else:
-            key = (origin.role, component, origin.rank)
-            layout, storages = lay_out(state, self._layouts.get(key))
-            nbytes, form = layout.nbytes, "file"
-            path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
-            image = slot.image(nbytes)
-            if any(storage.device.type == "cuda" for storage in storages):
-                slot.pin()
-            headers = slot.laid_out is not layout
-            slot.laid_out = None  # until it is whole
-            fill(image, layout, storages, headers=headers)
-            slot.laid_out = self._layouts[key] = layout
-        return Ticket(
-            image=uuid.uuid4().hex,
-            component=component,
-            components=(),
-            path=path,
-            form=form,  # type: ignore[arg-type]
-            nbytes=nbytes,
-            sealed_at=0.0,
-            **vars(origin),
+    def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
+        image = slot.image(part.layout.nbytes)
+        if any(storage.device.type == "cuda" for storage in part.storages):
+            slot.pin()
+        headers = slot.laid_out is not part.layout
+        slot.laid_out = None  # until it is whole
+        fill(
+            image,
+            part.layout,
+            part.storages,
+            headers=headers,
+            computed=plan.computed,
+            threads=threads,
         )
+        ticket = Ticket(
+            image=uuid.uuid4().hex,
+            component=part.component,
+            components=plan.components,
+            path=part.path,
+            form=part.form,
+            nbytes=part.layout.nbytes,
+            sealed_at=0.0,
+            **vars(plan.origin),
+        )
+        if part.watch:
+            part.watch.require_unchanged(image, ticket.what)
+        slot.laid_out = part.layout
+        return ticket
 
     def _slots_of(self, role: str, component: str, rank: int) -> list[Slot]:
         key = (role, component, rank)

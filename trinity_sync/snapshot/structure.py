@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 Structure = tuple[Any, ...]
 
-_PLAIN = (int, str, bytes, bool, type(None))
+_PLAIN = frozenset((int, str, bytes, bool, type(None)))
 
 
 class _NotComparable(Exception):
@@ -27,17 +27,24 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
     """
     storages: dict[int, torch.UntypedStorage] = {}
     numbers: dict[int, int] = {}
+    strided = torch.strided  # a local name: this loop is all that a known structure costs
 
     def visit(value: Any) -> Any:
         kind = type(value)
-        if kind in (torch.Tensor, torch.nn.Parameter):
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             return visit_tensor(value)
         if kind is DTensor:
             layout = (value.device_mesh, value.placements, tuple(value.shape), value.stride())
             return (kind, layout, value.requires_grad, visit_tensor(value._local_tensor))
-        if kind in (dict, OrderedDict):
-            return (kind, [(visit(key), visit(item)) for key, item in value.items()])
-        if kind in (list, tuple):
+        if kind is dict or kind is OrderedDict:
+            return (
+                kind,
+                [
+                    (key if type(key) is str else visit(key), visit(item))
+                    for key, item in value.items()
+                ],
+            )
+        if kind is list or kind is tuple:
             return (kind, [visit(item) for item in value])
         if kind in _PLAIN:
             return (kind, value)
@@ -46,12 +53,13 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
         raise _NotComparable
 
     def visit_tensor(tensor: torch.Tensor) -> Structure:
-        if tensor.layout is not torch.strided or tensor.is_quantized or vars(tensor):
+        if tensor.layout is not strided or tensor.is_quantized or tensor.__dict__:
             raise _NotComparable
         storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, len(numbers))
-        if storage.nbytes():
-            storages.setdefault(storage._cdata, storage)
+        nbytes, key = storage.nbytes(), storage._cdata
+        number = numbers.setdefault(key, len(numbers))
+        if nbytes:
+            storages.setdefault(key, storage)
         return (
             type(tensor),
             tensor.dtype,
@@ -63,7 +71,7 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
             tensor.is_conj(),
             tensor.is_neg(),
             number,
-            storage.nbytes(),
+            nbytes,
         )
 
     try:

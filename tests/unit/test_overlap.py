@@ -1,0 +1,168 @@
+"""Overlapped staging: training goes on at once, and no torn image is ever sealed."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_sync.errors import ImageError
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.overlap import SMALL, named_tensors
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.stager import Origin, Staged, Stager
+from trinity_sync.states import StateSaves
+
+BIG = SMALL  # elements of float32: four times the bytes that are copied at the call
+
+
+class Held(Stager):
+    """A stager whose copies begin when the test says so."""
+
+    begin: threading.Event
+
+    def carry_out(self, *arguments, **options):  # type: ignore[no-untyped-def]
+        assert self.begin.wait(30)
+        return super().carry_out(*arguments, **options)
+
+
+class Saves:
+    """A process that saves overlapped, and what it handed over."""
+
+    def __init__(self, folder: Path, *, check: bool = False) -> None:
+        self.root = folder / "job"
+        self.root.mkdir()
+        self.spool = open_job_spool(folder / "spool", self.root)
+        self.stager = Held(self.spool)
+        self.stager.begin = threading.Event()
+        self.handed_over: list[int] = []
+        self.states = StateSaves(
+            self.stager, lambda origin, _: self.handed_over.append(origin.step), check_overlap=check
+        )
+
+    def save(self, step: int, state: object, overlap: bool = True) -> Staged:
+        origin = Origin(str(self.root), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
+        return self.states.save(origin, {"model": state}, overlap=overlap)
+
+    def copied(self) -> float:
+        self.stager.begin.set()
+        return self.states.wait_staged()
+
+    def staged(self) -> dict[str, torch.Tensor]:
+        (sealed,) = self.spool.tickets()[0]
+        content = sealed.slot.read_bytes()[: sealed.ticket.nbytes]
+        file = self.root / "staged.pt"
+        file.write_bytes(content)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Iterator[Saves]:
+    made = Saves(tmp_path)
+    yield made
+    made.stager.begin.set()
+    made.stager.close()
+
+
+def test_the_call_returns_before_anything_is_copied_or_handed_over(saves: Saves) -> None:
+    weight = torch.rand(BIG)
+    staged = saves.save(1, {"w": weight})
+    assert staged.components == ("model",)
+    assert staged.nbytes > weight.nbytes
+    assert not saves.spool.tickets()[0]
+    assert not saves.handed_over
+    saves.copied()
+    assert torch.equal(saves.staged()["w"], weight)
+    assert saves.handed_over == [1]
+
+
+def test_small_tensors_and_plain_values_are_those_of_the_call(saves: Saves) -> None:
+    state = {"w": torch.zeros(BIG), "mean": torch.zeros(8), "step": torch.tensor(1.0), "lr": [0.1]}
+    saves.save(1, state)
+    state["mean"] += 1  # as the buffers of a batch norm change in the next forward pass
+    state["step"].fill_(2)
+    state["lr"][0] = 0.2  # type: ignore[index]
+    saves.copied()
+    staged = saves.staged()
+    assert staged["mean"].tolist() == [0.0] * 8
+    assert staged["step"] == 1
+    assert staged["lr"] == [0.1]
+
+
+def test_an_optimizers_step_waits_until_its_tensors_are_copied(saves: Saves) -> None:
+    weight = torch.nn.Parameter(torch.rand(BIG))
+    before = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: saves.states.wait_staged() and None)
+    saves.save(1, {"w": weight.detach()})
+    weight.grad = torch.ones_like(weight)
+    stepped = threading.Thread(target=optimizer.step)
+    stepped.start()
+    stepped.join(0.05)
+    assert stepped.is_alive()
+    saves.stager.begin.set()
+    stepped.join(30)
+    assert torch.equal(saves.staged()["w"], before)
+    assert torch.equal(weight.detach(), before - 1)
+
+
+def test_a_state_that_changed_too_early_is_not_saved_and_is_named(saves: Saves) -> None:
+    state = {"layers": [{"w": torch.zeros(BIG)}], "other": torch.zeros(BIG)}
+    saves.save(1, state)
+    state["layers"][0]["w"].add_(1)  # type: ignore[index]
+    with pytest.raises(ImageError, match=r"layers\[0\]\.w changed while overlapped staging"):
+        saves.copied()
+    assert not saves.spool.tickets()[0]
+    assert not saves.handed_over
+
+
+def test_a_later_save_that_is_torn_does_not_stop_the_training(saves: Saves) -> None:
+    weight = torch.zeros(BIG)
+    saves.stager.begin.set()
+    saves.save(1, {"w": weight}, overlap=False)
+    saves.stager.begin.clear()
+    saves.save(2, {"w": weight})
+    weight.add_(1)
+    saves.copied()
+    assert "model of step 2" in saves.states.take_failures()[0]
+    saves.save(3, {"w": weight})
+    saves.states.wait_staged()
+    assert saves.handed_over == [1, 3]
+
+
+def test_the_next_save_waits_for_the_one_that_overlaps(saves: Saves) -> None:
+    weight = torch.rand(BIG)
+    saves.save(1, {"w": weight})
+    saves.stager.begin.set()
+    saves.save(2, {"w": weight}, overlap=False)
+    assert saves.handed_over == [1, 2]
+
+
+def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, check=True)
+    state = {"w": torch.zeros(BIG), "v": torch.zeros(BIG)}
+    saves.save(1, state)
+    state["v"].numpy()[7] = 1
+    with pytest.raises(ImageError, match=r": v changed while"):
+        saves.copied()
+    saves.stager.close()
+
+
+def test_a_clean_end_stages_what_still_overlaps(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    saves.save(1, {"w": torch.zeros(BIG)})
+    saves.stager.begin.set()
+    saves.states.close()
+    assert saves.handed_over == [1]
+
+
+def test_tensors_are_named_by_their_paths() -> None:
+    one, other = torch.zeros(1), torch.zeros(2)
+    found = named_tensors({"state": {0: {"m": one}}, "groups": [(other, 3)]})
+    assert [name for name, _ in found] == ["state.0.m", "groups[0][0]"]
+
+
+def test_checking_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_CHECK_OVERLAP", "true")
+    assert Settings().check_overlap

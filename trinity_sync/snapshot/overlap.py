@@ -1,0 +1,93 @@
+"""What overlapped staging may copy later, and whether it kept still until then.
+
+Parameters and optimizer states change when the optimizer steps, so they may be copied while the
+next forward and backward pass runs. All else is copied at the call: small tensors, which may be
+buffers that a forward pass changes, and whatever cannot be watched. PyTorch counts the in-place
+changes of a tensor; a count that moved before the copy was done tells of a torn image, which is
+then not saved.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.image import Layout, Storages
+
+SMALL = 64 << 10
+"""Bytes up to which a storage is copied at the call."""
+
+
+class Watch:
+    """The tensors of a state between the call and the end of the copy.
+
+    Args:
+        state: what is staged.
+        storages: its storages, as laid out.
+        layout: where they go.
+        check: keep a copy of everything to compare with at the end. It costs the time and the
+            memory that overlapping saves, and finds changes that PyTorch does not count (through
+            ``.data``, NumPy, a kernel of one's own).
+    """
+
+    def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
+        large = {storage._cdata for storage in storages if storage.nbytes() > SMALL}
+        self._tensors = [
+            (name, tensor, tensor._version)
+            for name, tensor in named_tensors(state)
+            if tensor.untyped_storage()._cdata in large and not tensor.is_inference()
+        ]
+        watched = {tensor.untyped_storage()._cdata for _, tensor, _ in self._tensors}
+        self.storages = [
+            storage if storage._cdata in watched else storage.clone() for storage in storages
+        ]
+        """What to copy from: the live storages that keep still, and copies of the others."""
+        self._live, self._layout = storages, layout
+        self._at_the_call = [storage.cpu().clone() for storage in storages] if check else None
+
+    def require_unchanged(self, image: torch.Tensor, what: str) -> None:
+        """See that ``image`` holds the state at the call.
+
+        Raises:
+            ImageError: something changed before it was copied; the message names it.
+        """
+        changed = [name for name, tensor, version in self._tensors if tensor._version != version]
+        if self._at_the_call is not None:
+            changed += self._differing(image, self._at_the_call)
+        if changed:
+            names = ", ".join(dict.fromkeys(changed[:5])) + (", ..." if changed[5:] else "")
+            raise ImageError(
+                f"{what} is not saved: {names} changed while overlapped staging copied it. Call "
+                "wait_staged() before anything but the optimizer's step changes the state, and "
+                "wait_staged_before(optimizer) once; or save without overlap."
+            )
+
+    def _differing(
+        self, image: torch.Tensor, kept: Sequence[torch.UntypedStorage]
+    ) -> Iterator[str]:
+        for live, before, (offset, length) in zip(
+            self._live, kept, self._layout.holes, strict=True
+        ):
+            expected = torch.empty(0, dtype=torch.uint8).set_(before)
+            if not torch.equal(image[offset : offset + length], expected):
+                same = (n for n, t, _ in self._tensors if t.untyped_storage()._cdata == live._cdata)
+                yield next(same, "a tensor")
+
+
+def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in nested dicts, lists and tuples, with their paths; of a DTensor, its shard."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append((name, getattr(value, "_local_tensor", value)))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{name}.{key}" if name else str(key), item)
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                visit(f"{name}[{number}]", item)
+
+    visit("", state)
+    return found

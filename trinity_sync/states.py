@@ -1,0 +1,141 @@
+"""Saves of states: what a process has staged, what it has handed over, and what still overlaps.
+
+A save is staged in the calling thread, or, overlapped, in one of its own while training goes on;
+either way it is handed over the moment its last image is sealed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.layout import Kind
+from trinity_sync.snapshot.stager import METADATA, Origin, Plan, Staged, Stager, pack_folder
+
+logger = logging.getLogger(__name__)
+
+NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
+
+
+class StateSaves:
+    """The states of one process.
+
+    Args:
+        stager: copies them.
+        hand_over: called with who hands over and with which components, once they are staged.
+        check_overlap: compare what was staged while training went on with a copy of the state.
+    """
+
+    def __init__(
+        self,
+        stager: Stager,
+        hand_over: Callable[[Origin, Sequence[str]], None],
+        *,
+        check_overlap: bool = False,
+    ) -> None:
+        self._stager = stager
+        self._hand_over = hand_over
+        self._check_overlap = check_overlap
+        self._staged: dict[tuple[str, int], list[str]] = {}
+        self._handed_over: set[tuple[str, int, Kind]] = set()
+        self._packed: dict[Path, bytes] = {}
+        self._failures: list[str] = []
+        self._background: ThreadPoolExecutor | None = None
+        self._overlapping: Future[Staged] | None = None
+
+    def save(
+        self,
+        origin: Origin,
+        components: Mapping[str, Any],
+        *,
+        metadata: str | Path | None = None,
+        overlap: bool = False,
+    ) -> Staged:
+        """Stage what was not staged at this step before, and hand it over.
+
+        Raises:
+            ConfigError: components come after the save was handed over.
+            SpoolError, ImageError: the very first save cannot be staged. A later one that cannot
+                is among the failures, and training goes on.
+        """
+        self.wait_staged()
+        role, step, kind = origin.role, origin.step, origin.kind
+        earlier = self._staged.get((role, step), [])
+        states = {name: state for name, state in components.items() if name not in earlier}
+        if not states:
+            return NOTHING_STAGED
+        if (role, step, kind) in self._handed_over:
+            raise ConfigError(
+                f"step {step}, role {role}: {', '.join(states)} comes after the {kind} was handed "
+                "over; hand all components of a step over in one call"
+            )
+        packed = None
+        if metadata is not None and origin.rank == 0 and METADATA not in earlier:
+            packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
+            self._packed = {Path(metadata): packed}
+        try:
+            plan = self._stager.plan(
+                origin,
+                states,
+                also=earlier,
+                metadata=packed,
+                overlap=overlap,
+                check=self._check_overlap,
+            )
+        except TrinitySyncError as error:
+            return self._failed(origin, error)
+        if not overlap:
+            return self._carry_out(plan)
+        self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
+        self._overlapping = self._background.submit(self._carry_out, plan, threads=1)
+        return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, 0.0)
+
+    def wait_staged(self) -> float:
+        """Wait for an overlapped save to be staged; returns the seconds that it took.
+
+        Raises:
+            SpoolError, ImageError: as `save`.
+        """
+        if self._overlapping is None:
+            return 0.0
+        start = time.perf_counter()
+        overlapping, self._overlapping = self._overlapping, None
+        overlapping.result()
+        return time.perf_counter() - start
+
+    def take_failures(self) -> list[str]:
+        """What could not be staged since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def close(self) -> None:
+        """Wait for what overlaps, and let go of the slots."""
+        try:
+            self.wait_staged()
+        finally:
+            if self._background:
+                self._background.shutdown()
+            self._stager.close()
+
+    def _carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:
+        origin = plan.origin
+        try:
+            staged = self._stager.carry_out(plan, threads=threads)
+        except TrinitySyncError as error:
+            return self._failed(origin, error)
+        kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
+        self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
+        self._handed_over = {key for key in self._handed_over if key[:2] in self._staged}
+        self._handed_over.add((origin.role, origin.step, origin.kind))
+        self._hand_over(origin, staged.components)
+        return staged
+
+    def _failed(self, origin: Origin, error: TrinitySyncError) -> Staged:
+        if not self._staged:
+            raise error
+        self._failures.append(str(error))
+        logger.error("step %d is not saved, training goes on: %s", origin.step, error)
+        return NOTHING_STAGED
