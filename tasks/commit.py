@@ -18,16 +18,16 @@ from trinity_sync.storage.persist import Written, mark_failed
 @task(name="commit", retries=2, retry_delay_seconds=2, persist_result=False)
 def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> None:
     """Wait for save functions, write manifest and iteration files, then free the slots."""
-    save = save_of(request)
+    save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
     shards = sum(file.record.component != "metadata" for file in written)
     receipts = await_receipts(
         node,
         save,
         at_least=max(0, request.expected - shards),
-        gather_s=Settings().gather_s,
+        gather_s=settings.gather_s,
     )
-    manifest = commit(save, written, receipts)
+    manifest = commit(save, written, receipts, recycle=settings.recycle)
     release_slots(node, save, written)
     show(request, manifest, written)
 

@@ -34,6 +34,8 @@ def persist_component(request: SaveRequest, component: Component, spool: str) ->
         direct=settings.direct_io,
         bytes_per_s=settings.write_mb_per_s * 1e6,
         gather_s=settings.gather_s,
+        writers=settings.writers,
+        nice=settings.nice,
     )
     return persist(JobSpool(Path(spool)), save_of(request), component, options)
 

@@ -46,6 +46,15 @@ class Settings(BaseSettings):
     direct_io: bool = True
     """Write shards past the page cache where the file system allows it."""
 
+    writers: int = Field(default=4, ge=1)
+    """Shards that one task writes at a time."""
+
+    nice: int = Field(default=10, ge=0, le=19)
+    """By how much the threads that write, and the embedded server and worker, yield to training."""
+
+    recycle: bool = True
+    """Keep large files of removed steps for the next saves to write over: about twice as fast."""
+
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
 

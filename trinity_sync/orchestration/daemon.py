@@ -68,6 +68,12 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
     return Daemon(process_name(child.pid), str(log))
 
 
+def yield_to_others(daemon: Daemon, nice: int) -> None:
+    """Lower the priority of a daemon that has just started, and so of all that it will start."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
+
+
 def await_ready(what: str, daemon: Daemon, ready: Callable[[], bool], deadline: float) -> None:
     """Ask ``ready`` until it says so.
 

@@ -73,7 +73,9 @@ def start_server(settings: Settings, state: StackState) -> StackState:
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
     env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
-    return replace(state, server=_start("server", command, settings, env))
+    server = _start("server", command, settings, env)
+    daemon.yield_to_others(server, settings.nice)
+    return replace(state, server=server)
 
 
 def server_answers(state: StackState) -> bool:
@@ -123,7 +125,9 @@ def remove_ray_folder(state: StackState) -> None:
 def start_worker(settings: Settings, state: StackState) -> StackState:
     """Start the flow worker."""
     env = environment(settings, state)
-    return replace(state, worker=_start("worker", ["-m", WORKER_MODULE], settings, env))
+    worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
+    daemon.yield_to_others(worker, settings.nice)
+    return replace(state, worker=worker)
 
 
 def environment(settings: Settings, state: StackState) -> dict[str, str]:

@@ -32,6 +32,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.persist import Save, Written, identity_of
+from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.writer import digest_of
 
@@ -76,9 +77,17 @@ def commit(
     written: Sequence[Written],
     receipts: Sequence[Receipt] = (),
     *,
+    recycle: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
     """Make the step official; doing it again is harmless.
+
+    Args:
+        save: which one.
+        written: its files.
+        receipts: of its functions.
+        recycle: keep the files of a step that is replaced for the next saves to write over.
+        clock: source of the manifest's time.
 
     Raises:
         MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
@@ -108,7 +117,7 @@ def commit(
                 f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
             )
         if earlier and earlier.run < save.run:
-            _replace_step(save, written, manifest, earlier)
+            _replace_step(save, written, manifest, earlier, recycle=recycle)
         else:
             for file in written:
                 _name(file, save.folder / file.record.path)
@@ -210,7 +219,12 @@ def _check_named(file: Written, final: Path) -> None:
 
 
 def _replace_step(
-    save: Save, written: Sequence[Written], manifest: Manifest, earlier: Manifest
+    save: Save,
+    written: Sequence[Written],
+    manifest: Manifest,
+    earlier: Manifest,
+    *,
+    recycle: bool,
 ) -> None:
     """Take the place of an earlier run's commit of the same step, in one exchange of folders.
 
@@ -233,7 +247,7 @@ def _replace_step(
     write_manifest_into(fresh, manifest)
     _exchange(fresh, save.folder)
     sync_folder(Path(save.root))
-    shutil.rmtree(fresh)
+    remove_folder(save.root, fresh, keep=manifest.nbytes if recycle else 0)
 
 
 def _exchange(fresh: Path, current: Path) -> None:

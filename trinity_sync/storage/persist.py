@@ -4,9 +4,11 @@ Nothing gets its final name here: that is the commit's. Writing the same images 
 crash or a retry, gives the same bytes.
 """
 
+import errno
 import io
 import os
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +24,8 @@ from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.recycling import remove_spares, take_spare
 from trinity_sync.storage.writer import write_file
-
-WRITERS = 4
-"""Shards that one task writes at a time."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class WriteOptions:
     direct: bool = True
     bytes_per_s: float = 0.0
     gather_s: float = 60.0
+    writers: int = 4
+    """Shards that one task writes at a time."""
+    nice: int = 0
+    """By how much the writing threads yield to others, as in nice(1)."""
 
 
 def persist(
@@ -89,7 +93,9 @@ def persist(
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(spool, save, component, options.gather_s, clock)
-    with ExitStack() as held, ThreadPoolExecutor(WRITERS, "persist") as writers:
+    yield_to_others = partial(_yield_to_others, options.nice)
+    pool = ThreadPoolExecutor(options.writers, "persist", initializer=yield_to_others)
+    with ExitStack() as held, pool as writers:
         # all of them first: an image that waits for its turn must not give way to a later save
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
@@ -242,6 +248,7 @@ def _write_one(
     make_folder(final.parent)
     temporary = temporary_name(final, ticket.image)
     start = time.perf_counter()
+    take_spare(save.root, temporary, len(content))
     try:
         digest = write_file(
             temporary, content, direct=options.direct, bytes_per_s=options.bytes_per_s
@@ -249,8 +256,11 @@ def _write_one(
         sync_folder(final.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)  # a full disk must not stay full because of us
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = os.fspath(final)
+        if isinstance(error, OSError):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                remove_spares(save.root)  # a retry finds their room
+            if error.filename is None:
+                error.filename = os.fspath(final)
         raise
     return Written(
         FileRecord(
@@ -269,6 +279,15 @@ def _write_one(
         components=ticket.components,
         seconds=time.perf_counter() - start,
     )
+
+
+def _yield_to_others(nice: int) -> None:
+    """Lower the priority of this thread, and of those that it starts; it ends before the process.
+
+    Linux keeps a priority for each thread, which POSIX would not.
+    """
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def temporary_name(final: Path, image: str) -> Path:

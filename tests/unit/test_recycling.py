@@ -1,0 +1,144 @@
+"""Spare files: written over by the next save, and never while anybody else could see it."""
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import SaveError
+from trinity_sync.storage.recycling import WORTHWHILE, remove_folder, remove_spares, take_spare
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import require_committed
+
+PLENTY = 1 << 40
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A folder that is to be removed, with a large file and a small one."""
+    folder = tmp_path / "global_step_1"
+    folder.mkdir()
+    (folder / "shard.pt").write_bytes(b"old" * WORTHWHILE)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_next_save_writes_over_the_files_of_a_replaced_step(job: Job) -> None:
+    weight = torch.zeros(WORTHWHILE)
+    open_run(job.root, "first", 0)
+    for number in (10, 11):
+        job.stage(number, {"model": {"w": weight + number}})
+        job.commit(number)
+    replaced = job.root / "global_step_11/actor/model_world_size_1_rank_0.pt"
+    inode = replaced.stat().st_ino
+    open_run(job.root, "second", 10)
+    for number in (11, 12):
+        job.stage(number, {"model": {"w": weight - number}}, run=2)
+        job.commit(number, run=2)
+    written = replaced.parents[2] / "global_step_12/actor/model_world_size_1_rank_0.pt"
+    assert written.stat().st_ino == inode
+    assert torch.equal(torch.load(written)["w"], weight - 12)
+    assert torch.equal(torch.load(replaced)["w"], weight - 11)
+
+
+def test_a_smaller_file_is_cut_to_its_size(job: Job) -> None:
+    spare = job.root / "old/shard.pt"
+    spare.parent.mkdir(parents=True)
+    spare.write_bytes(os.urandom(8 * WORTHWHILE))
+    inode = spare.stat().st_ino
+    remove_folder(job.root, spare.parent, keep=PLENTY)
+    job.stage(1, {"model": {"w": torch.ones(WORTHWHILE)}})
+    manifest = job.commit(1)
+    written = job.root / "global_step_1" / manifest.files[0].path
+    assert (written.stat().st_ino, written.stat().st_size) == (inode, manifest.files[0].nbytes)
+    assert torch.equal(torch.load(written)["w"], torch.ones(WORTHWHILE))
+
+
+def test_small_files_are_removed(tmp_path: Path, step: Path) -> None:
+    remove_folder(tmp_path, step, keep=PLENTY)
+    assert not step.exists()
+    assert take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not take_spare(tmp_path, tmp_path / "other", WORTHWHILE)
+
+
+def test_a_file_that_somebody_reads_stays_as_it_is_for_them(tmp_path: Path, step: Path) -> None:
+    with (step / "shard.pt").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # as torch.load(mmap=True)
+    remove_folder(tmp_path, step, keep=PLENTY)
+    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert mapped[:6] == b"oldold"
+
+
+def test_a_file_with_another_name_stays_as_it_is_there(tmp_path: Path, step: Path) -> None:
+    os.link(step / "shard.pt", tmp_path / "kept by a backup")
+    remove_folder(tmp_path, step, keep=PLENTY)
+    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+
+
+def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine" * WORTHWHILE)
+    (step / "link.pt").symlink_to(elsewhere)
+    remove_folder(tmp_path, step, keep=PLENTY)
+    assert elsewhere.exists()
+    assert take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not take_spare(tmp_path, tmp_path / "other", WORTHWHILE)
+
+
+def test_spares_take_no_more_room_than_they_may(tmp_path: Path, step: Path) -> None:
+    for name in ("second", "third"):
+        (step / name).write_bytes(b"old" * WORTHWHILE)
+    remove_folder(tmp_path, step, keep=7 * WORTHWHILE)
+    taken = [take_spare(tmp_path, tmp_path / str(n), WORTHWHILE) for n in range(3)]
+    assert taken == [True, True, False]
+
+
+def test_a_spare_is_taken_by_one_writer_only(tmp_path: Path, step: Path) -> None:
+    for number in range(20):
+        (step / f"{number}.pt").write_bytes(bytes(WORTHWHILE))
+    remove_folder(tmp_path, step, keep=PLENTY)
+    with ThreadPoolExecutor(8) as writers:
+        taken = list(
+            writers.map(lambda n: take_spare(tmp_path, tmp_path / f"t{n}", WORTHWHILE), range(40))
+        )
+    assert sum(taken) == 21
+    assert len({path.stat().st_ino for path in tmp_path.glob("t*")}) == 21
+
+
+def test_the_best_fitting_spare_is_taken(tmp_path: Path) -> None:
+    step = tmp_path / "step"
+    step.mkdir()
+    for size in (1, 2, 8):
+        (step / str(size)).write_bytes(bytes(size * WORTHWHILE))
+    remove_folder(tmp_path, step, keep=PLENTY)
+    sizes = []
+    for number, wanted in enumerate((2, 9, 1)):
+        take_spare(tmp_path, tmp_path / str(number), wanted * WORTHWHILE)
+        sizes.append((tmp_path / str(number)).stat().st_size // WORTHWHILE)
+    assert sizes == [2, 8, 1]
+
+
+def test_removing_spares_gives_their_room_back(tmp_path: Path, step: Path) -> None:
+    remove_folder(tmp_path, step, keep=PLENTY)
+    remove_spares(tmp_path)
+    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_spares_never_keep_a_save_from_a_full_disk_for_good(job: Job, small_disk: Path) -> None:
+    job.root = small_disk
+    room = os.statvfs(small_disk)
+    step = small_disk / "old"
+    step.mkdir()
+    for name in ("one", "other"):
+        (step / name).write_bytes(bytes(room.f_bavail * room.f_frsize // 2 - WORTHWHILE // 2))
+    remove_folder(small_disk, step, keep=PLENTY)
+    job.stage(1, {"model": {"w": torch.zeros(room.f_bavail * room.f_frsize * 3 // 4 // 4)}})
+    with pytest.raises(SaveError, match="No space left"):
+        job.commit(1)
+    job.commit(1)
+    require_committed(small_disk, 1)

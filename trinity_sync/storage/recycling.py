@@ -1,0 +1,96 @@
+"""Files of removed steps, kept for the next saves to write over.
+
+Writing over blocks that a file has already is about twice as fast as writing a fresh one. A spare
+file lies under a random name in ``root/.trinity_sync/spare`` and belongs to nothing; a writer takes
+it by renaming it to its own temporary name, so whatever dies when, no step ever names a file that
+is written over. A file that somebody else still reads, or has linked elsewhere, is removed in the
+usual way, which leaves its content to them; so is one on a file system that cannot tell (NFS).
+"""
+
+import fcntl
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.durable import make_folder, sync_folder
+
+WORTHWHILE = 1 << 20
+"""Bytes from which a file is worth keeping."""
+
+
+def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
+    """Remove a folder that nothing names any more, and keep its large files as spares.
+
+    Args:
+        root: the job's root, on the same file system.
+        folder: what to remove.
+        keep: bytes that all spares together may have afterwards; 0 keeps none.
+    """
+    room = keep - sum(_spares(root).values())
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_file():
+            continue
+        nbytes = path.stat().st_size
+        if WORTHWHILE <= nbytes <= room:
+            spare = _folder(root) / uuid.uuid4().hex
+            make_folder(spare.parent)
+            path.rename(spare)
+            if _is_ours_alone(spare):
+                room -= nbytes
+            else:
+                spare.unlink()
+    shutil.rmtree(folder)
+
+
+def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
+    """Put a spare file, if there is one, at ``temporary``, to be written over with ``nbytes``.
+
+    The smallest that is large enough, else the largest.
+    """
+    if nbytes < WORTHWHILE:
+        return False
+    sizes = _spares(root)
+    for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
+        try:
+            path.rename(temporary)
+        except FileNotFoundError:
+            continue  # another writer was faster
+        sync_folder(path.parent)  # or after a power cut it might have two names, one of a commit
+        return True
+    return False
+
+
+def remove_spares(root: str | Path) -> None:
+    """Give the room of all spare files back."""
+    shutil.rmtree(_folder(root), ignore_errors=True)
+
+
+def _spares(root: str | Path) -> dict[Path, int]:
+    """The spare files and their sizes."""
+    sizes = {}
+    for path in _folder(root).glob("*"):
+        with suppress(FileNotFoundError):  # taken meanwhile
+            sizes[path] = path.stat().st_size
+    return sizes
+
+
+def _folder(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "spare"
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Whether the file has no other name and nobody has it open or mapped: a lease needs that."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_nlink > 1:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
