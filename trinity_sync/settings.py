@@ -66,3 +66,10 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
     """Folder of the embedded stack: its database, logs and state file."""
+
+    keep_events_h: float = Field(default=6.0, ge=0)
+    """Hours for which the embedded server keeps its event feed; 0 keeps none. Runs, tasks, logs
+    and artifacts do not need it."""
+
+    keep_runs_h: float = Field(default=30 * 24.0, gt=1)
+    """Hours for which the embedded server keeps ended runs, with their tasks and artifacts."""

@@ -29,9 +29,7 @@ _QUIET = {
     "RAY_num_workers_soft_limit": "8",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
-    # a save writes 0.2 MB of events to the database
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P2D",
 }
 
 
@@ -132,7 +130,7 @@ def start_worker(settings: Settings, state: StackState) -> StackState:
 
 def environment(settings: Settings, state: StackState) -> dict[str, str]:
     """Environment of the stack's own processes: the caller's, its URLs and all settings."""
-    env = {**os.environ, **_QUIET, **state.environment}
+    env = {**os.environ, **_QUIET, **_history(settings), **state.environment}
     for name, value in settings.model_dump(mode="json").items():
         text = value if isinstance(value, str) else json.dumps(value)
         env[f"TRINITY_SYNC_{name.upper()}"] = text
@@ -150,6 +148,15 @@ def environment(settings: Settings, state: StackState) -> dict[str, str]:
     if state.api_url.startswith("http://"):
         env.setdefault("PREFECT_API_SSL_CERT_FILE", str(_one_authority(settings)))
     return env
+
+
+def _history(settings: Settings) -> dict[str, str]:
+    """How long the server remembers: its events are nine tenths of what a save adds to it."""
+    return {
+        "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(settings.keep_events_h > 0).lower(),
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{settings.keep_events_h * 3600 or 1:.0f}S",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(settings.keep_runs_h * 3600),
+    }
 
 
 def _one_authority(settings: Settings) -> Path:

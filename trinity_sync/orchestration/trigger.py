@@ -55,6 +55,9 @@ class SaveTrigger:
         self._requests: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._connection = contextlib.ExitStack()
+        self._client: SyncPrefectClient | None = None
+        self._one_at_a_time = threading.Lock()
         self._deployment: tuple[str, UUID] | None = None
         self._away = False
         self._refused: dict[str, str] = {}
@@ -74,7 +77,7 @@ class SaveTrigger:
             return Outcome("failed", self._refused[request.key])
         wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
         try:
-            with self._client() as client:
+            with self._connected() as client:
                 runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(idempotency_key=wanted))
                 url = str(client.api_url).removesuffix("/").removesuffix("/api")
         except Exception as error:
@@ -95,35 +98,32 @@ class SaveTrigger:
 
     def close(self, timeout: float) -> None:
         """Let queued requests get out for at most ``timeout`` seconds, then give up on them."""
-        if self._thread is None:
-            return
-        self._requests.put(None)
-        self._thread.join(timeout / 2)
-        self._closing.set()
-        self._thread.join(timeout / 2)
+        if self._thread is not None:
+            self._requests.put(None)
+            self._thread.join(timeout / 2)
+            self._closing.set()
+            self._thread.join(timeout / 2)
+        if self._one_at_a_time.acquire(timeout=0):  # else a server that hangs is being asked
+            self._disconnect()
+            self._one_at_a_time.release()
 
     def _run(self) -> None:
-        connection = contextlib.ExitStack()
-        client: SyncPrefectClient | None = None
         while (request := self._requests.get()) is not None:
             for attempt in itertools.count():
                 if self._closing.is_set():
                     break
                 try:
-                    client = client or connection.enter_context(self._client())
-                    self._ask(client, request)
+                    with self._connected() as client:
+                        self._ask(client, request)
                 except Exception as error:  # whatever is wrong over there, training goes on
                     if refusal := _refusal(error):
                         self._refused[request.key] = refusal
                         break
                     self._warn(request, error)
-                    connection.close()
-                    client = None
                     self._closing.wait(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
                 else:
                     self._away = self._away and self._back_again()
                     break
-        connection.close()
 
     def _ask(self, client: "SyncPrefectClient", request: SaveRequest) -> None:
         url = str(client.api_url)
@@ -152,7 +152,22 @@ class SaveTrigger:
         return False
 
     @contextmanager
-    def _client(self) -> Iterator["SyncPrefectClient"]:
+    def _connected(self) -> Iterator["SyncPrefectClient"]:
+        """A client that is kept until it fails: to make one takes 50 ms of the trainer's GIL."""
+        with self._one_at_a_time:
+            if self._client is None:
+                self._client = self._connection.enter_context(self._connect())
+            try:
+                yield self._client
+            except BaseException:
+                self._disconnect()
+                raise
+
+    def _disconnect(self) -> None:
+        self._client = None
+        self._connection.close()
+
+    def _connect(self) -> "SyncPrefectClient":
         from prefect.client.orchestration import get_client
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -164,11 +179,8 @@ class SaveTrigger:
                 "no server is configured; set PREFECT_API_URL or: trinity-sync up"
             )
         insistent = {"mounts": {"http://": InsistentTransport()}}
-        with (
-            temporary_settings({PREFECT_API_URL: url}),
-            get_client(httpx_settings=insistent, sync_client=True) as client,
-        ):
-            yield client
+        with temporary_settings({PREFECT_API_URL: url}):
+            return get_client(httpx_settings=insistent, sync_client=True)
 
 
 def _refusal(error: Exception) -> str:

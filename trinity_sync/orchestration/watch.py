@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from trinity_sync.errors import SaveTimeout
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
+from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed
 
 logger = logging.getLogger(__name__)
@@ -112,4 +113,6 @@ class SaveWatch:
 
 
 def _committed(request: SaveRequest) -> bool:
-    return is_committed(request.root, request.run, request.step, request.kind)
+    """Whether whoever waited finds the step, and the iteration file that leads to it."""
+    root, run, step, kind = request.root, request.run, request.step, request.kind
+    return is_committed(root, run, step, kind) and is_announced(root, kind, run, step)

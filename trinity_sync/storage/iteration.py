@@ -35,10 +35,16 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
     if current is None:
         if path.exists():
             logger.warning("iteration file %s was empty or torn and is written anew", path)
-    elif (_run_of(root, current), current) >= (run, step):
+    elif is_announced(root, kind, run, step):
         return current == step
     replace_file(path, str(step))
     return True
+
+
+def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
+    """Whether the iteration file names this step, or one that counts as newer."""
+    current = read_iteration(root, kind)
+    return current is not None and (_run_of(root, current), current) >= (run, step)
 
 
 def _run_of(root: str | Path, step: int) -> int:
