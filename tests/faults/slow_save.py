@@ -1,5 +1,6 @@
 """A save that takes long enough to kill something in the middle of it, and what to kill."""
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -44,13 +45,13 @@ def key(saves: CheckpointCoordinator, step: int) -> str:
     return saves.request_key(step, "checkpoint")
 
 
-def kill_worker(settings: Settings) -> None:
+def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:
     found = stack_module.find(settings)
     assert found is not None
     assert found.worker is not None
     worker = psutil.Process(found.worker.pid)
-    worker.kill()
-    worker.wait(10)
+    worker.send_signal(number)
+    worker.wait(30)
 
 
 def kill_server(settings: Settings) -> None:

@@ -6,6 +6,7 @@ for a minute, and a server that is away for longer does the same to it.
 
 import asyncio
 import copy
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -143,6 +144,18 @@ def test_a_save_that_is_lost_for_good_is_crashed_and_named(
     with pytest.raises(SaveFailed, match=r"save actor step 2 .* process .* died"):
         saves.wait_all()
     assert api.ended(run.id).state.name == "Crashed"
+
+
+def test_a_save_whose_worker_was_stopped_is_begun_again(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    kill_worker(stack_settings, signal.SIGTERM)
+    assert api.ended(run.id).state.name == "Crashed"  # it could say so itself
+    stack_module.up(stack_settings)
+    assert_committed(root, 2)
+    assert_nothing_is_under_way(api, run.id)
 
 
 def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(

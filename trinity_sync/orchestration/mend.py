@@ -37,6 +37,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 
 from trinity_sync.orchestration.sweep import let_give_way
 from trinity_sync.snapshot.receipt import process_lives
+from trinity_sync.snapshot.spool import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def one_worker_a_node(spool: Path) -> Iterator[bool]:
 
     One that has just seen a run as lost must not end it after another has begun it again.
     """
-    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(spool)
     with (spool / ".mend.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -23,7 +24,7 @@ import httpx
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.flows import Flow
 from prefect.states import Cancelled, Pending
@@ -112,7 +113,7 @@ class TrinitySyncWorker(
                 end: State[Any] = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
         finally:
-            del self._running[flow_run.id]
+            self._running.pop(flow_run.id, None)
             self._cancelled.discard(flow_run.id)
         return TrinitySyncWorkerResult(status_code=0, identifier=self._infrastructure)
 
@@ -176,7 +177,8 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
-        for service in (self._listen, self._sweep_at_every_poll):
+        services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
+        for service in services:
             scope = anyio.CancelScope()
             self._scheduled_task_scopes.add(scope)
             self._runs_task_group.start_soon(self._serve, scope, service)
@@ -207,14 +209,14 @@ class TrinitySyncWorker(
                 logger.warning("the Prefect server is back")
             self._away = False
 
-    async def _serve(self, scope: anyio.CancelScope, service: Any) -> None:
+    async def _serve(self, scope: anyio.CancelScope, service: Callable[[], Any]) -> None:
         """Keep a service going through whatever the server does."""
         with scope:
             while True:
                 try:
                     await service()
                 except Exception as error:
-                    logger.debug("%s is taken up again after %r", service.__name__, error)
+                    logger.debug("%s is taken up again after %r", service, error)
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
@@ -231,10 +233,9 @@ class TrinitySyncWorker(
                 else:
                     self._cancel(UUID(event.resource.id.rpartition(".")[2]))
 
-    async def _sweep_at_every_poll(self) -> None:
+    async def _poll(self, work: Callable[[], Any]) -> None:
         while True:
-            await self.mend()
-            await self.sweep()
+            await work()
             await anyio.sleep(self._trinity.poll_s)
 
     # ------------------------------------------------------------ what others left behind
@@ -250,7 +251,10 @@ class TrinitySyncWorker(
         with one_worker_a_node(self._trinity.spool) as alone:
             if alone:
                 for run in lost:
-                    await mend(self.client, run, self._infrastructure, self._is_busy_with)
+                    try:
+                        await mend(self.client, run, self._infrastructure, self._is_busy_with)
+                    except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
+                        logger.warning("flow run %s cannot be mended: %s", run.name, error)
                 await end_unheard_tasks(self.client, self._work_pool_name)
 
     async def sweep(self) -> None:
@@ -272,8 +276,9 @@ class TrinitySyncWorker(
             if run.state and run.state.is_cancelled():  # perhaps before anybody had taken it
                 let_give_way(run.parameters, "Cancelled.")
             elif run.state and run.state.is_crashed() and not self._is_busy_with(run.id):
-                # a run that is cancelled is shown as crashed for an instant
-                await begin_again(self.client, run.id, crashed_for_s=2.0)
+                with one_worker_a_node(self._trinity.spool) as alone:
+                    if alone:  # a run that is cancelled is shown as crashed for an instant
+                        await begin_again(self.client, run.id, crashed_for_s=2.0)
 
     def _warn_of_refusal(self, request: SaveRequest, why: str) -> None:
         if request.key not in self._refused:
