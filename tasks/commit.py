@@ -1,5 +1,6 @@
 """The last task of a save, and the one that notes its failure."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import Written, mark_failed
+
+logger = logging.getLogger(__name__)
 
 
 @task(name="commit", retries=2, retry_delay_seconds=2, persist_result=False)
@@ -29,7 +32,10 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     )
     manifest = commit(save, written, receipts, recycle=settings.recycle)
     release_slots(node, save, written)
-    show(request, manifest, written)
+    try:
+        show(request, manifest, written)
+    except Exception as error:  # the server is away, and the step is committed all the same
+        logger.warning("%s is committed; its table cannot be shown: %r", request.run_name, error)
 
 
 @task(name="note failure", persist_result=False)

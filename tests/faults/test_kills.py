@@ -1,21 +1,26 @@
-"""Whatever dies while a save is under way: the last commit loads, the save ends or is seen failed.
-
-The session's stack writes 40 MB/s, so that a save of 60 MB is under way for more than a second.
-"""
+"""Whatever dies during a save: the last commit loads, the save ends or is seen to have failed."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, Cancelling
 
+from tests.faults.slow_save import (
+    SIZE,
+    assert_committed,
+    assert_only_step_1_counts,
+    begin_slow_save,
+    key,
+    kill_server,
+    kill_worker,
+    ray_processes,
+)
 from tests.integration.prefect_api import Api, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
@@ -23,72 +28,7 @@ from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.steps import newest, require_committed
-
-SIZE = 15_000_000
-FILE = "actor/model_world_size_1_rank_0.pt"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
-
-@pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
-    """A job whose step 1 is committed."""
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    coordinator.save(1, {"model": {"w": torch.ones(10)}})
-    coordinator.wait_all(120)
-    yield coordinator
-    coordinator.close()
-
-
-def assert_only_step_1_counts(root: Path) -> None:
-    assert newest(root).step == 1
-    assert read_iteration(root, "checkpoint") == 1
-    assert torch.load(root / "global_step_1" / FILE)["w"].tolist() == [1.0] * 10
-
-
-def assert_committed(root: Path, step: int) -> None:
-    until(lambda: read_manifest(root, step), f"the commit of step {step}", 150)
-    require_committed(root, step)
-    until(lambda: read_iteration(root, "checkpoint") == step, "the iteration file")
-    weights = torch.load(root / f"global_step_{step}" / FILE)["w"]
-    assert torch.equal(weights, torch.full((SIZE,), float(step)))
-
-
-def begin_slow_save(saves: CheckpointCoordinator, root: Path, step: int) -> None:
-    """Hand a save over and return while its shard is being written."""
-    saves.save(step, {"model": {"w": torch.full((SIZE,), float(step))}})
-    folder = root / f"global_step_{step}/actor"
-    until(lambda: list(folder.glob(".*.tmp")), "the first bytes on disk")
-    assert read_manifest(root, step) is None
-
-
-def key(saves: CheckpointCoordinator, step: int) -> str:
-    return saves.request_key(step, "checkpoint")
-
-
-def worker_of(settings: Settings) -> psutil.Process:
-    found = stack_module.find(settings)
-    assert found is not None
-    assert found.worker is not None
-    return psutil.Process(found.worker.pid)
-
-
-def ray_processes(stack: StackState, title: str) -> list[psutil.Process]:
-    assert stack.ray is not None
-    every = psutil.Process(stack.ray.pid).children(recursive=True)
-    return [each for each in every if each.cmdline() and each.cmdline()[0].startswith(title)]
 
 
 def test_the_trainer_killed_the_instant_after_the_hand_over(
@@ -137,9 +77,7 @@ def test_the_flows_process_killed_in_mid_write(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
 ) -> None:
     begin_slow_save(saves, root, 2)
-    worker = worker_of(stack_settings)
-    worker.kill()
-    worker.wait(10)
+    kill_worker(stack_settings)
     assert_only_step_1_counts(root)
     stack_module.up(stack_settings)
     assert_committed(root, 2)
@@ -154,12 +92,7 @@ def test_the_prefect_server_killed_in_mid_write(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, stack: StackState
 ) -> None:
     begin_slow_save(saves, root, 2)
-    server = stack_module.find(stack_settings).server
-    for process in (
-        *psutil.Process(server.pid).children(recursive=True),
-        psutil.Process(server.pid),
-    ):
-        process.kill()
+    kill_server(stack_settings)
     started = torch.full((SIZE,), 3.0)
     staged = saves.save(3, {"model": {"w": started}})  # training does not notice
     assert staged.nbytes > SIZE
@@ -172,8 +105,6 @@ def test_the_prefect_server_killed_in_mid_write(
 def test_a_run_is_cancelled_and_shown_as_cancelled(
     saves: CheckpointCoordinator, root: Path, api: Api
 ) -> None:
-    from prefect.states import Cancelling
-
     begin_slow_save(saves, root, 2)
     run = api.run_of(key(saves, 2))
     with api.client as client:
@@ -182,6 +113,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
         saves.wait_all(60)
     assert api.ended(run.id).state.name == "Cancelled"
     assert_only_step_1_counts(root)
+    assert [image.failed for image in saves.spool.tickets()[0]] == [True]  # it gives way at once
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(120)
     assert newest(root).step == 3

@@ -29,10 +29,14 @@ class Api:
 
     def run_of(self, key: str) -> FlowRun:
         """The one flow run of a save."""
+        (run,) = self.runs_of(key)
+        return run
+
+    def runs_of(self, key: str) -> list[FlowRun]:
+        """As `run_of`, before anybody may have asked for one."""
         wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
         with self.client as client:
-            (run,) = client.read_flow_runs(flow_run_filter=wanted)
-        return run
+            return client.read_flow_runs(flow_run_filter=wanted)
 
     def tasks_of(self, run: FlowRun) -> list[TaskRun]:
         with self.client as client:

@@ -16,7 +16,8 @@ from prefect.utilities.callables import parameter_schema
 
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.server import server_client
-from trinity_sync.orchestration.worker import PACKAGES, TrinitySyncWorker, load_flow
+from trinity_sync.orchestration.warm import PACKAGES, load_flow
+from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 
 

@@ -14,7 +14,8 @@ from prefect.settings import (
 )
 
 from trinity_sync.layout import COMPONENTS
-from trinity_sync.orchestration.worker import PACKAGES, TrinitySyncWorker, load_flow
+from trinity_sync.orchestration.warm import PACKAGES, load_flow
+from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 
 

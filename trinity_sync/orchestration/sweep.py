@@ -1,20 +1,28 @@
-"""Sealed images that nobody asked a flow run for: the trainer died first, or the server was away.
+"""Images that wait on this node for nobody: what a worker does about them at every poll.
 
-A worker looks for them at its start and at every poll, on the node that it runs on.
+For those that nobody asked a flow run for, since the trainer died first or the server was away, it
+asks. Those of a commit whose process died before its end are freed, when the rest of the commit is
+done. Those of a cancelled save give way to new ones.
 """
 
 import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import COMPONENTS, Kind
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
+from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.persist import Save, mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +32,7 @@ def stranded(
 ) -> list[SaveRequest]:
     """Saves whose images wait on this node, oldest first.
 
-    Slots of saves that are committed already, by a flow that died before it freed them, are freed.
+    Commits that were broken off after their manifest are finished, and their slots freed.
 
     Args:
         spool: the node's spool, with one folder a job.
@@ -42,13 +50,40 @@ def stranded(
             saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
         for (root, run, step, kind), images in saves.items():
             if is_committed(root, run, step, kind):
-                for image in images:
-                    release(image.slot, image.ticket.image)
+                _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images)
             elif not any(image.failed for image in images) and all(
                 clock() - image.ticket.sealed_at > grace_s for image in images
             ):
                 requests.append(_request(job, root, run, step, kind, images))
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
+
+
+def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
+    """Note beside the images of a save that ended that new ones may have their slots at once.
+
+    Args:
+        parameters: those of the flow run; nothing is done for one that is no save.
+        reason: why it ended.
+    """
+    try:
+        request = SaveRequest.model_validate(parameters["request"])
+    except (KeyError, ValidationError):
+        return
+    if folder := request.spools.get(socket.gethostname()):
+        save = Save(request.root, request.run, request.step, request.kind, request.roles)
+        try:
+            mark_failed(JobSpool(Path(folder)), save, reason)
+        except OSError as error:
+            logger.warning("%s keeps its slots for a while: %s", save, error)
+
+
+def _finish(save: Save, images: list[Sealed]) -> None:
+    try:
+        finish_interrupted(save)
+        for image in images:
+            release(image.slot, image.ticket.image)
+    except (OSError, TrinitySyncError) as error:  # other saves have their turn
+        logger.warning("%s is committed, but cannot be finished: %s", save, error)
 
 
 def _request(

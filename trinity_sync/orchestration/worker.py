@@ -2,38 +2,33 @@
 
 A process worker needs seconds to import Prefect and to join Ray for every run; this one has done
 both. It wakes on the event that a run of its pool was scheduled, and polls in case it missed one.
-It looks for images that nobody asked a run for, takes up runs whose process died, and honours
-cancellation.
+It looks for images that nobody asked a run for, mends runs that were lost on this node, honours
+cancellation, and outlives any absence of the server.
 
 Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-sync``.
 """
 
 import asyncio
-import importlib
 import logging
 import os
 import socket
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import anyio
 import anyio.abc
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.context import SettingsContext, get_settings_context
+import httpx
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.flows import Flow
-from prefect.states import AwaitingRetry, Cancelled, Crashed
+from prefect.states import Cancelled, Pending
+from prefect.utilities.engine import propose_state
 from prefect.workers.base import (
     BaseJobConfiguration,
     BaseVariables,
@@ -41,19 +36,27 @@ from prefect.workers.base import (
     BaseWorkerResult,
 )
 
-import trinity_sync
-from trinity_sync.errors import ConfigError
-from trinity_sync.orchestration.sweep import stranded
+from trinity_sync.orchestration.mend import (
+    TAKEN_BY,
+    UNDER_WAY,
+    begin_again,
+    end_unheard_tasks,
+    mend,
+    one_worker_a_node,
+    runs_in,
+)
+from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.snapshot.receipt import process_name
 
 logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
-ATTEMPTS = 3
-"""Times that a save is begun before its crashes are left for a person to look at."""
+REFUSED = (409, 422)
+"""How a server answers parameters that it will never take, as after an upgrade of one side only."""
 
 
 class TrinitySyncJobConfiguration(BaseJobConfiguration):
@@ -89,6 +92,8 @@ class TrinitySyncWorker(
         self._trinity = Settings()
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
+        self._refused: set[str] = set()
+        self._away = False
         self._infrastructure = f"{socket.gethostname()}/{process_name(os.getpid())}"
 
     # ------------------------------------------------------------ running a flow
@@ -104,22 +109,57 @@ class TrinitySyncWorker(
         flow = load_flow(deployment.entrypoint)
         if task_status:
             task_status.started(self._infrastructure)
+        try:
+            state = await self._run_until_cancelled(flow, flow_run)
+            cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
+            if cancelled and not (state and state.is_final()):
+                message = "Cancelled while it ran; a step not committed by then stays uncommitted."
+                let_give_way(flow_run.parameters, message)
+                end: State[Any] = Cancelled(message=message)
+                await self.client.set_flow_run_state(flow_run.id, end, force=True)
+        finally:
+            self._running.pop(flow_run.id, None)
+            self._cancelled.discard(flow_run.id)
+        return TrinitySyncWorkerResult(status_code=0, identifier=self._infrastructure)
+
+    async def _run_until_cancelled(
+        self, flow: Flow[..., Any], flow_run: FlowRun
+    ) -> State[Any] | None:
+        """The run's last state; None if it was cancelled or could not be run to its end."""
         with anyio.CancelScope() as scope:
             self._running[flow_run.id] = scope
+            if flow_run.id in self._cancelled:  # while it was on its way here
+                scope.cancel()
             try:
-                with _WholeSettings.of_now():
-                    await run_flow(flow, flow_run=flow_run, return_type="state")  # type: ignore[misc]
-            except Exception:
-                logger.exception("flow run %s broke off", flow_run.name)
-            finally:
-                del self._running[flow_run.id]
-        if flow_run.id in self._cancelled:
-            self._cancelled.discard(flow_run.id)
-            state: State[Any] = Cancelled(
-                message="Cancelled while it ran; nothing of it was committed."
-            )
-            await self.client.set_flow_run_state(flow_run.id, state, force=True)
-        return TrinitySyncWorkerResult(status_code=0, identifier=self._infrastructure)
+                with WholeSettings.of_now():
+                    return await run_flow(flow, flow_run=flow_run, return_type="state")  # type: ignore[misc]
+            except (Exception, Abort):
+                if flow_run.id not in self._cancelled:
+                    logger.exception("flow run %s broke off", flow_run.name)
+        return None
+
+    async def _submit_run(self, flow_run: FlowRun) -> None:
+        """Begin a run; an error let through here would end all others with the task group."""
+        try:
+            await super()._submit_run(flow_run)
+        except Exception as error:
+            logger.warning("flow run %s could not be begun (%r)", flow_run.name, error)
+            self._release_limit_slot(flow_run.id)
+        finally:
+            self._submitting_flow_run_ids.discard(flow_run.id)
+            if flow_run.id not in self._running:
+                self._cancelled.discard(flow_run.id)
+
+    async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
+        """Take the run if nobody else has; whoever finds it lost can see who had it."""
+        pending: State[Any] = Pending(message=TAKEN_BY + self._infrastructure)
+        try:
+            return (await propose_state(self.client, pending, flow_run.id)).is_pending()
+        except Abort as refusal:
+            logger.info("flow run %s is not taken: %s", flow_run.name, refusal)
+        except Exception as error:
+            logger.warning("flow run %s could not be taken (%r)", flow_run.name, error)
+        return False
 
     async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
         """Nothing is submitted: the run is here already, and one call to the server is saved."""
@@ -127,11 +167,14 @@ class TrinitySyncWorker(
     async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
         """The infrastructure pid names this worker; another call is saved."""
 
+    def _is_busy_with(self, flow_run_id: UUID) -> bool:
+        return flow_run_id in self._running or flow_run_id in self._submitting_flow_run_ids
+
     def _cancel(self, flow_run_id: UUID) -> None:
-        scope = self._running.get(flow_run_id)
-        if scope and flow_run_id not in self._cancelled:
+        if self._is_busy_with(flow_run_id) and flow_run_id not in self._cancelled:
             self._cancelled.add(flow_run_id)
-            scope.cancel()
+            if scope := self._running.get(flow_run_id):
+                scope.cancel()
 
     # ------------------------------------------------------------ what wakes it
 
@@ -139,19 +182,46 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
-        for service in (self._listen, self._sweep_at_every_poll):
+        services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
+        for service in services:
             scope = anyio.CancelScope()
             self._scheduled_task_scopes.add(scope)
             self._runs_task_group.start_soon(self._serve, scope, service)
 
-    async def _serve(self, scope: anyio.CancelScope, service: Any) -> None:
+    async def get_and_submit_flow_runs(self) -> list[FlowRun]:
+        """Take the runs that are due; none while the server is away."""
+        with self._server_may_be_away():
+            return await super().get_and_submit_flow_runs()
+        return []
+
+    async def _sync_and_initialize(self) -> None:
+        with self._server_may_be_away():
+            await super()._sync_and_initialize()
+
+    @contextmanager
+    def _server_may_be_away(self) -> Iterator[None]:
+        """Prefect's loops give up, and the worker with them, some minutes into an absence."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
+                raise
+            if not self._away:
+                logger.warning("the Prefect server is away (%r); waiting for it", error)
+            self._away = True
+        else:
+            if self._away:
+                logger.warning("the Prefect server is back")
+            self._away = False
+
+    async def _serve(self, scope: anyio.CancelScope, service: Callable[[], Any]) -> None:
         """Keep a service going through whatever the server does."""
         with scope:
             while True:
                 try:
                     await service()
                 except Exception as error:
-                    logger.debug("%s is taken up again after %r", service.__name__, error)
+                    logger.debug("%s is taken up again after %r", service, error)
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
@@ -168,16 +238,29 @@ class TrinitySyncWorker(
                 else:
                     self._cancel(UUID(event.resource.id.rpartition(".")[2]))
 
-    async def _sweep_at_every_poll(self) -> None:
-        await self.mend()
+    async def _poll(self, work: Callable[[], Any]) -> None:
         while True:
-            if self._running:
-                for run in await self._runs_in(StateType.CANCELLING):
-                    self._cancel(run.id)
-            await self.sweep()
+            await work()
             await anyio.sleep(self._trinity.poll_s)
 
     # ------------------------------------------------------------ what others left behind
+
+    async def mend(self) -> None:
+        """Honour what was cancelled; give runs and tasks an end that cannot report it any more."""
+        lost = []
+        for run in await runs_in(self.client, self._work_pool_name, *UNDER_WAY):
+            if not self._is_busy_with(run.id):
+                lost.append(run)
+            elif run.state and run.state.is_cancelling():
+                self._cancel(run.id)
+        with one_worker_a_node(self._trinity.spool) as alone:
+            if alone:
+                for run in lost:
+                    try:
+                        await mend(self.client, run, self._infrastructure, self._is_busy_with)
+                    except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
+                        logger.warning("flow run %s cannot be mended: %s", run.name, error)
+                await end_unheard_tasks(self.client, self._work_pool_name)
 
     async def sweep(self) -> None:
         """Ask for the runs of images that wait on this node, and take up crashed ones."""
@@ -186,71 +269,24 @@ class TrinitySyncWorker(
             return
         deployment = await self.client.read_deployment_by_name(SAVE_DEPLOYMENT)
         for request in requests:
-            run = await self.client.create_flow_run_from_deployment(
-                deployment.id, **request.flow_run
-            )
-            await self._take_up(run, request)
+            try:
+                run = await self.client.create_flow_run_from_deployment(
+                    deployment.id, **request.flow_run
+                )
+            except httpx.HTTPStatusError as error:  # the others have their turn
+                if error.response.status_code not in REFUSED:
+                    raise
+                self._warn_of_refusal(request, error.response.text)
+                continue
+            if run.state and run.state.is_cancelled():  # perhaps before anybody had taken it
+                let_give_way(run.parameters, "Cancelled.")
+            elif run.state and run.state.is_crashed() and not self._is_busy_with(run.id):
+                with one_worker_a_node(self._trinity.spool) as alone:
+                    if alone:  # a run that is cancelled is shown as crashed for an instant
+                        await begin_again(self.client, run.id, crashed_for_s=2.0)
 
-    async def _take_up(self, run: FlowRun, request: SaveRequest) -> None:
-        if run.state is None or not run.state.is_crashed() or run.run_count >= ATTEMPTS:
-            return
-        logger.warning("%s crashed (%s) and is begun again", request.run_name, run.state.message)
-        await self.client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
-
-    async def mend(self) -> None:
-        """Mark runs of this pool as crashed whose process on this node is gone."""
-        for run in await self._runs_in(StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
-            host, _, process = (run.infrastructure_pid or "").partition("/")
-            if host == socket.gethostname() and not process_lives(process):
-                state: State[Any] = Crashed(message=f"The worker process {process} on {host} died.")
-                await self.client.set_flow_run_state(run.id, state, force=True)
-
-    async def _runs_in(self, *states: StateType) -> list[FlowRun]:
-        wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
-        return await self.client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(state=wanted),
-            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[self._work_pool_name])),
-        )
-
-
-class _WholeSettings(SettingsContext):
-    """The settings of this process, handed to tasks as they are.
-
-    Prefect takes them apart for each task and reads them anew in the task's process, from the
-    environment and all: 0.15 s a task, twice on a save's way. Pickling them takes 3 ms.
-    """
-
-    @classmethod
-    def of_now(cls) -> "_WholeSettings":
-        now = get_settings_context()
-        return cls(profile=now.profile, settings=now.settings)
-
-    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
-        return {"profile": self.profile, "settings": self.settings}
-
-
-PACKAGES = str(Path(trinity_sync.__file__).parent.parent)
-"""The folder that holds flows, tasks and trinity_sync as they were installed."""
-
-_flows: dict[str, Flow[..., Any]] = {}
-
-
-def load_flow(entrypoint: str | None) -> Flow[..., Any]:
-    """The flow that a deployment names (``package.module.flow`` or ``package.module:flow``).
-
-    Raises:
-        ConfigError: it cannot be imported here.
-    """
-    if entrypoint not in _flows:
-        if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
-            sys.path.insert(0, PACKAGES)
-        module, _, name = str(entrypoint).replace(":", ".").rpartition(".")
-        try:
-            flow = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"the deployment's entrypoint {entrypoint!r} cannot be imported by this worker: "
-                f"{error}. Is the package installed where the worker runs?"
-            ) from error
-        _flows[str(entrypoint)] = flow
-    return _flows[str(entrypoint)]
+    def _warn_of_refusal(self, request: SaveRequest, why: str) -> None:
+        if request.key not in self._refused:
+            self._refused.add(request.key)
+            what = f"{request.run_name} of {request.root}"
+            logger.error("%s is refused, run: trinity-sync deploy (%s)", what, why)

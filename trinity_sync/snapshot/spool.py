@@ -110,20 +110,25 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
     """
-    _own_folder(spool)
+    own_folder(spool)
     folder = spool / job_id(root)
-    _own_folder(folder)
+    own_folder(folder)
     return JobSpool(folder)
 
 
 def job_spools(spool: Path) -> Iterator[JobSpool]:
     """The folders of all jobs that have one on this node."""
     if spool.is_dir():
-        _own_folder(spool)
+        own_folder(spool)
         yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
 
 
-def _own_folder(folder: Path) -> None:
+def own_folder(folder: Path) -> None:
+    """Make ``folder`` if it is missing.
+
+    Raises:
+        SpoolError: it is not a folder of this user alone, or cannot be made.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

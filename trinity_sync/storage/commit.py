@@ -18,7 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
-from trinity_sync.layout import FULL_CHECKPOINT_MARK, MANIFEST, PRIVATE_FOLDER, Kind, job_id
+from trinity_sync.layout import (
+    FULL_CHECKPOINT_MARK,
+    MANIFEST,
+    PRIVATE_FOLDER,
+    Kind,
+    job_id,
+    step_folder,
+)
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
@@ -123,13 +130,39 @@ def commit(
                 _name(file, save.folder / file.record.path)
             _sync_folders(save.folder, written)
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
-        if save.kind == "checkpoint":
-            (save.folder / FULL_CHECKPOINT_MARK).touch()
         _remove_leftovers(save.folder, written)
-        sync_folder(save.folder)
-        for kind in manifest.kinds:
-            advance_iteration(save.root, kind, save.run, save.step)
+        _finish(save.root, manifest)
     return manifest
+
+
+def finish_interrupted(save: Save) -> None:
+    """Do what follows the manifest, for a commit whose process may have died right after it.
+
+    Nothing is done if the step is not committed, or if a later run has left it behind. Waits while
+    a commit is under way in the root.
+    """
+    if not read_manifest(save.root, save.step):
+        return
+    with _one_at_a_time(save.root):
+        manifest = read_manifest(save.root, save.step)
+        if manifest is None or manifest.run != save.run:
+            return
+        try:
+            refuse_abandoned(save.root, save.run, save.run_key, save.step)
+        except Abandoned as error:
+            logger.info("%s", error)
+        else:
+            _finish(save.root, manifest)
+
+
+def _finish(root: str, manifest: Manifest) -> None:
+    """Mark a committed step, and point at it."""
+    folder = step_folder(root, manifest.step)
+    if "checkpoint" in manifest.kinds:
+        (folder / FULL_CHECKPOINT_MARK).touch()
+    sync_folder(folder)
+    for kind in manifest.kinds:
+        advance_iteration(root, kind, manifest.run, manifest.step)
 
 
 def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> None:

@@ -1,0 +1,71 @@
+"""A save that takes long enough to kill something in the middle of it, and what to kill."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import torch
+
+from tests.integration.prefect_api import until
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.steps import newest, require_committed
+
+SIZE = 15_000_000
+FILE = "actor/model_world_size_1_rank_0.pt"
+
+
+def begin_slow_save(saves: CheckpointCoordinator, root: Path, step: int) -> None:
+    """Hand a save over and return while its shard is being written."""
+    saves.save(step, {"model": {"w": torch.full((SIZE,), float(step))}})
+    folder = root / f"global_step_{step}/actor"
+    until(lambda: list(folder.glob(".*.tmp")), "the first bytes on disk")
+    assert read_manifest(root, step) is None
+
+
+def assert_only_step_1_counts(root: Path) -> None:
+    assert newest(root).step == 1
+    assert read_iteration(root, "checkpoint") == 1
+    assert torch.load(root / "global_step_1" / FILE)["w"].tolist() == [1.0] * 10
+
+
+def assert_committed(root: Path, step: int) -> None:
+    until(lambda: read_manifest(root, step), f"the commit of step {step}", 150)
+    require_committed(root, step)
+    until(lambda: read_iteration(root, "checkpoint") == step, "the iteration file")
+    weights = torch.load(root / f"global_step_{step}" / FILE)["w"]
+    assert torch.equal(weights, torch.full((SIZE,), float(step)))
+
+
+def key(saves: CheckpointCoordinator, step: int) -> str:
+    return saves.request_key(step, "checkpoint")
+
+
+def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:
+    found = stack_module.find(settings)
+    assert found is not None
+    assert found.worker is not None
+    worker = psutil.Process(found.worker.pid)
+    worker.send_signal(number)
+    worker.wait(30)
+
+
+def kill_server(settings: Settings) -> None:
+    found = stack_module.find(settings)
+    assert found is not None
+    assert found.server is not None
+    server = psutil.Process(found.server.pid)
+    processes = [*server.children(recursive=True), server]
+    for process in processes:
+        process.kill()
+    assert not psutil.wait_procs(processes, 10)[1]
+
+
+def ray_processes(stack: StackState, title: str) -> list[psutil.Process]:
+    assert stack.ray is not None
+    every = psutil.Process(stack.ray.pid).children(recursive=True)
+    return [each for each in every if each.cmdline() and each.cmdline()[0].startswith(title)]

@@ -1,0 +1,246 @@
+"""A run whose end nobody could report does not stay under way for ever, nor does who waits for it.
+
+The worker of most of these tests gives a call up at once that finds no server; by default it tries
+for a minute, and a server that is away for longer does the same to it.
+"""
+
+import asyncio
+import copy
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Cancelling, Pending, Running
+
+from tests.faults.slow_save import (
+    SIZE,
+    assert_committed,
+    begin_slow_save,
+    key,
+    kill_server,
+    kill_worker,
+    ray_processes,
+)
+from tests.integration.prefect_api import Api, until
+from tests.unit.job import Job
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.mend import ATTEMPTS, TAKEN_BY, end_unheard_tasks
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.manifest import read_manifest
+
+DEAD = f"{TAKEN_BY}{socket.gethostname()}/1/1"
+"""How a run is taken by a process of this node that is dead: pid 1 began at another time."""
+
+
+@pytest.fixture(scope="class")
+def impatient(stack: StackState, stack_settings: Settings) -> Iterator[None]:
+    """A worker that asks the server once."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")
+        kill_worker(stack_settings)
+        stack_module.up(stack_settings)
+    yield
+    kill_worker(stack_settings)
+    stack_module.up(stack_settings)
+
+
+@pytest.fixture
+def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
+    kill_worker(stack_settings)
+    yield
+    stack_module.up(stack_settings)
+
+
+def worker_log(settings: Settings) -> str:
+    return (settings.home / "logs/worker.log").read_text()
+
+
+def await_broken_off(settings: Settings, before: str) -> None:
+    """Until the worker has failed to report the end of a run."""
+    until(lambda: "broke off" in worker_log(settings)[len(before) :], "the lost report")
+
+
+def assert_nothing_is_under_way(api: Api, run_id: UUID) -> None:
+    run = api.ended(run_id)
+    assert run.state.name == "Completed"
+
+    def under_way() -> list[str]:
+        tasks = api.tasks_of(run)
+        return [task.name for task in tasks if not (task.state and task.state.is_final())]
+
+    until(lambda: not under_way(), f"the end of the tasks {under_way()}", 120)
+
+
+def test_the_server_killed_in_mid_write_and_back_soon(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    kill_server(stack_settings)
+    stack_module.up(stack_settings)
+    saves.wait_all()
+    assert_committed(root, 2)
+    assert_nothing_is_under_way(api, run.id)
+
+
+@pytest.mark.usefixtures("impatient")
+class TestTheServerIsAwayWhenARunEnds:
+    def test_the_run_is_shown_as_completed_once_it_is_back(
+        self, saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+    ) -> None:
+        before = worker_log(stack_settings)
+        begin_slow_save(saves, root, 2)
+        run = api.run_of(key(saves, 2))
+        kill_server(stack_settings)
+        saves.wait_all()
+        assert_committed(root, 2)  # the server has no part in it
+        await_broken_off(stack_settings, before)
+        stack_module.up(stack_settings)
+        assert_nothing_is_under_way(api, run.id)
+
+    def test_a_save_that_failed_meanwhile_is_begun_again(
+        self,
+        saves: CheckpointCoordinator,
+        root: Path,
+        stack: StackState,
+        stack_settings: Settings,
+        api: Api,
+    ) -> None:
+        before = worker_log(stack_settings)
+        begin_slow_save(saves, root, 2)
+        run = api.run_of(key(saves, 2))
+        kill_server(stack_settings)
+        (writer,) = ray_processes(stack, "ray::model")
+        writer.kill()
+        await_broken_off(stack_settings, before)
+        assert read_manifest(root, 2) is None
+        stack_module.up(stack_settings)
+        saves.wait_all()
+        assert_committed(root, 2)
+        assert_nothing_is_under_way(api, run.id)
+
+
+def test_a_save_that_is_lost_for_good_is_crashed_and_named(
+    saves: CheckpointCoordinator, no_worker: None, stack_settings: Settings, api: Api
+) -> None:
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
+    for _ in range(ATTEMPTS):
+        set_states(api, run.id, Pending(message=DEAD), Running())
+    stack_module.up(stack_settings)
+    with pytest.raises(SaveFailed, match=r"save actor step 2 .* process .* died"):
+        saves.wait_all()
+    assert api.ended(run.id).state.name == "Crashed"
+
+
+def test_a_save_whose_worker_was_stopped_is_begun_again(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    kill_worker(stack_settings, signal.SIGTERM)
+    assert api.ended(run.id).state.name == "Crashed"  # it could say so itself
+    stack_module.up(stack_settings)
+    assert_committed(root, 2)
+    assert_nothing_is_under_way(api, run.id)
+
+
+def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(
+    saves: CheckpointCoordinator, no_worker: None, stack_settings: Settings, api: Api
+) -> None:
+    request = api.run_of(key(saves, 1)).parameters["request"]
+    runs = [api.start({"request": request}) for _ in range(3)]
+    here, cancelled, elsewhere = runs
+    set_states(api, here, *[Pending(message=DEAD)] * ATTEMPTS)
+    set_states(api, cancelled, Pending(message=DEAD), Running(), Cancelling())
+    set_states(api, elsewhere, Pending(message=f"{TAKEN_BY}another-node/1/1"), Running())
+    stack_module.up(stack_settings)
+    assert api.ended(here).state.name == "Crashed"
+    await_cancelled(api, cancelled)
+    with api.client as client:
+        assert client.read_flow_run(elsewhere).state.name == "Running"
+    set_states(api, elsewhere, Cancelled())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
+def test_a_run_cancelled_on_its_way_to_the_worker_ends_as_cancelled(
+    saves: CheckpointCoordinator, api: Api, root: Path, after_s: float
+) -> None:
+    saves.save(2, {"model": {"w": torch.ones(SIZE)}})
+    run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
+    time.sleep(after_s)
+    with api.client as client:
+        client.set_flow_run_state(run.id, Cancelling())
+    await_cancelled(api, run.id)
+    with pytest.raises(SaveFailed, match="step 2"):
+        saves.wait_all()
+    until(lambda: all(image.failed for image in saves.spool.tickets()[0]), "its image to give way")
+
+
+def test_tasks_whose_reports_a_server_lost_end_like_their_run(
+    saves: CheckpointCoordinator, api: Api, stack_settings: Settings
+) -> None:
+    run = api.ended(api.run_of(key(saves, 1)).id)
+    tasks = until(lambda: (found := api.tasks_of(run))[1:] and found, "its tasks")
+    assert_nothing_is_under_way(api, run.id)
+    with api.client as client:
+        client.set_task_run_state(tasks[0].id, Running(), force=True)
+
+    async def mend(late_s: float) -> None:
+        async with get_client() as client:
+            await end_unheard_tasks(client, stack_settings.work_pool, late_s=late_s)
+
+    asyncio.run(mend(60.0))
+    assert "Running" in [task.state.name for task in api.tasks_of(run)]  # it may be on its way
+    asyncio.run(mend(0.0))
+    assert {task.state.name for task in api.tasks_of(run)} == {"Completed"}
+
+
+def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
+    stack: StackState, stack_settings: Settings, root: Path, api: Api
+) -> None:
+    root.mkdir()
+    with api.client as client:
+        deployment = client.read_deployment_by_name(SAVE_DEPLOYMENT)
+        known = deployment.parameter_openapi_schema
+        narrow = copy.deepcopy(known)
+        narrow["definitions"]["SaveRequest"]["properties"]["step"]["minimum"] = 3
+        client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=narrow))
+        try:
+            job = Job(root, open_job_spool(stack_settings.spool, root))
+            for step in (2, 3):  # sealed, and nobody asks for them
+                job.stage(step, {"model": {"w": torch.ones(3)}})
+            until(lambda: read_manifest(root, 3), "the commit of step 3")
+            assert read_manifest(root, 2) is None
+            assert worker_log(stack_settings).count(f"step 2 of {root} is refused") == 1
+        finally:
+            client.update_deployment(
+                deployment.id, DeploymentUpdate(parameter_openapi_schema=known)
+            )
+    until(lambda: read_manifest(root, 2), "the commit of step 2, once it is taken")
+    for stager in job.stagers.values():
+        stager.close()
+
+
+def await_cancelled(api: Api, run_id: UUID) -> None:
+    """A run that is stopped where it stands is shown as crashed for an instant."""
+    until(lambda: api.ended(run_id).state.name == "Cancelled", "the run to be cancelled", 30)
+
+
+def set_states(api: Api, run_id: UUID, *states: State) -> None:
+    with api.client as client:
+        for state in states:
+            client.set_flow_run_state(run_id, state.model_copy(), force=True)

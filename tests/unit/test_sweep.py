@@ -1,0 +1,104 @@
+"""What the worker's sweep makes of images that wait for nobody."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.runs import open_run
+
+
+def sweep(job: Job) -> list[int]:
+    """Steps that the sweep would ask a flow run for."""
+    return [request.step for request in stranded(job.spool.folder.parent, grace_s=-1)]
+
+
+def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
+    """The real commit, killed at the instant after the rename of the manifest."""
+    script = textwrap.dedent(
+        f"""
+        import os, signal
+        from pathlib import Path
+        from trinity_sync.snapshot.spool import JobSpool
+        from trinity_sync.storage import commit as commits
+        from trinity_sync.storage.persist import Save, WriteOptions, persist
+        save = Save({str(job.root)!r}, 1, {step}, "checkpoint", ("actor",))
+        spool = JobSpool(Path({str(job.spool.folder)!r}))
+        written = persist(spool, save, "model", WriteOptions())
+        write = commits.write_manifest_into
+        def write_and_die(*arguments):
+            write(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+        commits.write_manifest_into = write_and_die
+        commits.commit(save, written)
+        """
+    )
+    job.stage(step, {"model": {"w": torch.ones(10)}})
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert read_manifest(job.root, step) is not None
+
+
+def mark(job: Job, step: int) -> Path:
+    return job.root / f"global_step_{step}/.full_checkpoint"
+
+
+def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    assert read_iteration(job.root, "checkpoint") is None
+    assert not mark(job, 5).exists()
+    assert sweep(job) == []
+    assert read_iteration(job.root, "checkpoint") == 5
+    assert read_iteration(job.root, "state_dict") == 5
+    assert mark(job, 5).exists()
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    job.commit(6)
+    assert sweep(job) == []
+    assert read_iteration(job.root, "checkpoint") == 6
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_died_and_was_left_behind_is_not_pointed_at(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(4, {"model": {"w": torch.ones(10)}})
+    job.commit(4)
+    commit_and_die_after_the_manifest(job, 5)
+    open_run(job.root, "second", 4)
+    assert sweep(job) == []
+    assert read_iteration(job.root, "checkpoint") == 4
+    assert job.spool.tickets() == ([], [])
+
+
+def test_a_commit_that_cannot_be_finished_leaves_the_others_alone(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    (job.root / "latest_state_dict_iteration.txt").mkdir()
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    assert sweep(job) == [6]
+    (job.root / "latest_state_dict_iteration.txt").rmdir()
+    assert sweep(job) == [6]
+    assert read_iteration(job.root, "state_dict") == 5
+
+
+def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:
+    for step in (5, 6):
+        job.stage(step, {"model": {"w": torch.ones(10)}})
+    (request, _) = stranded(job.spool.folder.parent, grace_s=-1)
+    let_give_way(request.flow_run["parameters"], "cancelled by a person")
+    cancelled, other = sorted(job.spool.tickets()[0], key=lambda image: image.ticket.step)
+    assert (cancelled.ticket.step, cancelled.failed, other.failed) == (5, True, False)
+    assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
+    assert sweep(job) == [6]
+    let_give_way({"another": "flow"}, "no save at all")

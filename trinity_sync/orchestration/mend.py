@@ -1,0 +1,178 @@
+"""Runs that Prefect shows as under way although nobody is at them any more.
+
+A worker that is killed cannot say that its run is over, nor can one whose last call finds the
+server away. Every worker looks for such runs of its own node, where it knows processes by pid and
+start time: it gives them an end and has them begun again. A run of another node is left to that
+node's workers.
+
+Who has a run in hand is told by the message of the Pending state with which it was taken. That is
+one call, which either happened or did not; the run's ``infrastructure_pid`` is set by a later one.
+"""
+
+import fcntl
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
+
+from trinity_sync.orchestration.sweep import let_give_way
+from trinity_sync.snapshot.receipt import process_lives
+from trinity_sync.snapshot.spool import own_folder
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Times that a run is begun before its crashes are left for a person to look at."""
+UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
+TAKEN_BY = "Taken by "
+"""Begins the message of the Pending state of a run that a worker has taken; the rest names the
+process, as ``host/pid/start time``."""
+LATE_S = 60.0
+"""Seconds after a run's end in which its tasks' own reports may still come in: Prefect sends them
+apart from it, and again every 30 s until the server has them."""
+
+
+@contextmanager
+def one_worker_a_node(spool: Path) -> Iterator[bool]:
+    """Whether no other process of this node mends within such a block at the moment.
+
+    One that has just seen a run as lost must not end it after another has begun it again.
+    """
+    own_folder(spool)
+    with (spool / ".mend.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+async def runs_in(client: PrefectClient, pool: str, *states: StateType) -> list[FlowRun]:
+    """The runs of a pool that are in one of these states."""
+    wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
+    return await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=wanted), work_pool_filter=_of_pool(pool)
+    )
+
+
+async def mend(
+    client: PrefectClient, run: FlowRun, here: str, is_busy_with: Callable[[UUID], bool]
+) -> None:
+    """Give a run that was seen under way its end, if it is lost, and have it begun again.
+
+    Args:
+        client: client of the Prefect server.
+        run: the run; ``is_busy_with`` must have denied it after the server was asked for it.
+        here: this process, as ``host/pid/start time``.
+        is_busy_with: whether this process is at a run, from its taking to its last state.
+    """
+    states = await client.read_flow_run_states(run.id)
+    now = await client.read_flow_run(run.id)
+    if now.state is None or now.state.type not in UNDER_WAY or is_busy_with(run.id):
+        return
+    if now.state.id not in {state.id for state in states}:
+        return  # it moved between the two questions, so somebody is at it
+    owner = _owner(states)
+    host, _, process = owner.partition("/")
+    if owner != here and (host != socket.gethostname() or process_lives(process)):
+        return
+    why = "found no server when it ended" if owner == here else "died"
+    if now.state.is_cancelling():
+        end: State[None] = Cancelled(message=f"Cancelled; its process {owner} {why}.")
+        let_give_way(now.parameters, str(end.message))
+    else:
+        end = Crashed(message=f"Its process {owner} {why}.")
+    logger.warning("flow run %s: %s", run.name, end.message)
+    await _end_tasks(client, await _tasks_under_way(client, FlowRunFilter(id=_of([run.id]))), end)
+    await client.set_flow_run_state(run.id, end, force=True)
+    await begin_again(client, run.id)
+
+
+async def begin_again(client: PrefectClient, run_id: UUID, *, crashed_for_s: float = 0.0) -> None:
+    """Have a run begun again that crashed so many seconds ago, unless that was done too often."""
+    states = await client.read_flow_run_states(run_id)
+    run = await client.read_flow_run(run_id)
+    if run.state is None or not run.state.is_crashed() or len(_takings(states)) >= ATTEMPTS:
+        return
+    age = datetime.now(timezone.utc) - run.state.timestamp
+    if age >= timedelta(seconds=crashed_for_s):
+        logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
+        await client.set_flow_run_state(run_id, AwaitingRetry(), force=True)
+
+
+async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:
+    """Give the tasks of ended runs an end whose own reports were lost with a server."""
+    before = datetime.now(timezone.utc) - timedelta(seconds=late_s)
+    final = [StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]
+    ended = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=final)),
+        end_time=FlowRunFilterEndTime(before_=before),  # type: ignore[arg-type]
+    )
+    tasks: dict[UUID, list[TaskRun]] = defaultdict(list)
+    for task in await _tasks_under_way(client, ended):
+        if task.flow_run_id:
+            tasks[task.flow_run_id].append(task)
+    if not tasks:
+        return
+    for run in await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(id=_of(list(tasks))), work_pool_filter=_of_pool(pool)
+    ):
+        why = f"Its flow run is {run.state_name}; what it reported itself did not come in."
+        if run.state_type == StateType.COMPLETED:
+            end: State[None] = Completed(message=why)
+        else:
+            end = Cancelled(message=why) if run.state_name == "Cancelled" else Crashed(message=why)
+        await _end_tasks(client, tasks[run.id], end)
+
+
+async def _tasks_under_way(client: PrefectClient, runs: FlowRunFilter) -> list[TaskRun]:
+    under_way = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
+    return await client.read_task_runs(
+        flow_run_filter=runs,
+        task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=under_way)),
+    )
+
+
+async def _end_tasks(client: PrefectClient, tasks: Sequence[TaskRun], end: State[None]) -> None:
+    for task in tasks:
+        state: State[None] = State(type=end.type, name=end.name, message=end.message)
+        await client.set_task_run_state(task.id, state, force=True)
+
+
+def _takings(states: Sequence[State]) -> list[State]:
+    return [s for s in states if s.is_pending() and (s.message or "").startswith(TAKEN_BY)]
+
+
+def _owner(states: Sequence[State]) -> str:
+    """The process that took the run last, as ``host/pid/start time``; "" if nobody has."""
+    taken = _takings(states)
+    return str(taken[-1].message).removeprefix(TAKEN_BY) if taken else ""
+
+
+def _of(run_ids: list[UUID]) -> FlowRunFilterId:
+    return FlowRunFilterId(any_=run_ids)
+
+
+def _of_pool(pool: str) -> WorkPoolFilter:
+    return WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
