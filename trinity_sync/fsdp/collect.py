@@ -5,6 +5,8 @@ next optimizer step.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -31,11 +33,18 @@ def model_state(model: Any) -> dict[str, Any]:
     FSDP1 gathers each wrapped module to take its shards out, which every rank takes part in; FSDP2
     needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
     """
+    with sharded(model):
+        return dict(model.state_dict())
+
+
+@contextmanager
+def sharded(model: Any) -> Iterator[None]:
+    """States of an FSDP1 model are those of this rank's shards meanwhile; others' always are."""
     config = ShardedStateDictConfig(offload_to_cpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with get_fsdp_state_ctx(model, StateDictType.SHARDED_STATE_DICT, config, None):
-            return dict(model.state_dict())
+            yield
 
 
 def lora_only(state: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 from trinity_sync.errors import SpoolFull
 from trinity_sync.snapshot.image import Layout
+from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Slot:
         self._image = torch.empty(0, dtype=torch.uint8)
         if remove and self.try_lock():
             if self.free:
+                forget(self.path)
                 self.path.unlink(missing_ok=True)
             self.unlock()
         os.close(self._fd)

@@ -7,6 +7,7 @@
         actor.model.rank0.0.slot                memory, reused
         actor.model.rank0.0.slot.ticket         sealed: waits to be committed
         actor.model.rank0.1.slot                free: has no ticket
+        actor.model.rank0.1.slot.kept           of which commit its bytes still are, see ``kept``
         receipts/...                            of saves by a function, see ``receipt``
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFull, TicketError
 from trinity_sync.layout import check_name, job_id
+from trinity_sync.snapshot.kept import KEPT_SUFFIX, kept_in
 from trinity_sync.snapshot.ticket import (
     TICKET_SUFFIX,
     Ticket,
@@ -78,6 +80,14 @@ class JobSpool:
         """As `tickets`, of one step of one run."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
+
+    def kept(self, digest: str) -> Iterator[Path]:
+        """Free slots whose notes say that they still hold the file of this digest."""
+        for note in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
+            slot = note.with_name(note.name.removesuffix(KEPT_SUFFIX))
+            kept = kept_in(slot)
+            if kept and kept.digest == digest:
+                yield slot
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder once the last process has given its slots back."""

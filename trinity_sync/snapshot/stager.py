@@ -17,6 +17,7 @@ from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Component, Kind, shard_file
 from trinity_sync.snapshot.copying import Computed, computed_now
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
+from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
@@ -214,6 +215,7 @@ class Stager:
         self._slots.clear()
 
     def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
+        forget(slot.path)
         image = slot.image(part.layout.nbytes)
         if any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()

@@ -166,10 +166,14 @@ def _finish(root: str, manifest: Manifest) -> None:
 
 
 def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> None:
-    """Free this node's slots of a committed save for the next ones."""
-    for slot, image in {(file.slot, file.image) for file in written if file.slot}:
+    """Free this node's slots of a committed save for the next ones.
+
+    Until one of them fills a slot, `load_shards` finds the committed file there.
+    """
+    digests = {(file.slot, file.image): file.record.digest for file in written if file.slot}
+    for (slot, image), digest in digests.items():
         try:
-            release(Path(slot), image)
+            release(Path(slot), image, digest)
         except FileNotFoundError:
             continue  # another node's, or removed with the trainer
     forget_receipts(spool, save.run, save.step, save.kind)

@@ -85,16 +85,17 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> bool:
         if direct:
             end = end // ALIGNMENT * ALIGNMENT
             if done >= end or done % ALIGNMENT:  # what is left is no whole page
-                direct, end = _through_page_cache(fd), len(chunk)
+                direct, end = through_page_cache(fd), len(chunk)
         try:
             done += os.pwrite(fd, chunk[done:end], offset + done)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            direct = _through_page_cache(fd)
+            direct = through_page_cache(fd)
     return direct
 
 
-def _through_page_cache(fd: int) -> bool:
+def through_page_cache(fd: int) -> bool:
+    """Give direct I/O up for an open file; returns False, for whether it is on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False

@@ -1,0 +1,88 @@
+"""The bytes of a file, in memory, become the state that torch.load gives, without a copy."""
+
+import io
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.unit.test_image import assert_equal, image_of, states
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.loading import state_of
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def from_memory(content: bytes) -> Any:
+    return state_of(memoryview(bytearray(content)))
+
+
+@given(states)
+@settings(max_examples=150, deadline=None)
+def test_any_nested_state_comes_back_as_torch_load_gives_it(state: Any) -> None:
+    assert_equal(from_memory(image_of(state)), state)
+    assert_equal(from_memory(saved(state)), state)
+
+
+def test_tied_tensors_and_views_share_memory_again() -> None:
+    base = torch.randn(100, 7)
+    state = {"base": base, "tied": base, "rows": base[10:20], "turned": base.t()}
+    for content in (image_of(state), saved(state)):
+        again = from_memory(content)
+        assert_equal(again, state)
+        again["base"].zero_()
+        assert all(not tensor.any() for tensor in again.values())
+
+
+def test_all_tensors_are_the_memory_that_was_given() -> None:
+    content = bytearray(image_of({"a": torch.ones(2000), "b": torch.ones(3, dtype=torch.bfloat16)}))
+    start = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    for tensor in state_of(memoryview(content)).values():
+        assert start <= tensor.data_ptr() < start + len(content)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
+    tensor = from_memory(image_of({"a": torch.arange(5000), "b": torch.zeros(5000)}))["a"]
+    assert torch.equal(tensor, torch.arange(5000))
+    assert torch.equal(from_memory(saved({"again": tensor}))["again"], tensor)
+
+
+def test_parameters_sparse_tensors_and_subclassed_containers_come_back() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = {
+        "module": module.state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "sparse": torch.eye(3).to_sparse(),
+        "random": torch.get_rng_state(),
+    }
+    again = from_memory(image_of(state))
+    assert again["module"]._metadata == state["module"]._metadata
+    assert again["parameter"].requires_grad
+    assert torch.equal(again["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(again["random"], state["random"])
+
+
+def test_a_file_that_is_cut_short_is_named_as_what_it_is() -> None:
+    content = image_of({"w": torch.zeros(5000)})
+    for length in (0, 10, len(content) // 2, len(content) - 1):
+        with pytest.raises(ImageError, match=r"no file of torch\.save"):
+            from_memory(content[:length])
+
+
+def test_a_compressed_archive_is_refused() -> None:
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved({"w": torch.zeros(5000)}))) as archive,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other,
+    ):
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    with pytest.raises(ImageError, match="compressed"):
+        from_memory(packed.getvalue())

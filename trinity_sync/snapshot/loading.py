@@ -1,0 +1,121 @@
+"""The bytes of a ``.pt`` file in memory, back into the state; the mirror of ``image``.
+
+``torch.load`` rebuilds the state as it always does, with one difference: where it would read a
+storage from the file into memory of its own, the unpickler that it is given answers with the part
+of the memory that holds that storage already. So nothing is copied, and what was shared in the
+file (tied tensors, views) is shared in the state, because the parts belong to storages.
+"""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import ImageError
+
+
+def state_of(image: memoryview) -> Any:
+    """What ``torch.load(..., map_location="cpu", weights_only=False)`` gives for these bytes.
+
+    Like any unpickling without ``weights_only`` it runs what the bytes say: call it for files of
+    one's own jobs only. veRL loads its checkpoints in the same way.
+
+    Args:
+        image: a whole ``.pt`` file, in memory that may be written and that nobody else uses. The
+            tensors of the state, all on the CPU, are this memory, and keep it alive.
+
+    Raises:
+        ImageError: the bytes are no ``.pt`` file, or one that is compressed or legacy.
+    """
+    try:
+        data = _records(image)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes are no file of torch.save: {error}"
+        ) from error
+    memory = torch.frombuffer(image, dtype=torch.uint8).untyped_storage()
+    pickle_module = SimpleNamespace(__name__="pickle", Unpickler=_unpickler(memory, data))
+    return torch.load(
+        _File(image),  # type: ignore[arg-type]
+        map_location="cpu",
+        pickle_module=pickle_module,
+        weights_only=False,
+    )
+
+
+def _records(image: memoryview) -> dict[str, int]:
+    """Where the data of each storage starts, by the key that the pickle knows the storage by."""
+    with zipfile.ZipFile(_File(image)) as archive:
+        entries = archive.infolist()
+    records = {}
+    for entry in entries:
+        folder, _, key = entry.filename.rpartition("/data/")
+        if not folder or "/" in folder:
+            continue
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
+        # the entry's own header may be longer than the directory's: it holds the padding
+        name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
+        records[key] = entry.header_offset + 30 + name + extra
+    return records
+
+
+def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pickle.Unpickler]:
+    """An unpickler whose storages are parts of ``memory``."""
+    storages: dict[str, torch.TypedStorage] = {}
+
+    class ViewingUnpickler(pickle.Unpickler):
+        @property
+        def persistent_load(self) -> Any:  # torch.load wants to set one that reads
+            return _take
+
+        @persistent_load.setter
+        def persistent_load(self, _: Any) -> None:
+            pass
+
+    def _take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
+        _, storage_type, key, _, numel = name
+        if key not in storages:
+            dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+            start, nbytes = records[key], numel * dtype.itemsize
+            if start + nbytes > len(memory):
+                raise ImageError(f"storage {key} ends beyond the end of the file")
+            storages[key] = torch.TypedStorage(
+                wrap_storage=memory[start : start + nbytes], dtype=dtype, _internal=True
+            )
+        return storages[key]
+
+    return ViewingUnpickler
+
+
+class _File(io.RawIOBase):
+    """The bytes as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        part = self._content[self._at : self._at + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, distance: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}
+        self._at = max(0, start[whence] + distance)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

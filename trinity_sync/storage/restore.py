@@ -1,0 +1,124 @@
+"""Committed files back into states: from the spool if their images are still there, or from disk.
+
+A commit frees the slots, and what was in them stays until they are filled again. So a trainer that
+is started again on its node finds the step that it was killed after in memory. Either way the bytes
+are those that the manifest names, digest and all, or they are not taken.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.errors import CommitError
+from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.loading import state_of
+from trinity_sync.snapshot.reading import held
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.reader import read_file, read_open
+from trinity_sync.storage.steps import require_committed
+
+logger = logging.getLogger(__name__)
+
+Source = Literal["spool", "disk"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The state in one shard, and where it was read from."""
+
+    state: Any
+    """As ``torch.load`` gives it, all tensors on the CPU, in one piece of memory a shard."""
+    source: Source
+    nbytes: int
+
+
+def load_shard(
+    root: str | Path, step: int, path: str, *, spool: JobSpool | None = None
+) -> Restored:
+    """As `load_shards`, of one file."""
+    (restored,) = load_shards(root, step, [path], spool=spool)
+    return restored
+
+
+def load_shards(
+    root: str | Path, step: int, paths: Sequence[str], *, spool: JobSpool | None = None
+) -> Iterator[Restored]:
+    """The states in shards of a committed step, in order; each is read while those before are used.
+
+    Files are unpickled as veRL and ``torch.load(weights_only=False)`` do it, which runs what they
+    say: load steps of your own jobs only.
+
+    Args:
+        root: the job's folder.
+        step: a committed one.
+        paths: below the step's folder, as in its manifest: ``actor/model_world_size_1_rank_0.pt``.
+        spool: of the job on this node; without it, files are read from disk.
+
+    Raises:
+        CommitError: the step is not committed, a file is not part of it, or one is damaged.
+    """
+    manifest = require_committed(root, step)
+    folder = step_folder(root, step)
+    records = []
+    for path in paths:
+        record = manifest.file(path)
+        if record is None:
+            raise CommitError(
+                f"step {step} in {root} has no file {path}; trinity-sync show {root} {step} lists "
+                "what it has"
+            )
+        records.append(record)
+    with ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
+        reads = [ahead.submit(_read, folder, record, spool) for record in records]
+        while reads:
+            image, source = reads.pop(0).result()
+            yield Restored(state_of(image), source, len(image))
+
+
+def _read(folder: Path, record: FileRecord, spool: JobSpool | None) -> tuple[memoryview, Source]:
+    start = time.perf_counter()
+    image = _from_spool(spool, record) if spool else None
+    source: Source = "disk" if image is None else "spool"
+    if image is None:
+        image = _from_disk(folder / record.path, record)
+    seconds = time.perf_counter() - start
+    logger.info(
+        "%s: %.2f GB from the %s in %.2f s", folder / record.path, len(image) / 1e9, source, seconds
+    )
+    return image, source
+
+
+def _from_spool(spool: JobSpool, record: FileRecord) -> memoryview | None:
+    """The file's bytes from a slot that still holds them; None if there is none."""
+    for slot in spool.kept(record.digest):
+        try:
+            with held(slot) as fd:
+                image, digest = read_open(fd, record.nbytes)
+        except OSError as error:
+            logger.warning("%s cannot be read, its file is: %s", slot, error)
+            continue
+        if digest == record.digest:
+            return image
+        logger.warning("%s does not hold %s any more; the file is read", slot, record.path)
+    return None
+
+
+def _from_disk(path: Path, record: FileRecord) -> memoryview:
+    try:
+        image, digest = read_file(path, record.nbytes)
+    except OSError as error:
+        raise CommitError(
+            f"{path} cannot be read: {error.strerror}. Mend that, or load another step "
+            "(trinity-sync ls shows them)."
+        ) from error
+    if digest != record.digest:
+        raise CommitError(
+            f"{path} is damaged: its digest is {digest}, the manifest says {record.digest}. "
+            "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
+        )
+    return image
