@@ -30,6 +30,7 @@ from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
 from trinity_sync.states import StateSaves
+from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run, open_run
 from trinity_sync.storage.steps import newest
 
@@ -160,6 +161,21 @@ class CheckpointCoordinator:
             time.sleep(0.05)
         manifest = newest(self.root, kind)
         return step_folder(self.root, manifest.step) if manifest else None
+
+    def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
+        """This rank's states of a committed step, by component; this run begins at the step.
+
+        They are read from the spool if this node still holds them, else from disk; the log says
+        which. Tensors are on the CPU.
+
+        Raises:
+            CommitError: the step is not committed, has no shards for this rank, or is damaged.
+            ConfigError: as `resumed_from`.
+        """
+        self.resumed_from(step)
+        return load_states(
+            self.root, step, role, rank=self.rank, world_size=self.world_size, spool=self.spool
+        )
 
     # ---------------------------------------------------------------- states
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
@@ -75,9 +75,40 @@ def load_shards(
         records.append(record)
     with ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
         reads = [ahead.submit(_read, folder, record, spool) for record in records]
-        while reads:
-            image, source = reads.pop(0).result()
-            yield Restored(state_of(image), source, len(image))
+        while reads:  # of what was yielded, nothing is kept here while the next one is waited for
+            yield _unpickled(*reads.pop(0).result())
+
+
+def load_states(
+    root: str | Path,
+    step: int,
+    role: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    spool: JobSpool | None = None,
+) -> dict[str, Any]:
+    """All states that one rank handed over for a role at a committed step, by component.
+
+    Args and errors are those of `load_shards`.
+    """
+    mine = {
+        record.component: record.path
+        for record in require_committed(root, step).files
+        if (record.role, record.rank, record.world_size) == (role, rank, world_size)
+        and record.path.endswith(shard_file(record.component, world_size, rank))
+    }
+    if not mine:
+        raise CommitError(
+            f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
+            f"trinity-sync show {root} {step} lists what it has"
+        )
+    shards = load_shards(root, step, list(mine.values()), spool=spool)
+    return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
+
+
+def _unpickled(image: memoryview, source: Source) -> Restored:
+    return Restored(state_of(image), source, len(image))
 
 
 def _read(folder: Path, record: FileRecord, spool: JobSpool | None) -> tuple[memoryview, Source]:

@@ -1,11 +1,13 @@
 """What the checkpoint manager hands over, what it skips, and what it refuses to load."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from verl.trainer.config import CheckpointConfig
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, differences
@@ -156,6 +158,82 @@ def test_a_resumed_run_has_the_saved_state_and_saves_on(
     manifest = read_manifest(root, 2)
     assert manifest is not None
     assert manifest.run == 2
+
+
+@pytest.mark.parametrize("source", ["spool", "disk"])
+def test_the_log_says_where_a_step_was_restored_from(
+    new_run: MakeManager,
+    root: Path,
+    trained: Trained,
+    tmp_path: Path,
+    source: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = new_run()
+    first.save_checkpoint(path(root, 1), 1)
+    before = trained.state()
+    first.wait_on_save_thread()
+    if source == "disk":
+        for note in (tmp_path / "spool").rglob("*.kept"):
+            note.unlink()
+    trained.step()
+    with caplog.at_level(logging.INFO, "trinity_sync"):
+        new_run().load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+    said = [record.message for record in caplog.records if "GB from the" in record.message]
+    assert len(said) == 3
+    assert all(f"from the {source}" in message for message in said)
+
+
+def test_contents_decide_what_is_loaded(new_run: MakeManager, root: Path, trained: Trained) -> None:
+    first = new_run()
+    first.save_checkpoint(path(root, 1), 1)
+    saved = trained.state()
+    first.wait_on_save_thread()
+    trained.step()
+    now = trained.state()
+    new_run(load_contents=["model"]).load_checkpoint(path(root, 1))
+    found = trained.state()
+    assert differences(saved["model"], found["model"]) == []
+    assert differences(now["optim"], found["optim"]) == []
+    assert differences(now["extra_state"], found["extra_state"]) == []
+
+
+def test_what_verl_saved_elsewhere_is_loaded_by_verl(
+    new_run: MakeManager, trained: Trained, tmp_path: Path
+) -> None:
+    theirs = VerlManager(
+        trained.model, trained.optimizer, trained.schedule, trained.tokenizer, CheckpointConfig()
+    )
+    theirs.save_checkpoint(path(tmp_path / "theirs", 4), global_step=4)
+    before = trained.state()
+    trained.step()
+    new_run().load_checkpoint(path(tmp_path / "theirs", 4))
+    assert differences(before, trained.state()) == []
+
+
+def test_another_jobs_step_is_a_start_for_this_one(
+    new_run: MakeManager, root: Path, trained: Trained, tmp_path: Path
+) -> None:
+    first = new_run()
+    first.save_checkpoint(path(root, 1), 1)
+    before = trained.state()
+    first.wait_on_save_thread()
+    trained.step()
+    other = CheckpointCoordinator(
+        tmp_path / "other", settings=Settings(spool=tmp_path / "spool"), trigger=CommitsHere()
+    )
+    manager = FSDPCheckpointManager(
+        trained.model,
+        trained.optimizer,
+        trained.schedule,
+        trained.tokenizer,
+        CheckpointConfig(),
+        coordinator=other,
+    )
+    manager.load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+    other.close()
 
 
 def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(

@@ -1,0 +1,79 @@
+"""What a killed run has committed is restored bit-equal on real ranks, from memory or disk."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.fsdp.models import Trained, copied, differences
+from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.layout import step_folder
+
+STEP = 3
+
+
+def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]:
+    """Save, then load into a differently initialised rank, once for each place to load from."""
+    from verl.trainer.config import CheckpointConfig
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.settings import Settings
+
+    said: list[str] = []
+    log = logging.getLogger("trinity_sync.storage.restore")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: said.append(record.getMessage()) is None)
+    root, settings = scratch / "job", Settings(spool=scratch / "spool")
+
+    def new_run() -> CheckpointCoordinator:
+        return CheckpointCoordinator.of_process_group(
+            root, settings=settings, trigger=CommitsHere()
+        )
+
+    def manager_of(trained: Trained, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
+        return FSDPCheckpointManager(
+            trained.model,
+            trained.optimizer,
+            trained.schedule,
+            trained.tokenizer,
+            CheckpointConfig(),
+            coordinator=coordinator,
+        )
+
+    trained = Trained(tiny, version)
+    for _ in range(STEP):
+        trained.step()
+    killed = new_run()  # is never closed, and so leaves its slots
+    manager = manager_of(trained, killed)
+    folder = str(step_folder(root, STEP) / "actor")
+    manager.save_checkpoint(folder, STEP)
+    expected = trained.state()
+    manager.wait_on_save_thread()
+
+    found: dict[str, Any] = {}
+    for source in ("spool", "disk"):
+        if source == "disk":
+            killed.close()  # takes the slots of this rank with it
+        said.clear()
+        restarted = Trained(tiny, version, seed=1000)
+        restarted.step()
+        coordinator = new_run()
+        manager_of(restarted, coordinator).load_checkpoint(folder)
+        found[source] = (differences(expected, restarted.state()), len(said))
+        assert all(f"from the {source}" in message for message in said), said
+        restarted.step()  # what was loaded can be trained on
+        coordinator.close()
+    plain = copied(new_run().load(STEP))
+    found["plain"] = (differences(expected, plain), len(said))
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["FSDP1", "FSDP2"])
+def test_a_restarted_run_has_the_saved_state_bit_for_bit(
+    version: int, tiny: Path, tmp_path: Path
+) -> None:
+    for found in on_ranks(_save_and_restart, version, tiny, tmp_path, scratch=tmp_path):
+        assert found == {"spool": ([], 3), "disk": ([], 3), "plain": ([], 6)}
