@@ -3,5 +3,6 @@
 ``writer`` moves bytes past the page cache and digests them, ``durable`` knows what survives a
 power cut, ``manifest`` and ``iteration`` are the two things that make a step official, ``runs``
 keeps an abandoned run from publishing, ``persist`` and ``commit`` put these together, ``steps``
-answers what can be loaded. Nothing here knows Prefect, Ray, SQL or training.
+answers what can be loaded, and ``restore`` loads it. Nothing here knows Prefect, Ray, SQL or
+training.
 """
