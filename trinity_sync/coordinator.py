@@ -134,6 +134,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: this run has begun already.
         """
+        self.wait_staged()  # what is loaded next must not reach an image
         if self._run and self._run.resumed_from != step:
             raise ConfigError(
                 f"this run began at step {self._run.resumed_from} and cannot begin again at "
