@@ -25,6 +25,11 @@ from trinity_sync.errors import ConfigError
 
 Kind = Literal["checkpoint", "state_dict"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
+    "checkpoint": ("checkpoint", "state_dict"),
+    "state_dict": ("state_dict",),
+}
+"""What a commit of a kind is good for: a checkpoint holds the weights too, and so serves syncs."""
 
 Component = Literal["model", "optim", "extra_state", "metadata"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from trinity_sync.errors import SaveTimeout
+from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
@@ -113,6 +114,8 @@ class SaveWatch:
 
 
 def _committed(request: SaveRequest) -> bool:
-    """Whether whoever waited finds the step, and the iteration file that leads to it."""
+    """Whether whoever waited finds the step, and the iteration files that lead to it."""
     root, run, step, kind = request.root, request.run, request.step, request.kind
-    return is_committed(root, run, step, kind) and is_announced(root, kind, run, step)
+    return is_committed(root, run, step, kind) and all(
+        is_announced(root, announced, run, step) for announced in SERVES_AS[kind]
+    )

@@ -22,7 +22,7 @@ from trinity_sync.layout import (
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     PRIVATE_FOLDER,
-    Kind,
+    SERVES_AS,
     job_id,
     step_folder,
 )
@@ -113,7 +113,7 @@ def commit(
             job=job_id(save.root),
             run=save.run,
             step=save.step,
-            kinds=_kinds(save),
+            kinds=SERVES_AS[save.kind],
             files=(*(file.record for file in written), *_files_of(save, receipts, named)),
             receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
             committed_at=clock(),
@@ -177,11 +177,6 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
         except FileNotFoundError:
             continue  # another node's, or removed with the trainer
     forget_receipts(spool, save.run, save.step, save.kind)
-
-
-def _kinds(save: Save) -> tuple[Kind, ...]:
-    """A checkpoint holds the weights too, and so serves as the sync of its step."""
-    return ("checkpoint", "state_dict") if save.kind == "checkpoint" else ("state_dict",)
 
 
 def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[Receipt]) -> None:
