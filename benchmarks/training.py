@@ -104,7 +104,7 @@ class Training:
             elif isinstance(value, torch.Tensor):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 flat = local.detach().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(memoryview(flat.numpy()))
+                digest.update(flat.numpy().data)
             elif isinstance(value, np.ndarray):
                 digest.update(value.tobytes())
             else:

@@ -6,7 +6,7 @@ from benchmarks.systems.base import System
 
 SYSTEMS = {
     "trinity_sync": "trinity:Trinity",
-    "trinity_sync + Prefect": "trinity:Prefect",
+    "trinity_sync + Prefect": "trinity_prefect:TrinityPrefect",
     "torch.save": "torch_save:TorchSave",
     "veRL": "verl:Verl",
     "Trinity-style thread": "trinity_thread:TrinityThread",

@@ -1,10 +1,13 @@
 """What a benchmarked system is: one that saves a training's state and brings it back."""
 
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from benchmarks.training import Training
+if TYPE_CHECKING:
+    from benchmarks.training import Training
 
 
 class System(Protocol):
@@ -19,7 +22,7 @@ class System(Protocol):
     snapshots: ClassVar[bool] = True
     """Whether training may go on between `save` and `wait` without changing what is written."""
 
-    def __init__(self, training: Training, folder: Path) -> None: ...
+    def __init__(self, training: "Training", folder: Path) -> None: ...
 
     @classmethod
     def unavailable(cls) -> str:
@@ -40,6 +43,14 @@ class System(Protocol):
 
     def files(self, step: int) -> Path:
         """Folder of what was saved at ``step``."""
+
+    def discard(self, step: int) -> None:
+        """Remove what was saved, as retention would; called on rank 0."""
+        shutil.rmtree(self.files(step))
+
+    def daemons(self) -> Sequence[int]:
+        """Processes that work for it without descending from a rank."""
+        return ()
 
     def close(self) -> None:
         """End helper processes and give shared memory back."""

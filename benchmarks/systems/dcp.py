@@ -7,21 +7,27 @@ that a save of the same structure makes no plan; one file a rank with two writer
 synchronous, as copying in a background thread takes the cores that the training needs, and the
 trainer has to wait for it before its next update all the same. The process gets its
 staged tensors through shared memory. States are handed over as raw state dicts, which spares DCP
-the walk over all parameter names that ``get_state_dict`` makes at every save.
+the walk over all parameter names that ``get_state_dict`` makes at every save. As in torchtitan,
+DCP has a gloo group of its own, since its collectives run beside those of the training; and as DCP
+keeps one copy of what has the same name on all ranks, each rank's extra state goes by its rank.
 """
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from benchmarks.systems.base import System
-from benchmarks.training import Training
 from trinity_sync.storage.durable import sync_folder
+
+if TYPE_CHECKING:
+    from benchmarks.training import State, Training
 
 WRITERS = 2
 
@@ -32,7 +38,7 @@ class DcpThread(System):
     name = "DCP async, thread"
     mode = AsyncCheckpointerType.THREAD
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
         self._stager = DefaultStager(
             StagingOptions(
@@ -43,6 +49,8 @@ class DcpThread(System):
             )
         )
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._group = dist.new_group(backend="gloo")
+        self._extra = f"extra_state_{training.rank}"
         self._saving: Future[Any] | None = None
         self._path = folder
 
@@ -50,10 +58,11 @@ class DcpThread(System):
         """Stage, and let DCP write; a save waits for the one before, whose storages it reuses."""
         self.wait()
         self._path = self.files(step)
-        writer = dcp.FileSystemWriter(self._path, thread_count=WRITERS, sync_files=True)
-        saving = dcp.async_save(
-            self.training.state(),
+        writer = FileSystemWriter(self._path, thread_count=WRITERS, sync_files=True)
+        saving = async_save(
+            self._state(),
             storage_writer=writer,
+            process_group=self._group,
             planner=self._planner,
             async_checkpointer_type=self.mode,
             async_stager=self._stager,
@@ -70,9 +79,10 @@ class DcpThread(System):
 
     def load(self, step: int) -> None:
         """In place, into the live tensors; the values beside them through ``load_state_dict``."""
-        state = self.training.state()
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self.files(step)))
-        self.training.resume(state)
+        state = self._state()
+        reader = FileSystemReader(self.files(step))
+        load(state, storage_reader=reader, process_group=self._group)
+        self.training.resume({**state, "extra_state": state[self._extra]})
 
     def files(self, step: int) -> Path:
         """See `System.files`."""
@@ -82,6 +92,10 @@ class DcpThread(System):
         """Drop the cached storages."""
         self.wait()
         self._stager.close()
+
+    def _state(self) -> "State":
+        state = self.training.state()
+        return {"model": state["model"], "optim": state["optim"], self._extra: state["extra_state"]}
 
 
 class DcpProcess(DcpThread):

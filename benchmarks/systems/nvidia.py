@@ -1,12 +1,17 @@
 """NVIDIA's ``nvidia-resiliency-ext``: listed, as it cannot save a state that lies on the CPU.
 
-Its ``TorchAsyncCheckpoint.async_save`` and ``FileSystemWriterAsync`` stage with ``tensor.to("cpu")``
-and ``torch.cuda.synchronize()``. Without CUDA the second raises; and the first copies nothing of a
-tensor that is on the CPU already, so its writer process would get live tensors. The package is not
-among the extras of the bench: it brings a ``pynvml`` that makes every import of torch warn.
+Its ``TorchAsyncCheckpoint.async_save`` and ``FileSystemWriterAsync`` stage with
+``tensor.to("cpu")`` and ``torch.cuda.synchronize()``. Without CUDA the second raises; and the first
+copies nothing of a tensor that is on the CPU already, so its writer process would get live tensors.
+The package is not among the extras of the bench: it brings a ``pynvml`` that makes every import of
+torch warn.
 """
 
+import importlib
+
 from benchmarks.systems.base import System
+
+MODULE = "nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt"
 
 
 class NvidiaResiliency(System):
@@ -18,11 +23,8 @@ class NvidiaResiliency(System):
     def unavailable(cls) -> str:
         """What it says for itself, or that it is not there."""
         try:
-            from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import (
-                TorchAsyncCheckpoint,
-            )
-
-            TorchAsyncCheckpoint(persistent_queue=True).async_save({}, "/dev/null")
+            peer = importlib.import_module(MODULE)
+            peer.TorchAsyncCheckpoint(persistent_queue=True).async_save({}, "/dev/null")
         except ImportError:
             return "needs CUDA; not installed"
         except AssertionError as error:

@@ -9,7 +9,7 @@ runs before a save's folder gets its name, and the folder's name after that.
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.checkpoint_writer import CallbackArgs
@@ -18,8 +18,10 @@ from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from benchmarks.systems.base import System, sync_files
-from benchmarks.training import Training
 from trinity_sync.storage.durable import sync_folder
+
+if TYPE_CHECKING:
+    from benchmarks.training import Training
 
 
 class TorchCheckpointing(System):
@@ -27,7 +29,7 @@ class TorchCheckpointing(System):
 
     name = "torch-checkpointing"
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
         staging = CheckpointStagerConfig(use_shared_memory=True, use_async_staging=False)
         self._manager = CheckpointManager.Config(

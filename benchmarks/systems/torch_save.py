@@ -6,12 +6,14 @@ A file for each component and rank, fsynced one after the other; no options woul
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.systems.base import System
-from benchmarks.training import Training
+
+if TYPE_CHECKING:
+    from benchmarks.training import Training
 
 
 class TorchSave(System):
@@ -19,7 +21,7 @@ class TorchSave(System):
 
     name = "torch.save"
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
 
     def save(self, step: int) -> None:
@@ -44,9 +46,7 @@ class TorchSave(System):
 def load_files(system: Any, step: int) -> dict[str, Any]:
     """What ``torch.save`` wrote of each component."""
     components = ("model", "optim", "extra_state")
-    return {
-        name: torch.load(system.file(step, name), weights_only=False) for name in components
-    }
+    return {name: torch.load(system.file(step, name), weights_only=False) for name in components}
 
 
 def save_and_sync(state: Any, path: Path) -> None:

@@ -1,38 +1,36 @@
-"""trinity_sync: its data path alone, and with Prefect and Ray.
+"""trinity_sync's data path: the stager in each rank, persist and commit in a process beside them.
 
-`Trinity` is the stager in each rank, and persist and commit in one process outside the trainer, as
-a warm Ray worker is; what a save costs the trainer and the disk, without orchestration. `Prefect`
-is the real thing: the coordinator of each rank, and a flow run on an embedded stack. Both load as
-veRL does, from the files that veRL would have written.
+That process stands for the warm Ray worker of the real thing (see ``trinity_prefect``), so these
+are the costs to the trainer and the disk without those of orchestration.
 
-A variant is a subclass with another ``name`` and other arguments; add it to ``SYSTEMS``.
+A variant is a subclass with another ``name`` and what differs; add it to ``SYSTEMS``.
 """
 
 import multiprocessing
-import os
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.systems.base import System
 from benchmarks.systems.torch_save import load_files
-from benchmarks.training import Training
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.persist import Save, WriteOptions, persist
 
+if TYPE_CHECKING:
+    from benchmarks.training import Training
+
 COMPONENTS = ("model", "optim", "extra_state")
 ROLES = ("actor",)
 
 
-class _Trinity(System):
-    """What both have in common: the layout of the files, and how they are loaded."""
+class Shards(System):
+    """The layout of trinity_sync's files, which is veRL's, and veRL's way to load them."""
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
 
     def load(self, step: int) -> None:
@@ -49,12 +47,12 @@ class _Trinity(System):
         return self.files(step) / ROLES[0] / shard
 
 
-class Trinity(_Trinity):
+class Trinity(Shards):
     """Stager, persist and commit; no flow, no task, no HTTP."""
 
     name = "trinity_sync"
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
         self.spool = open_job_spool(training.shared / "spool", folder)
         self.stager = Stager(self.spool)
@@ -62,20 +60,17 @@ class Trinity(_Trinity):
         if training.rank == 0:
             context = multiprocessing.get_context("spawn")
             self._writer = ProcessPoolExecutor(1, mp_context=context)
-            self._writer.submit(os.getpid).result()
-        self._saving: Future[None] | None = None
+        self._saving: Future[Any] | None = None
 
     def save(self, step: int) -> None:
         """Stage; rank 0 has the step written."""
-        ranks = range(self.training.size.ranks)
-        root, size, rank = str(self.folder), len(ranks), self.training.rank
-        origin = Origin(
-            root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, size, tuple(ranks)
-        )
+        ranks = tuple(range(self.training.size.ranks))
+        root, rank = str(self.folder), self.training.rank
+        origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, len(ranks), ranks)
         self.stager.stage(origin, self.training.state())
         if self._writer:
             save = Save(root, 1, step, "checkpoint", ROLES)
-            self._saving = self._writer.submit(_write_out, self.spool, save)
+            self._saving = self._writer.submit(write_out, self.spool, save)
 
     def wait(self) -> None:
         """Until the commit."""
@@ -90,37 +85,7 @@ class Trinity(_Trinity):
         self.stager.close()
 
 
-class Prefect(_Trinity):
-    """The coordinator of every rank, on the embedded stack that the environment names."""
-
-    name = "trinity_sync + Prefect"
-
-    def __init__(self, training: Training, folder: Path) -> None:
-        super().__init__(training, folder)
-        from trinity_sync.coordinator import CheckpointCoordinator
-
-        self._saves = CheckpointCoordinator.of_process_group(folder)
-
-    @classmethod
-    def unavailable(cls) -> str:
-        """Where no stack was started for the case."""
-        return "" if "PREFECT_API_URL" in os.environ else "no stack in this case"
-
-    def save(self, step: int) -> None:
-        """Stage, and ask Prefect for the flow run in the background."""
-        self._saves.save(step, self.training.state())
-
-    def wait(self) -> None:
-        """Until this process knows of the commit."""
-        self._saves.wait_all(120)
-
-    def close(self) -> None:
-        """Give the slots back."""
-        self._saves.close()
-        dist.barrier()
-
-
-def _write_out(spool: JobSpool, save: Save) -> None:
+def write_out(spool: JobSpool, save: Save) -> None:
     """What the flow's tasks do: the components in parallel, then the commit."""
     write = partial(persist, spool, save, options=WriteOptions())
     with ThreadPoolExecutor(len(COMPONENTS)) as tasks:

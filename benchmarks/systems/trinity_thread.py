@@ -8,9 +8,12 @@ Trinity does not fsync; here each thread ends with it.
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.systems.torch_save import TorchSave, save_and_sync
-from benchmarks.training import Training
+
+if TYPE_CHECKING:
+    from benchmarks.training import Training
 
 
 class TrinityThread(TorchSave):
@@ -19,7 +22,7 @@ class TrinityThread(TorchSave):
     name = "Trinity-style thread"
     snapshots = False
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
         self._threads: list[threading.Thread] = []
 

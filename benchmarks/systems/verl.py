@@ -8,9 +8,12 @@ files are fsynced here before `save` returns, as nothing else of veRL would make
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.systems.base import System, sync_files
-from benchmarks.training import Training
+
+if TYPE_CHECKING:
+    from benchmarks.training import Training
 
 
 class Verl(System):
@@ -18,9 +21,9 @@ class Verl(System):
 
     name = "veRL"
 
-    def __init__(self, training: Training, folder: Path) -> None:
+    def __init__(self, training: "Training", folder: Path) -> None:
         sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-        from grpo_copy.cpu_platform import use_cpu
+        from grpo_copy.cpu_platform import use_cpu  # type: ignore[import-not-found]
 
         use_cpu()
         from verl.utils.checkpoint import fsdp_checkpoint_manager
