@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.limits import Limits
-from benchmarks.measure import Samples
+from benchmarks.measure import BASELINE, Samples
 from benchmarks.resources import cpu_seconds, drop_page_cache
 from benchmarks.systems import System, find
 from benchmarks.training import Size, Training
@@ -104,7 +104,7 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
             with bench.step(system) as step:
                 bench.figures(name, _save(system, step))
         if case.window:
-            bench.figures("no saves", _window(bench, None, 0))
+            bench.figures(BASELINE, _window(bench, None, 0))
             for name, system in systems.items():
                 with bench.step(system) as step:
                     bench.figures(name, _window(bench, system, step))
@@ -201,15 +201,15 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
 
 def _losses(case: Case, samples: Samples) -> Samples:
     """Windows as losses a save against those without one, and CPU time as of each GB."""
-    baseline = median(samples.get(("no saves", "trained"), [0.0]))
+    baseline = median(samples.get((BASELINE, "trained"), [0.0]))
     result: Samples = {}
     for (system, metric), values in samples.items():
-        if metric.startswith("trained") and system != "no saves":
+        if metric.startswith("trained") and system != BASELINE:
             name = metric.replace("trained", "loss a save")
             result[system, name] = [value - baseline for value in values]
         elif metric == "cpu":
             gigabytes = case.size.nbytes / 1e9
             result[system, "cpu a GB"] = [value / gigabytes for value in values]
-        elif system != "no saves" or metric == "trained":
+        elif system != BASELINE or metric == "trained":
             result[system, metric] = values
     return result

@@ -14,6 +14,9 @@ from benchmarks.training import Size
 Samples = dict[tuple[str, str], list[float]]
 """Figures by system and metric, one a turn."""
 
+BASELINE = "no saves"
+"""System whose windows of training the others' are compared with."""
+
 VERSIONS = ("torch", "verl", "prefect", "ray", "torch-checkpointing", "transformers")
 
 

@@ -50,14 +50,7 @@ def on_ranks(
     processes = [
         context.Process(
             target=_rank,
-            args=(
-                rank,
-                answers,
-                program,
-                arguments,
-                {**environment, **_group(rank, ranks, port)},
-                log,
-            ),
+            args=(answers, program, arguments, {**environment, **_group(rank, ranks, port)}, log),
         )
         for rank in range(ranks)
     ]

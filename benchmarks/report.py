@@ -1,12 +1,13 @@
 """The figures as a table for the terminal and a plot for the README."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Record, machine
+from benchmarks.measure import BASELINE, Record, machine
 
 LIMITS = {
     "stall": "warm memcpy",
@@ -16,16 +17,30 @@ LIMITS = {
 }
 """What each metric is a multiple of."""
 
-UNITS = {"cpu a GB": "s/GB", "memory a byte": "B/B"}
+UNITS = {"cpu a GB": "s", "memory a byte": "bytes"}
 """Of what is not milliseconds."""
 
+FIRST = (
+    "stall",
+    "durable",
+    "restore",
+    "stall in training",
+    "loss a save",
+    "loss a save and durable",
+)
+"""Columns; others follow."""
 
-def show(console: Console, records: Sequence[Record], absent: dict[str, str]) -> None:
+WIDTH = 150
+"""Columns of a table that no terminal bounds."""
+
+
+def show(records: Sequence[Record], absent: dict[str, str]) -> None:
     """One table a case: a row a system, a column a metric, each beside its limit."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for case in dict.fromkeys(record.case for record in records):
-        own = [record for record in records if record.case == case]
-        metrics = list(dict.fromkeys(record.metric for record in own))
-        table = Table(title=f"{case}; medians (lowest to highest), and times the limit")
+        own = [r for r in records if r.case == case and r.system != BASELINE]
+        metrics = sorted({record.metric for record in own}, key=_place)
+        table = Table(title=f"{case}: medians, times the limit, lowest to highest", show_lines=True)
         table.add_column("")
         for metric in metrics:
             table.add_column(f"{metric}, {UNITS.get(metric, 'ms')}", justify="right")
@@ -34,9 +49,13 @@ def show(console: Console, records: Sequence[Record], absent: dict[str, str]) ->
             cells = [_cell(found[m], _limit(own, m)) if m in found else "" for m in metrics]
             table.add_row(system, *cells)
         console.print(table)
-    for system, reason in absent.items():
-        console.print(f"{system}: {reason}")
+    for name, reason in absent.items():
+        console.print(f"{name}: {reason}")
     console.print(machine())
+
+
+def _place(metric: str) -> tuple[int, str]:
+    return (FIRST.index(metric) if metric in FIRST else len(FIRST), metric)
 
 
 def plot(records: Sequence[Record], case: str, path: Path) -> None:
@@ -87,5 +106,5 @@ def _cell(record: Record, limit: float | None) -> str:
     median, low, high = (
         f"{scale * value:,.{digits}f}" for value in (record.median, record.min, record.max)
     )
-    multiple = f" {record.median / limit:.1f}x" if limit else ""
-    return f"{median} ({low}-{high}){multiple}" if record.runs > 1 else f"{median}{multiple}"
+    multiple = f"  {record.median / limit:.1f}x" if limit else ""
+    return f"{median}{multiple}\n{low}-{high}" if record.runs > 1 else f"{median}{multiple}"

@@ -110,14 +110,11 @@ class Run:
 
 def main() -> None:
     """Measure, print, write."""
-    from rich.console import Console
-
     from benchmarks.measure import write
     from benchmarks.plan import full, quick
     from benchmarks.report import plot, show
 
     name = "quick" if os.environ.get("QUICK") else "full"
-    console = Console()
     home = os.environ.get("BENCH_ROOT", ".")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or nothing would be cleaned up
     with (
@@ -126,8 +123,8 @@ def main() -> None:
     ):
         run = Run(Path(root).resolve(), Path(shared))
         for case in (quick if name == "quick" else full)(run):
-            console.print(f"{case} ...")
-    show(console, run.records, run.absent)
+            print(f"{case} ...", flush=True)
+    show(run.records, run.absent)
     write(RESULTS / f"{name}.json", run.records, run.absent)
     plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
 

@@ -58,13 +58,20 @@ class Training:
         self.step()
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
-        """One step on random tokens; ``before_update`` runs ahead of the optimizer."""
+        """One step on random tokens; ``before_update`` runs ahead of the optimizer.
+
+        It computes on one core, so that a save finds another, as beside a GPU. With all cores the
+        threads of every small operation would wait for each other whenever one lost its core.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         tokens = torch.randint(VOCABULARY, (1, TOKENS))
         self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
+        torch.set_num_threads(threads)
 
     def state(self) -> State:
         """The three components that veRL saves; their tensors alias the live ones."""
