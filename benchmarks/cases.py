@@ -9,7 +9,7 @@ tensors, which throws the caches of some systems away.
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -44,10 +44,8 @@ class Case:
     turns: int
     window: int = 0
     """Training steps over which the loss of a save is measured; 0 leaves that out."""
-    loads: int = 3
+    loads: int = 1
     """Turns that load; each of them proves that the save was right."""
-    orchestrated: bool = False
-    """Whether a stack is started for it."""
 
 
 @dataclass
@@ -97,21 +95,22 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
             with bench.step(system) as step:
                 _save(system, step)
     limits.turn()
-    for _ in range(case.turns):
+    for turn in range(case.turns):
         for (name, metric), seconds in limits.turn().items():
             bench.figures(name, {metric: seconds})
-        for name, system in systems.items():
-            with bench.step(system) as step:
-                bench.figures(name, _save(system, step))
-        if case.window:
-            bench.figures(BASELINE, _window(bench, None, 0))
-            for name, system in systems.items():
-                with bench.step(system) as step:
-                    bench.figures(name, _window(bench, system, step))
-    for _ in range(case.loads):
-        for name, system in systems.items():
-            with bench.step(system) as step:
-                bench.figures(name, _load(bench, system, step))
+        for name in _rotated(systems, turn):
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _save(systems[name], step))
+        for name in _rotated((BASELINE, *systems), turn) if case.window else ():
+            if name == BASELINE:
+                bench.figures(name, _window(bench, None, 0))
+                continue
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _window(bench, systems[name], step))
+    for turn in range(case.loads):
+        for name in _rotated(systems, turn):
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _load(bench, systems[name], step))
     for system in systems.values():
         system.close()
     return _losses(case, bench.samples), absent
@@ -132,6 +131,13 @@ def _opened(
             systems[name] = system(training, own)
         dist.barrier()
     return systems, absent
+
+
+def _rotated(names: Iterable[str], turn: int) -> list[str]:
+    """Each turn another one is first, since some leave work behind that the next one feels."""
+    every = list(names)
+    first = turn % max(1, len(every))
+    return every[first:] + every[:first]
 
 
 def _save(system: System, step: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ A ratio holds within a case only: its systems took turns with each other and wit
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.cases import Case
@@ -17,42 +18,46 @@ OURS = "trinity_sync"
 MAIN = (OURS, "torch.save", "DCP async, process", "torch-checkpointing")
 EVERYBODY = tuple(SYSTEMS)
 LARGE = (
-    (OURS, "torch.save"),
-    (OURS, "DCP async, process"),
+    (OURS, "torch.save", "DCP async, process"),
     (OURS, "torch-checkpointing"),
 )
-"""Groups for the largest state: more at a time do not fit into the memory."""
+"""Groups for the largest state: more at a time do not fit into 24 GiB."""
 
 
 def quick(run: "Run") -> Iterator[str]:
     """One small state and the main peers; says what comes next."""
-    case = Case(_name(Size(1 << 28, 300)), Size(1 << 28, 300), MAIN, turns=3, window=4, loads=1)
-    yield case.name
-    run.case(case, held=4.0)
+    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=4)
+    yield small.name
+    run.case(small, held=4)
 
 
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
-    one = Size(1 << 30, 300)
-    case = Case(_name(one), one, EVERYBODY, turns=7, window=3, loads=3)
+    middle = _case(Size(1 << 30, 300), EVERYBODY, window=2, loads=3)
     with run.stack():
-        yield case.name
-        run.case(case, held=6.0)
+        yield middle.name
+        run.case(middle, held=7)
         yield "orchestration"
         run.orchestration(7)
-    yield f"memory, {case.name}"
-    run.memory(case)
-    for size in (Size(1 << 28, 300), Size(1 << 30, 3000), Size(1 << 30, 300, ranks=2)):
-        case = Case(_name(size), size, EVERYBODY, turns=7, loads=1)
+    yield f"memory, {middle.name}"
+    run.memory(middle)
+    for case in (
+        _case(Size(1 << 28, 300), EVERYBODY, loads=3),
+        _case(Size(1 << 30, 3000), MAIN),
+        _case(Size(1 << 30, 300, ranks=2), MAIN),
+    ):
         yield case.name
-        run.case(case, held=6.0)
-    large = Size(4 << 30, 300)
-    for number, group in enumerate(LARGE, 1):
-        case = Case(f"{_name(large)}, group {number}", large, group, turns=3, loads=1)
+        run.case(case, held=6)
+    for group in LARGE:
+        case = _case(Size(4 << 30, 300), group, turns=3)
+        case = replace(case, name=f"{case.name}, with {group[-1]}")
         yield case.name
-        run.case(case, held=3.0)
+        run.case(case, held=3)
 
 
-def _name(size: Size) -> str:
+def _case(
+    size: Size, systems: tuple[str, ...], turns: int = 7, window: int = 0, loads: int = 1
+) -> Case:
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
-    return f"{size.nbytes / 2**30:g} GiB, {size.tensors} tensors, {ranks}"
+    name = f"{size.nbytes / 2**30:g} GiB, {size.tensors} tensors, {ranks}"
+    return Case(name, size, systems, turns, window, loads)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # helper processes import this module, too; it must be light
     from benchmarks.measure import Record, Samples
 
 RESULTS = Path(__file__).parent / "results"
-WORKING_MEMORY = 3 << 30
+WORKING_MEMORY = 3 << 29
 """Bytes that a case takes beside the state and what systems hold of it, at most."""
 
 
@@ -55,15 +55,15 @@ class Run:
             shutil.rmtree(folder)
             shutil.rmtree(shared)
 
-    def case(self, case: "Case", held: float) -> None:
-        """Measure a case whose systems hold ``held`` bytes for each byte of the state.
+    def case(self, case: "Case", held: int) -> None:
+        """Measure a case whose systems hold ``held`` bytes for each of the state, at most.
 
         A machine that is too small for it leaves it out, and says so.
         """
         from benchmarks.measure import records_of
         from benchmarks.resources import available_bytes
 
-        need = int((1.5 + held) * case.size.nbytes) + WORKING_MEMORY
+        need = int((1.4 + held) * case.size.nbytes) + WORKING_MEMORY
         if available_bytes() < need:
             self.absent[case.name] = f"left out: needs {need >> 30} GiB of free memory"
             return
