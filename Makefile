@@ -28,7 +28,8 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY) ## stall, durability and orchestration beside their limits (QUICK=1 for a short one)
+bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
+	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
 
 clean: ## remove the virtual environment and what the tools left behind

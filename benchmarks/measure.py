@@ -4,23 +4,31 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
+from benchmarks.training import Size
+
+Samples = dict[tuple[str, str], list[float]]
+"""Figures by system and metric, one a turn."""
+
+BASELINE = "no saves"
+"""System whose windows of training the others' are compared with."""
+
+VERSIONS = ("torch", "verl", "prefect", "ray", "torch-checkpointing", "transformers")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One figure of one case, over several runs."""
+    """One figure of one system in one case, over several turns."""
 
     case: str
     system: str
     bytes: int
     tensors: int
+    ranks: int
     metric: str
     median: float
     min: float
@@ -28,47 +36,32 @@ class Record:
     runs: int
 
 
-def record(
-    case: str, system: str, nbytes: int, tensors: int, metric: str, samples: list[float]
-) -> Record:
-    """Sum the samples up."""
-    return Record(
-        case,
-        system,
-        nbytes,
-        tensors,
-        metric,
-        statistics.median(samples),
-        min(samples),
-        max(samples),
-        len(samples),
-    )
+def records_of(case: str, size: Size, samples: Samples) -> list[Record]:
+    """Sum the samples up, in the order in which they came."""
+    return [
+        Record(
+            case,
+            system,
+            size.nbytes,
+            size.tensors,
+            size.ranks,
+            metric,
+            statistics.median(values),
+            min(values),
+            max(values),
+            len(values),
+        )
+        for (system, metric), values in samples.items()
+    ]
 
 
-def alternate(
-    systems: Mapping[str, Callable[[], float]], runs: int, warm_up: int = 2
-) -> dict[str, list[float]]:
-    """Run the systems in turns, so that a drift of the machine's speed meets all of them."""
-    samples: dict[str, list[float]] = {name: [] for name in systems}
-    for turn in range(warm_up + runs):
-        for name, run in systems.items():
-            seconds = run()
-            if turn >= warm_up:
-                samples[name].append(seconds)
-    return samples
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds that ``work`` takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def state_of(nbytes: int, tensors: int) -> dict[str, torch.Tensor]:
-    """A model state of random float32 tensors."""
-    each = nbytes // tensors // 4
-    return {f"layers.{i}.weight": torch.rand(each) for i in range(tensors)}
+def joined(*parts: Samples) -> Samples:
+    """All samples of several measurements."""
+    together: Samples = defaultdict(list)
+    for part in parts:
+        for key, values in part.items():
+            together[key] += values
+    return dict(together)
 
 
 def machine() -> str:
@@ -77,8 +70,24 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
 
 
-def write(path: Path, records: list[Record]) -> None:
-    """Write the records as JSON, with the machine they were taken on."""
-    body = {"machine": machine(), "torch": torch.__version__, "records": list(map(asdict, records))}
+def versions() -> dict[str, str]:
+    """What was compared."""
+    found = {"python": platform.python_version()}
+    for package in VERSIONS:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write(path: Path, records: list[Record], absent: dict[str, str]) -> None:
+    """Write the records as JSON, with what they were taken on and who could not take part."""
+    body = {
+        "machine": machine(),
+        "versions": versions(),
+        "unavailable": absent,
+        "records": list(map(asdict, records)),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")

@@ -10,29 +10,28 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
     FlowRunFilterIdempotencyKey,
 )
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from benchmarks.measure import Record, record
+from benchmarks.measure import Samples
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.orchestration.stack import running
-from trinity_sync.settings import Settings
+
+NAME = "trinity_sync + Prefect"
+WARM_UP = 3
 
 
-def orchestration(folder: Path, settings: Settings, runs: int) -> list[Record]:
-    """On an embedded stack of its own: one save after the other, four parallel tasks each."""
+def orchestration(runs: int, folder: Path, shared: Path) -> Samples:
+    """One save after the other, four tasks each, on the stack that the environment names."""
+    del shared  # the stack has a spool
     metadata = folder / "metadata"
     metadata.mkdir()
     (metadata / "config.json").write_text("{}")
     weight = torch.zeros(100)
     states = {name: {"w": weight} for name in ("model", "optim", "extra_state")}
-    samples: dict[str, list[float]] = {"first task running": [], "completed": [], "committed": []}
+    samples: Samples = {(NAME, name): [] for name in ("first task", "completed", "committed")}
     with (
-        running(settings) as stack,
-        temporary_settings({PREFECT_API_URL: stack.api_url}),
-        CheckpointCoordinator(folder / "ckpts", settings=settings) as saves,
+        CheckpointCoordinator(folder / "ckpts") as saves,
         get_client(sync_client=True) as client,
     ):
-        for step in range(1, runs + 4):
+        for step in range(1, WARM_UP + runs + 1):
             saves.save(step, states, metadata=metadata)
             saves.wait_all(60)
             key = list(saves.commit_seconds)[-1]
@@ -45,13 +44,11 @@ def orchestration(folder: Path, settings: Settings, runs: int) -> list[Record]:
             tasks = client.read_task_runs(
                 flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
             )
+            assert run.created  # by the server
             began = run.created.timestamp()
             first = min(task.start_time for task in tasks if task.start_time)
-            if step > 3:
-                samples["first task running"].append(first.timestamp() - began)
-                samples["completed"].append(run.end_time.timestamp() - began)
-                samples["committed"].append(saves.commit_seconds[key])
-    return [
-        record("orchestration", "trinity_sync", 0, 3, metric, seconds)
-        for metric, seconds in samples.items()
-    ]
+            if step > WARM_UP:
+                samples[NAME, "first task"].append(first.timestamp() - began)
+                samples[NAME, "completed"].append(run.end_time.timestamp() - began)
+                samples[NAME, "committed"].append(saves.commit_seconds[key])
+    return samples

@@ -1,67 +1,132 @@
-"""``make bench``: all cases, a table, and ``benchmarks/results/latest.json``.
+"""``make bench``: all cases, tables, ``benchmarks/results/full.json`` and a plot for the README.
 
-``QUICK=1`` takes smaller states and fewer runs. ``BENCH_ROOT`` names a folder on the disk to
-measure; the current folder by default.
+``QUICK=1`` takes one small case and the main peers (``quick.json``). ``BENCH_ROOT`` names a folder
+on the disk to measure; the current folder by default. It fails if any system loads other bits than
+it saved.
 """
 
 import os
+import shutil
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:  # helper processes import this module, too; it must be light
+    from benchmarks.cases import Case
+    from benchmarks.measure import Record, Samples
 
-from benchmarks.measure import Record, machine, write
-from benchmarks.orchestration import orchestration
-from benchmarks.stall import durable, stall
-from trinity_sync.settings import Settings
+RESULTS = Path(__file__).parent / "results"
+WORKING_MEMORY = 3 << 29
+"""Bytes that a case takes beside the state and what systems hold of it, at most."""
 
-LIMITS = {"stall": "warm memcpy", "durable": "raw direct-I/O write"}
+
+@dataclass
+class Run:
+    """One run of the bench: where it writes, and what it has found so far."""
+
+    root: Path
+    shared: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    records: "list[Record]" = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def on_ranks(self, ranks: int, program: str, *arguments: Any) -> Any:
+        """Run a program on ranks, in folders of its own."""
+        from benchmarks.ranks import on_ranks
+
+        folder = Path(tempfile.mkdtemp(dir=self.root))
+        shared = Path(tempfile.mkdtemp(dir=self.shared))
+        try:
+            return on_ranks(
+                ranks,
+                program,
+                *arguments,
+                folder,
+                shared,
+                environment=self.environment,
+                log=self.root / "ranks.log",
+            )
+        finally:
+            shutil.rmtree(folder)
+            shutil.rmtree(shared)
+
+    def case(self, case: "Case", held: int) -> None:
+        """Measure a case whose systems hold ``held`` bytes for each of the state, at most.
+
+        A machine that is too small for it leaves it out, and says so.
+        """
+        from benchmarks.measure import records_of
+        from benchmarks.resources import available_bytes
+
+        need = int((1.4 + held) * case.size.nbytes) + WORKING_MEMORY
+        if available_bytes() < need:
+            self.absent[case.name] = f"left out: needs {need >> 30} GiB of free memory"
+            return
+        samples, absent = self.on_ranks(case.size.ranks, "benchmarks.cases:measure", case)
+        self.absent.update(absent)
+        self.records += records_of(case.name, case.size, samples)
+
+    def memory(self, case: "Case") -> None:
+        """Measure the memory of a case's systems, one after the other."""
+        from benchmarks.measure import records_of
+
+        samples: Samples = {}
+        for name in case.systems:
+            program = "benchmarks.memory:peak_memory_a_byte"
+            found = self.on_ranks(case.size.ranks, program, case.size, name)
+            if found is not None:
+                samples[name, "memory a byte"] = [found]
+        self.records += records_of(case.name, case.size, samples)
+
+    def orchestration(self, runs: int) -> None:
+        """Measure what Prefect and Ray add to a save of next to no bytes."""
+        from benchmarks.measure import records_of
+        from benchmarks.training import Size
+
+        samples = self.on_ranks(1, "benchmarks.orchestration:orchestration", runs)
+        self.records += records_of("orchestration", Size(0, 3), samples)
+
+    @contextmanager
+    def stack(self) -> Iterator[None]:
+        """An embedded stack, for what is measured inside the ``with`` block."""
+        from trinity_sync.orchestration.stack import running
+        from trinity_sync.settings import Settings
+
+        settings = Settings(home=self.root / "home", spool=self.shared / "spool")
+        with running(settings) as stack:
+            self.environment = {
+                **stack.environment,
+                "TRINITY_SYNC_HOME": str(settings.home),
+                "TRINITY_SYNC_SPOOL": str(settings.spool),
+            }
+            yield
+        self.environment = {}
 
 
 def main() -> None:
     """Measure, print, write."""
-    quick = bool(os.environ.get("QUICK"))
-    cases = [(1 << 28, 300)] if quick else [(1 << 28, 300), (1 << 30, 300), (1 << 30, 3000)]
-    runs = 3 if quick else 7
-    console = Console()
-    records: list[Record] = []
+    from benchmarks.measure import write
+    from benchmarks.plan import full, quick
+    from benchmarks.report import plot, show
+
+    name = "quick" if os.environ.get("QUICK") else "full"
     home = os.environ.get("BENCH_ROOT", ".")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
-        root = Path(folder).resolve()
-        for nbytes, tensors in cases:
-            console.print(f"{nbytes >> 20} MiB in {tensors} tensors ...")
-            job = root / f"{nbytes}-{tensors}"
-            job.mkdir()
-            records += stall(job, nbytes, tensors, runs)
-            records += durable(job, nbytes, tensors, runs)
-        console.print("orchestration ...")
-        with tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as shared:
-            settings = Settings(home=root / "home", spool=Path(shared) / "spool")
-            records += orchestration(root, settings, runs)
-    show(console, records)
-    write(Path(__file__).parent / "results" / "latest.json", records)
-
-
-def show(console: Console, records: list[Record]) -> None:
-    """The records as a table, each beside the limit of its case."""
-    table = Table(title=f"medians; {machine()}")
-    for column in ("case", "state", "system", "metric", "median", "min", "max", "to the limit"):
-        table.add_column(column, justify="left" if column in ("case", "system") else "right")
-    limits = {
-        (r.case, r.bytes, r.tensors): r.median for r in records if r.system == LIMITS.get(r.case)
-    }
-    for r in records:
-        limit = limits.get((r.case, r.bytes, r.tensors))
-        table.add_row(
-            r.case,
-            f"{r.bytes >> 20} MiB / {r.tensors}" if r.bytes else "",
-            r.system,
-            r.metric,
-            *(f"{1e3 * value:,.0f} ms" for value in (r.median, r.min, r.max)),
-            f"{r.median / limit:.2f} x" if limit else "",
-        )
-    console.print(table)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or nothing would be cleaned up
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-", dir=home) as root,
+        tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as shared,
+    ):
+        run = Run(Path(root).resolve(), Path(shared))
+        for case in (quick if name == "quick" else full)(run):
+            print(f"{case} ...", flush=True)
+    show(run.records, run.absent)
+    write(RESULTS / f"{name}.json", run.records, run.absent)
+    plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,221 @@
+"""The figures of one case: all systems on one live state, in turns, the ranks in lockstep.
+
+A turn takes every system once, so that a drift of the machine's speed meets all of them; a figure
+is that of the slowest rank, CPU time the sum of all. First come the turns that save, with nothing
+else going on and then under training; only then those that load, since a load may replace the live
+tensors, which throws the caches of some systems away.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.limits import Limits
+from benchmarks.measure import BASELINE, Samples
+from benchmarks.resources import cpu_seconds, drop_page_cache
+from benchmarks.systems import System, find
+from benchmarks.training import Size, Training
+from trinity_sync.storage.durable import sync_folder
+
+WARM_UP = 2
+"""Saves of each system before any is measured: one for each slot of those that have two."""
+
+
+class WrongSave(Exception):
+    """What a system loaded is not what was live when it saved."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured on a state of one size."""
+
+    name: str
+    size: Size
+    systems: tuple[str, ...]
+    turns: int
+    window: int = 0
+    """Training steps over which the loss of a save is measured; 0 leaves that out."""
+    loads: int = 1
+    """Turns that load; each of them proves that the save was right."""
+
+
+@dataclass
+class Bench:
+    """One rank's side of a case."""
+
+    case: Case
+    training: Training
+    systems: dict[str, System]
+    samples: Samples
+    steps: Iterator[int]
+
+    def figures(self, system: str, values: dict[str, float]) -> None:
+        """Keep one turn's figures, over all ranks."""
+        everyone: list[Any] = [None] * self.case.size.ranks
+        dist.all_gather_object(everyone, values)
+        for metric in values:
+            over_ranks = sum if metric.startswith("cpu") else max
+            self.samples[system, metric].append(over_ranks(each[metric] for each in everyone))
+
+    @contextmanager
+    def step(self, system: System) -> Iterator[int]:
+        """A new step, begun by all ranks together and removed from the disk afterwards."""
+        step = next(self.steps)
+        dist.barrier()
+        yield step
+        dist.barrier()
+        if self.training.rank == 0:
+            system.discard(step)
+            sync_folder(system.files(step).parent)  # or the next one to fsync would pay for it
+        dist.barrier()
+
+
+def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, str]]:
+    """One rank's program; returns the samples, and why some systems could not take part.
+
+    Raises:
+        WrongSave: a system did not bring the bits back that it was given.
+    """
+    training = Training(case.size, shared)
+    systems, absent = _opened(case, training, folder)
+    bench = Bench(case, training, systems, defaultdict(list), count(1))
+    (raw := folder / f"raw-{training.rank}").mkdir()
+    limits = Limits(case.size.nbytes // case.size.ranks, raw)
+    for system in systems.values():
+        for _ in range(WARM_UP):
+            with bench.step(system) as step:
+                _save(system, step)
+    limits.turn()
+    for turn in range(case.turns):
+        for (name, metric), seconds in limits.turn().items():
+            bench.figures(name, {metric: seconds})
+        for name in _rotated(systems, turn):
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _save(systems[name], step))
+        for name in _rotated((BASELINE, *systems), turn) if case.window else ():
+            if name == BASELINE:
+                bench.figures(name, _window(bench, None, 0))
+                continue
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _window(bench, systems[name], step))
+    for turn in range(case.loads):
+        for name in _rotated(systems, turn):
+            with bench.step(systems[name]) as step:
+                bench.figures(name, _load(bench, systems[name], step))
+    for system in systems.values():
+        system.close()
+    return _losses(case, bench.samples), absent
+
+
+def _opened(
+    case: Case, training: Training, folder: Path
+) -> tuple[dict[str, System], dict[str, str]]:
+    systems: dict[str, System] = {}
+    absent: dict[str, str] = {}
+    for name in case.systems:
+        own = folder / name.replace(" ", "-")
+        own.mkdir(exist_ok=True)
+        system = find(name)
+        if isinstance(system, str):
+            absent[name] = system
+        else:
+            systems[name] = system(training, own)
+        dist.barrier()
+    return systems, absent
+
+
+def _rotated(names: Iterable[str], turn: int) -> list[str]:
+    """Each turn another one is first, since some leave work behind that the next one feels."""
+    every = list(names)
+    first = turn % max(1, len(every))
+    return every[first:] + every[:first]
+
+
+def _save(system: System, step: int) -> dict[str, float]:
+    """A save while nothing else runs: the stall, and the time to durable from the call."""
+    roots = (os.getpid(), *system.daemons())
+    cpu = cpu_seconds(roots)
+    start = time.perf_counter()
+    system.save(step)
+    system.before_update()
+    stall = time.perf_counter() - start
+    system.wait()
+    durable = time.perf_counter() - start
+    return {"stall": stall, "durable": durable, "cpu": cpu_seconds(roots) - cpu}
+
+
+def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
+    """Training with one save at its beginning, until its last step and until all is durable."""
+    blocked = 0.0
+
+    def blocking(call: Callable[[], None]) -> None:
+        nonlocal blocked
+        begin = time.perf_counter()
+        call()
+        blocked += time.perf_counter() - begin
+
+    dist.barrier()
+    start = time.perf_counter()
+    if system is None:
+        bench.training.step()
+    else:
+        blocking(lambda: system.save(step))
+        bench.training.step(lambda: blocking(system.before_update))
+    for _ in range(bench.case.window - 1):
+        bench.training.step()
+    trained = time.perf_counter() - start
+    if system is not None:
+        system.wait()
+    return {
+        "stall in training": blocked,
+        "trained": trained,
+        "trained and durable": time.perf_counter() - start,
+    }
+
+
+def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
+    """From a cold page cache to a live state of which every byte has been looked at."""
+    training = bench.training
+    saved = training.digest()
+    system.save(step)
+    system.before_update()
+    if system.snapshots:
+        training.step()
+    system.wait()
+    if not system.snapshots:
+        training.step()
+    dist.barrier()
+    drop_page_cache(system.files(step))
+    dist.barrier()
+    start = time.perf_counter()
+    system.load(step)
+    loaded = training.digest()
+    seconds = time.perf_counter() - start
+    if loaded != saved:
+        raise WrongSave(f"{bench.case.name}: {system.name} did not bring step {step} back")
+    return {"restore": seconds}
+
+
+def _losses(case: Case, samples: Samples) -> Samples:
+    """Windows as losses a save against those without one, and CPU time as of each GB."""
+    baseline = median(samples.get((BASELINE, "trained"), [0.0]))
+    result: Samples = {}
+    for (system, metric), values in samples.items():
+        if metric.startswith("trained") and system != BASELINE:
+            name = metric.replace("trained", "loss a save")
+            result[system, name] = [value - baseline for value in values]
+        elif metric == "cpu":
+            gigabytes = case.size.nbytes / 1e9
+            result[system, "cpu a GB"] = [value / gigabytes for value in values]
+        elif system != BASELINE or metric == "trained":
+            result[system, metric] = values
+    return result

@@ -1,0 +1,87 @@
+"""What the machine can do at best with as many bytes as a rank saves, on all ranks at once."""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trinity_sync.storage.durable import sync_folder
+
+CHUNK = 16 << 20
+BUFFER = 256 << 20
+"""Bytes of the buffers, which are gone over as often as needed: they exceed every cache."""
+
+
+class Limits:
+    """Warm memcpy, direct I/O to and from the disk, and a bare fsync.
+
+    Args:
+        nbytes: that this rank saves; rounded down to whole pages.
+        folder: an empty one, on the disk that is measured.
+    """
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        self._nbytes = nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._buffer = min(BUFFER, self._nbytes)
+        self._memory = mmap.mmap(-1, self._buffer)  # aligned, as direct I/O wants it
+        self._view = memoryview(self._memory)
+        self._source = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._source.random_()
+        self._target = self._source.clone()
+        self._folder = folder
+        self._path = folder / "raw"
+
+    def turn(self) -> dict[tuple[str, str], float]:
+        """Seconds of each, by name and by the metric that it bounds."""
+        self._path.unlink(missing_ok=True)
+        sync_folder(self._folder)
+        return {
+            ("warm memcpy", "stall"): _timed(self._copy),
+            ("raw write", "durable"): _timed(self._write),
+            ("raw write, existing file", "durable"): _timed(self._write),
+            ("raw read", "restore"): _timed(self._read),
+            ("fsync alone", "durable"): _timed(self._fsync),
+        }
+
+    def _copy(self) -> None:
+        for offset in range(0, self._nbytes, self._buffer):
+            size = min(self._buffer, self._nbytes - offset)
+            self._target[:size].copy_(self._source[:size])
+
+    def _write(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            self._chunks(lambda chunk, offset: os.pwrite(fd, chunk, offset))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(self._folder)
+
+    def _read(self) -> None:
+        fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            self._chunks(lambda chunk, offset: os.preadv(fd, [chunk], offset))
+        finally:
+            os.close(fd)
+
+    def _chunks(self, move: Callable[[memoryview, int], int]) -> None:
+        for offset in range(0, self._nbytes, CHUNK):
+            start = offset % self._buffer
+            size = min(CHUNK, self._nbytes - offset, self._buffer - start)
+            if move(self._view[start : start + size], offset) != size:
+                raise OSError(f"{self._path}: less than {size} bytes at {offset}")
+
+    def _fsync(self) -> None:
+        with (self._folder / "small").open("wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,40 @@
+"""Peak memory that saving takes beside the training, each system in processes of its own."""
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.resources import peak_memory
+from benchmarks.systems import find
+from benchmarks.training import Size, Training
+
+SAVES = 3
+
+
+def peak_memory_a_byte(size: Size, name: str, folder: Path, shared: Path) -> float | None:
+    """A rank's program: the peak of saving under training above that of training alone.
+
+    All that a system needs counts: staged copies, slots, and its helper processes. Returns None
+    where the system cannot run.
+    """
+    found = find(name)
+    if isinstance(found, str):
+        return None
+    training = Training(size, shared)
+    with peak_memory() as without:
+        for _ in range(SAVES):
+            training.step()
+    with peak_memory() as saving:
+        system = found(training, folder)
+        for step in range(SAVES):
+            dist.barrier()
+            system.save(step)
+            training.step(system.before_update)
+            system.wait()
+        time.sleep(0.1)
+    system.close()
+    mine = saving.nbytes - without.nbytes
+    everyone: list[int] = [0] * size.ranks
+    dist.all_gather_object(everyone, mine)
+    return max(0.0, sum(everyone) / size.nbytes)

@@ -1,0 +1,63 @@
+"""Which cases are measured, in which order, and who takes part in each.
+
+A ratio holds within a case only: its systems took turns with each other and with the limits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from benchmarks.cases import Case
+from benchmarks.systems import SYSTEMS
+from benchmarks.training import Size
+
+if TYPE_CHECKING:
+    from benchmarks.run import Run
+
+OURS = "trinity_sync"
+MAIN = (OURS, "torch.save", "DCP async, process", "torch-checkpointing")
+EVERYBODY = tuple(SYSTEMS)
+LARGE = (
+    (OURS, "torch.save", "DCP async, process"),
+    (OURS, "torch-checkpointing"),
+)
+"""Groups for the largest state: more at a time do not fit into 24 GiB."""
+
+
+def quick(run: "Run") -> Iterator[str]:
+    """One small state and the main peers; says what comes next."""
+    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=4)
+    yield small.name
+    run.case(small, held=4)
+
+
+def full(run: "Run") -> Iterator[str]:
+    """Everything; says what comes next."""
+    middle = _case(Size(1 << 30, 300), EVERYBODY, window=2, loads=3)
+    with run.stack():
+        yield middle.name
+        run.case(middle, held=7)
+        yield "orchestration"
+        run.orchestration(7)
+    yield f"memory, {middle.name}"
+    run.memory(middle)
+    for case in (
+        _case(Size(1 << 28, 300), EVERYBODY, loads=3),
+        _case(Size(1 << 30, 3000), MAIN),
+        _case(Size(1 << 30, 300, ranks=2), MAIN),
+    ):
+        yield case.name
+        run.case(case, held=6)
+    for group in LARGE:
+        case = _case(Size(4 << 30, 300), group, turns=3)
+        case = replace(case, name=f"{case.name}, with {group[-1]}")
+        yield case.name
+        run.case(case, held=3)
+
+
+def _case(
+    size: Size, systems: tuple[str, ...], turns: int = 7, window: int = 0, loads: int = 1
+) -> Case:
+    ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
+    name = f"{size.nbytes / 2**30:g} GiB, {size.tensors} tensors, {ranks}"
+    return Case(name, size, systems, turns, window, loads)

@@ -1,0 +1,32 @@
+"""The systems that are compared, each a file; none is imported before it is asked for."""
+
+import importlib
+
+from benchmarks.systems.base import System
+
+SYSTEMS = {
+    "trinity_sync": "trinity:Trinity",
+    "trinity_sync + Prefect": "trinity_prefect:TrinityPrefect",
+    "torch.save": "torch_save:TorchSave",
+    "veRL": "verl:Verl",
+    "Trinity-style thread": "trinity_thread:TrinityThread",
+    "DCP async, thread": "dcp:DcpThread",
+    "DCP async, process": "dcp:DcpProcess",
+    "torch-checkpointing": "torch_ckpt:TorchCheckpointing",
+    "nvidia-resiliency-ext": "nvidia:NvidiaResiliency",
+}
+
+
+def find(name: str) -> type[System] | str:
+    """The system of that name, or why it cannot run here."""
+    module, _, attribute = SYSTEMS[name].partition(":")
+    try:
+        system: type[System] = getattr(
+            importlib.import_module(f"benchmarks.systems.{module}"), attribute
+        )
+    except ImportError as error:
+        return str(error)
+    return system.unavailable() or system
+
+
+__all__ = ["SYSTEMS", "System", "find"]

@@ -1,0 +1,105 @@
+"""``torch.distributed.checkpoint.async_save`` of torch 2.13, in a thread and in a process.
+
+Both get what PyTorch's own recipe and docstrings recommend for frequent saves: one `DefaultStager`
+kept between saves, so that staging goes into storages that are cached; ``enable_plan_caching``, so
+that a save of the same structure makes no plan; one file a rank with two writer threads;
+``sync_files``, DCP's default. Pinned memory and non-blocking copies need CUDA. Staging is
+synchronous, as copying in a background thread takes the cores that the training needs, and the
+trainer has to wait for it before its next update all the same. The process gets its
+staged tensors through shared memory. States are handed over as raw state dicts, which spares DCP
+the walk over all parameter names that ``get_state_dict`` makes at every save. As in torchtitan,
+DCP has a gloo group of its own, since its collectives run beside those of the training; and as DCP
+keeps one copy of what has the same name on all ranks, each rank's extra state goes by its rank.
+"""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+from benchmarks.systems.base import System
+from trinity_sync.storage.durable import sync_folder
+
+if TYPE_CHECKING:
+    from benchmarks.training import State, Training
+
+WRITERS = 2
+
+
+class DcpThread(System):
+    """``async_save`` that writes from a thread of the trainer."""
+
+    name = "DCP async, thread"
+    mode = AsyncCheckpointerType.THREAD
+
+    def __init__(self, training: "Training", folder: Path) -> None:
+        self.training, self.folder = training, folder
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=self.mode is AsyncCheckpointerType.PROCESS,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        self._planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._group = dist.new_group(backend="gloo")
+        self._extra = f"extra_state_{training.rank}"
+        self._saving: Future[Any] | None = None
+        self._path = folder
+
+    def save(self, step: int) -> None:
+        """Stage, and let DCP write; a save waits for the one before, whose storages it reuses."""
+        self.wait()
+        self._path = self.files(step)
+        writer = FileSystemWriter(self._path, thread_count=WRITERS, sync_files=True)
+        saving = async_save(
+            self._state(),
+            storage_writer=writer,
+            process_group=self._group,
+            planner=self._planner,
+            async_checkpointer_type=self.mode,
+            async_stager=self._stager,
+        )
+        assert isinstance(saving, Future)  # staging is synchronous
+        self._saving = saving
+
+    def wait(self) -> None:
+        """Join DCP, and make the name of its last file durable, too."""
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+            sync_folder(self._path)
+
+    def load(self, step: int) -> None:
+        """In place, into the live tensors; the values beside them through ``load_state_dict``."""
+        state = self._state()
+        reader = FileSystemReader(self.files(step))
+        load(state, storage_reader=reader, process_group=self._group)
+        self.training.resume({**state, "extra_state": state[self._extra]})
+
+    def files(self, step: int) -> Path:
+        """See `System.files`."""
+        return self.folder / str(step)
+
+    def close(self) -> None:
+        """Drop the cached storages."""
+        self.wait()
+        self._stager.close()
+
+    def _state(self) -> "State":
+        state = self.training.state()
+        return {"model": state["model"], "optim": state["optim"], self._extra: state["extra_state"]}
+
+
+class DcpProcess(DcpThread):
+    """``async_save`` that writes from a process, which gets the staged tensors in shared memory."""
+
+    name = "DCP async, process"
+    mode = AsyncCheckpointerType.PROCESS

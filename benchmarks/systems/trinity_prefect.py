@@ -1,0 +1,45 @@
+"""trinity_sync as it is used: the coordinator of every rank, and a flow run for each save."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.systems.trinity import Shards
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.orchestration.stack import find
+
+if TYPE_CHECKING:
+    from benchmarks.training import Training
+
+
+class TrinityPrefect(Shards):
+    """On the embedded stack that the environment names."""
+
+    name = "trinity_sync + Prefect"
+
+    def __init__(self, training: "Training", folder: Path) -> None:
+        super().__init__(training, folder)
+        self._saves = CheckpointCoordinator.of_process_group(folder)
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """Where no stack was started for the case."""
+        return "" if "PREFECT_API_URL" in os.environ else "no stack in this case"
+
+    def daemons(self) -> Sequence[int]:
+        """Those of the stack: server, Ray and worker; by one rank only."""
+        state = find() if self.training.rank == 0 else None
+        return [daemon.pid for daemon in state.daemons] if state else []
+
+    def save(self, step: int) -> None:
+        """Stage, and ask Prefect for the flow run in the background."""
+        self._saves.save(step, self.training.state())
+
+    def wait(self) -> None:
+        """Until this process knows of the commit."""
+        self._saves.wait_all(120)
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self._saves.close()

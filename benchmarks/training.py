@@ -1,0 +1,151 @@
+"""The trained state that every system saves: a Qwen2 under FSDP2 with Adam, really trained.
+
+Sizes are those of the whole state, as checkpoints know it: four tensors a parameter (the weight,
+``exp_avg``, ``exp_avg_sq`` and ``step``) and twelve bytes a number.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+State = dict[str, Any]
+
+VOCABULARY = 1024
+TOKENS = 32
+"""Tokens of one step. Few, so that a step costs about as much as a save: a long step would hide
+what a save takes from the training."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes and tensors of the whole state, over all ranks, and the ranks that share it."""
+
+    nbytes: int
+    tensors: int
+    ranks: int = 1
+
+
+class Training:
+    """Model, optimizer and schedule of one rank; the process group must stand.
+
+    Args:
+        size: of the state; it is met within a percent.
+        shared: a folder in shared memory, for the systems that want one.
+    """
+
+    def __init__(self, size: Size, shared: Path) -> None:
+        torch.manual_seed(0)
+        self.size, self.shared = size, shared
+        self.rank = dist.get_rank()
+        self.model: Any = Qwen2ForCausalLM(_config(size))
+        mesh = init_device_mesh("cpu", (size.ranks,), mesh_dim_names=("fsdp",))
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay)
+        self.step()
+
+    def step(self, before_update: Callable[[], None] = lambda: None) -> None:
+        """One step on random tokens; ``before_update`` runs ahead of the optimizer.
+
+        It computes on one core, so that a save finds another, as beside a GPU. With all cores the
+        threads of every small operation would wait for each other whenever one lost its core.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        tokens = torch.randint(VOCABULARY, (1, TOKENS))
+        self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        torch.set_num_threads(threads)
+
+    def state(self) -> State:
+        """The three components that veRL saves; their tensors alias the live ones."""
+        rng = {
+            "cpu": torch.get_rng_state(),
+            "numpy": np.random.get_state(),
+            "random": random.getstate(),
+        }
+        return {
+            "model": dict(self.model.state_dict()),
+            "optim": self.optimizer.state_dict(),
+            "extra_state": {"lr_scheduler": self.schedule.state_dict(), "rng": rng},
+        }
+
+    def resume(self, state: State) -> None:
+        """Take a loaded state over, as veRL's manager does."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+        extra = state["extra_state"]
+        self.schedule.load_state_dict(extra["lr_scheduler"])
+        torch.set_rng_state(extra["rng"]["cpu"])
+        np.random.set_state(extra["rng"]["numpy"])
+        random.setstate(extra["rng"]["random"])
+
+    def digest(self) -> str:
+        """Of every bit of this rank's live state, and of the values beside its tensors."""
+        digest = xxhash.xxh3_128()
+
+        def visit(value: Any) -> None:
+            if isinstance(value, dict):
+                for key in value:
+                    digest.update(repr(key).encode())
+                    visit(value[key])
+            elif isinstance(value, list | tuple):
+                for item in value:
+                    visit(item)
+            elif isinstance(value, torch.Tensor):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                flat = local.detach().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(flat.numpy().data)
+            elif isinstance(value, np.ndarray):
+                digest.update(value.tobytes())
+            else:
+                digest.update(repr(value).encode())
+
+        visit(self.state())
+        return str(digest.hexdigest())
+
+
+def _decay(step: int) -> float:
+    return 1 / (1 + step / 100)
+
+
+def _config(size: Size) -> Qwen2Config:
+    """Twelve parameters a layer and three more; width and depth follow from the counts."""
+    layers = max(1, round((size.tensors / 4 - 3) / 12))
+    numbers = size.nbytes / 12
+    hidden = 32
+    while _numbers(hidden + 32, 4 * (hidden + 32), layers) < numbers:
+        hidden += 32
+    rest = numbers - _numbers(hidden, 0, layers)
+    return Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=round(rest / (3 * hidden * layers)),
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=False,
+    )
+
+
+def _numbers(hidden: int, intermediate: int, layers: int) -> int:
+    """Parameters of a Qwen2 of these sizes."""
+    layer = 4 * hidden**2 + 3 * hidden * intermediate + 5 * hidden
+    return layers * layer + 2 * VOCABULARY * hidden + hidden
