@@ -150,7 +150,8 @@ def _save(system: System, step: int) -> dict[str, float]:
     stall = time.perf_counter() - start
     system.wait()
     durable = time.perf_counter() - start
-    return {"stall": stall, "durable": durable, "cpu": cpu_seconds(roots) - cpu}
+    cpu = cpu_seconds(roots) - cpu
+    return {"stall": stall, "durable": durable, "after the stall": durable - stall, "cpu": cpu}
 
 
 def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
@@ -195,14 +196,24 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
         training.step()
     dist.barrier()
     drop_page_cache(system.files(step))
+    figures = {"restore": _restored(bench, system, saved, lambda: system.load(step))}
+    if system.restores_from_memory:
+        training.step()
+        from_memory = _restored(bench, system, saved, lambda: system.load_from_memory(step))
+        figures["restore from memory"] = from_memory
+    return figures
+
+
+def _restored(bench: Bench, system: System, saved: str, load: Callable[[], None]) -> float:
+    """Seconds until all ranks have loaded, and have looked at every byte."""
     dist.barrier()
     start = time.perf_counter()
-    system.load(step)
-    loaded = training.digest()
+    load()
+    loaded = bench.training.digest()
     seconds = time.perf_counter() - start
     if loaded != saved:
-        raise WrongSave(f"{bench.case.name}: {system.name} did not bring step {step} back")
-    return {"restore": seconds}
+        raise WrongSave(f"{bench.case.name}: {system.name} did not bring the state back")
+    return seconds
 
 
 def _losses(case: Case, samples: Samples) -> Samples:

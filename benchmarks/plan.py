@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from benchmarks.run import Run
 
 OURS = "trinity_sync"
+RECYCLED = "trinity_sync, recycled files"
+ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 MAIN = (OURS, "torch.save", "DCP async, process", "torch-checkpointing")
 EVERYBODY = tuple(SYSTEMS)
 LARGE = (
-    (OURS, "torch.save", "DCP async, process"),
-    (OURS, "torch-checkpointing"),
+    (OURS, RECYCLED, "veRL", "torch.save"),
+    (ORCHESTRATED, "DCP async, process"),
+    (ORCHESTRATED, "torch-checkpointing"),
 )
 """Groups for the largest state: more at a time do not fit into 24 GiB."""
 
@@ -36,7 +39,12 @@ def full(run: "Run") -> Iterator[str]:
     middle = _case(Size(1 << 30, 300), EVERYBODY, window=2, loads=3)
     with run.stack():
         yield middle.name
-        run.case(middle, held=7)
+        run.case(middle, held=11)
+        for group in LARGE:
+            case = _case(Size(4 << 30, 300), group, turns=3)
+            case = replace(case, name=f"{case.name}, with {group[-1]}")
+            yield case.name
+            run.case(case, held=3)
         yield "orchestration"
         run.orchestration(7)
     yield f"memory, {middle.name}"
@@ -47,12 +55,7 @@ def full(run: "Run") -> Iterator[str]:
         _case(Size(1 << 30, 300, ranks=2), MAIN),
     ):
         yield case.name
-        run.case(case, held=6)
-    for group in LARGE:
-        case = _case(Size(4 << 30, 300), group, turns=3)
-        case = replace(case, name=f"{case.name}, with {group[-1]}")
-        yield case.name
-        run.case(case, held=3)
+        run.case(case, held=8)
 
 
 def _case(

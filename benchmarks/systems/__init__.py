@@ -6,7 +6,10 @@ from benchmarks.systems.base import System
 
 SYSTEMS = {
     "trinity_sync": "trinity:Trinity",
+    "trinity_sync, overlapped": "trinity:Overlapped",
+    "trinity_sync, recycled files": "trinity:Recycled",
     "trinity_sync + Prefect": "trinity_prefect:TrinityPrefect",
+    "trinity_sync + Prefect, recycled files": "trinity_prefect:PrefectRecycled",
     "torch.save": "torch_save:TorchSave",
     "veRL": "verl:Verl",
     "Trinity-style thread": "trinity_thread:TrinityThread",

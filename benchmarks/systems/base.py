@@ -21,6 +21,8 @@ class System(Protocol):
     name: ClassVar[str]
     snapshots: ClassVar[bool] = True
     """Whether training may go on between `save` and `wait` without changing what is written."""
+    restores_from_memory: ClassVar[bool] = False
+    """Whether the node's memory brings the last save back to a trainer that is started again."""
 
     def __init__(self, training: "Training", folder: Path) -> None: ...
 
@@ -40,6 +42,9 @@ class System(Protocol):
 
     def load(self, step: int) -> None:
         """Bring a saved state back into the live model, optimizer and schedule."""
+
+    def load_from_memory(self, step: int) -> None:
+        """As `load`, where `restores_from_memory`."""
 
     def files(self, step: int) -> Path:
         """Folder of what was saved at ``step``."""

@@ -1,24 +1,25 @@
-"""trinity_sync's data path: the stager in each rank, persist and commit in a process beside them.
+"""trinity_sync's data path: staging in each rank, persist and commit in a process beside them.
 
 That process stands for the warm Ray worker of the real thing (see ``trinity_prefect``), so these
-are the costs to the trainer and the disk without those of orchestration.
-
-A variant is a subclass with another ``name`` and what differs; add it to ``SYSTEMS``.
+are the costs to the trainer and the disk without those of orchestration. Variants differ in one
+thing each; they have one slot, which is enough where every save is waited for.
 """
 
 import multiprocessing
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
-from benchmarks.systems.torch_save import load_files
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
+from trinity_sync.states import StateSaves
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.persist import Save, WriteOptions, persist
+from trinity_sync.storage.recycling import remove_folder
+from trinity_sync.storage.restore import load_shards
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
@@ -27,35 +28,58 @@ COMPONENTS = ("model", "optim", "extra_state")
 ROLES = ("actor",)
 
 
-class Shards(System):
-    """The layout of trinity_sync's files, which is veRL's, and veRL's way to load them."""
+class Committed(System):
+    """Steps of a job in ``folder``, loaded as the checkpoint manager loads them."""
+
+    spool: JobSpool
+    recycles: ClassVar[bool] = False
+    """Whether the files of a step that is removed are kept to be written over."""
+    restores_from_memory = True
 
     def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
 
     def load(self, step: int) -> None:
-        """As veRL's manager does."""
-        self.training.resume(load_files(self, step))
+        """From disk."""
+        self._load(step, None)
+
+    def load_from_memory(self, step: int) -> None:
+        """From the slots, as after the death of a trainer whose node lives."""
+        self._load(step, self.spool)
+
+    def _load(self, step: int, spool: JobSpool | None) -> None:
+        rank, ranks = self.training.rank, self.training.size.ranks
+        files = [f"{ROLES[0]}/{shard_file(name, ranks, rank)}" for name in COMPONENTS]
+        shards = load_shards(self.folder, step, files, spool=spool)
+        state = {}
+        for component, shard in zip(COMPONENTS, shards, strict=True):
+            expected = "disk" if spool is None else "spool"
+            assert shard.source == expected, f"{component} came from the {shard.source}"
+            state[component] = shard.state
+        self.training.resume(state)
 
     def files(self, step: int) -> Path:
         """The step's folder."""
         return step_folder(self.folder, step)
 
-    def file(self, step: int, component: str) -> Path:
-        """This rank's shard of a component."""
-        shard = shard_file(component, self.training.size.ranks, self.training.rank)
-        return self.files(step) / ROLES[0] / shard
+    def discard(self, step: int) -> None:
+        """Remove the step; its files may become those of the next one."""
+        nbytes = 2 * self.training.size.nbytes
+        remove_folder(self.folder, self.files(step), keep=nbytes if self.recycles else 0)
 
 
-class Trinity(Shards):
-    """Stager, persist and commit; no flow, no task, no HTTP."""
+class Trinity(Committed):
+    """Staging, persist and commit; no flow, no task, no HTTP."""
 
     name = "trinity_sync"
+    slots: ClassVar[int] = 2
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
         self.spool = open_job_spool(training.shared / "spool", folder)
-        self.stager = Stager(self.spool)
+        stager = Stager(self.spool, slots=self.slots)
+        self._states = StateSaves(stager, lambda origin, _: self._write(origin.step))
         self._writer: ProcessPoolExecutor | None = None
         if training.rank == 0:
             context = multiprocessing.get_context("spawn")
@@ -63,13 +87,19 @@ class Trinity(Shards):
         self._saving: Future[Any] | None = None
 
     def save(self, step: int) -> None:
-        """Stage; rank 0 has the step written."""
+        """Stage; rank 0 has the step written as soon as its images are sealed."""
         ranks = tuple(range(self.training.size.ranks))
         root, rank = str(self.folder), self.training.rank
         origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, len(ranks), ranks)
-        self.stager.stage(origin, self.training.state())
+        self._states.save(origin, self.training.state(), overlap=self.overlaps)
+
+    def before_update(self) -> None:
+        """What overlaps must have been copied."""
+        self._states.wait_staged()
+
+    def _write(self, step: int) -> None:
         if self._writer:
-            save = Save(root, 1, step, "checkpoint", ROLES)
+            save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
             self._saving = self._writer.submit(write_out, self.spool, save)
 
     def wait(self) -> None:
@@ -82,7 +112,23 @@ class Trinity(Shards):
         """End the writer and remove the slots."""
         if self._writer:
             self._writer.shutdown()
-        self.stager.close()
+        self._states.close()
+
+
+class Overlapped(Trinity):
+    """Staging beside the next forward and backward pass."""
+
+    name = "trinity_sync, overlapped"
+    slots = 1
+    overlaps = True
+
+
+class Recycled(Trinity):
+    """Writing over the files of the step that was removed last."""
+
+    name = "trinity_sync, recycled files"
+    slots = 1
+    recycles = True
 
 
 def write_out(spool: JobSpool, save: Save) -> None:

@@ -5,22 +5,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.systems.trinity import Shards
+from benchmarks.systems.trinity import Committed
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.orchestration.stack import find
+from trinity_sync.settings import Settings
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
 
 
-class TrinityPrefect(Shards):
+class TrinityPrefect(Committed):
     """On the embedded stack that the environment names."""
 
     name = "trinity_sync + Prefect"
 
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
-        self._saves = CheckpointCoordinator.of_process_group(folder)
+        settings = Settings(slots=1)
+        self._saves = CheckpointCoordinator.of_process_group(folder, settings=settings)
+        self.spool = self._saves.spool
 
     @classmethod
     def unavailable(cls) -> str:
@@ -40,6 +43,18 @@ class TrinityPrefect(Shards):
         """Until this process knows of the commit."""
         self._saves.wait_all(120)
 
+    def load_from_memory(self, step: int) -> None:
+        """Once the flow has freed the slots, a moment after its commit."""
+        self._saves.latest(settle_s=30)
+        super().load_from_memory(step)
+
     def close(self) -> None:
         """Give the slots back."""
         self._saves.close()
+
+
+class PrefectRecycled(TrinityPrefect):
+    """Writing over the files of the step that was removed last."""
+
+    name = "trinity_sync + Prefect, recycled files"
+    recycles = True
