@@ -26,14 +26,14 @@ LARGE = (
 
 def quick(run: "Run") -> Iterator[str]:
     """One small state and the main peers; says what comes next."""
-    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=4)
+    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=6)
     yield small.name
     run.case(small, held=4)
 
 
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
-    middle = _case(Size(1 << 30, 300), EVERYBODY, window=2, loads=3)
+    middle = _case(Size(1 << 30, 300), EVERYBODY, loads=3)
     with run.stack():
         yield middle.name
         run.case(middle, held=7)
@@ -42,7 +42,7 @@ def full(run: "Run") -> Iterator[str]:
     yield f"memory, {middle.name}"
     run.memory(middle)
     for case in (
-        _case(Size(1 << 28, 300), EVERYBODY, loads=3),
+        _case(Size(1 << 28, 300), EVERYBODY, window=6, loads=3),
         _case(Size(1 << 30, 3000), MAIN),
         _case(Size(1 << 30, 300, ranks=2), MAIN),
     ):
