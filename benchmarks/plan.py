@@ -26,7 +26,7 @@ LARGE = (
 
 def quick(run: "Run") -> Iterator[str]:
     """One small state and the main peers; says what comes next."""
-    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=6)
+    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=4)
     yield small.name
     run.case(small, held=4)
 
@@ -42,7 +42,7 @@ def full(run: "Run") -> Iterator[str]:
     yield f"memory, {middle.name}"
     run.memory(middle)
     for case in (
-        _case(Size(1 << 28, 300), EVERYBODY, window=6, loads=3),
+        _case(Size(1 << 28, 300), EVERYBODY, window=4, loads=3),
         _case(Size(1 << 30, 3000), MAIN),
         _case(Size(1 << 30, 300, ranks=2), MAIN),
     ):
