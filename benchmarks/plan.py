@@ -36,7 +36,7 @@ def quick(run: "Run") -> Iterator[str]:
 
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
-    middle = _case(Size(1 << 30, 300), EVERYBODY, window=2, loads=3)
+    middle = _case(Size(1 << 30, 300), EVERYBODY, loads=3)
     with run.stack():
         yield middle.name
         run.case(middle, held=11)
@@ -50,7 +50,7 @@ def full(run: "Run") -> Iterator[str]:
     yield f"memory, {middle.name}"
     run.memory(middle)
     for case in (
-        _case(Size(1 << 28, 300), EVERYBODY, loads=3),
+        _case(Size(1 << 28, 300), EVERYBODY, window=4, loads=3),
         _case(Size(1 << 30, 3000), MAIN),
         _case(Size(1 << 30, 300, ranks=2), MAIN),
     ):

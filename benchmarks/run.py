@@ -122,11 +122,14 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as shared,
     ):
         run = Run(Path(root).resolve(), Path(shared))
-        for case in (quick if name == "quick" else full)(run):
-            print(f"{case} ...", flush=True)
-    show(run.records, run.absent)
-    write(RESULTS / f"{name}.json", run.records, run.absent)
-    plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
+        try:
+            for case in (quick if name == "quick" else full)(run):
+                print(f"{case} ...", flush=True)
+        finally:  # what was measured before an interruption counts
+            if run.records:
+                show(run.records, run.absent)
+                write(RESULTS / f"{name}.json", run.records, run.absent)
+                plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":
