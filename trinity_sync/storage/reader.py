@@ -42,13 +42,13 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
         os.close(fd)
 
 
-def read_open(fd: int, nbytes: int) -> tuple[memoryview, str]:
-    """As `read_file`, of an open file; direct if it was opened so."""
+def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
+    """As `read_file`, of an open file, direct if it was opened so, by so many threads."""
     memory = _fresh_memory(nbytes)
     digest = xxhash.xxh3_128()
     starts = range(0, nbytes, PIECE)
-    with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
-        pieces = [readers.submit(_read, fd, memory[at : at + PIECE], at) for at in starts]
+    with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
+        pieces = [pool.submit(_read, fd, memory[at : at + PIECE], at) for at in starts]
         for at, piece in zip(starts, pieces, strict=True):
             piece.result()
             digest.update(memory[at : min(at + PIECE, nbytes)])

@@ -6,6 +6,7 @@ are those that the manifest names, digest and all, or they are not taken.
 """
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
-from trinity_sync.storage.reader import read_file, read_open
+from trinity_sync.storage.reader import READERS, read_file, read_open
 from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
@@ -126,10 +127,11 @@ def _read(folder: Path, record: FileRecord, spool: JobSpool | None) -> tuple[mem
 
 def _from_spool(spool: JobSpool, record: FileRecord) -> memoryview | None:
     """The file's bytes from a slot that still holds them; None if there is none."""
+    cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
     for slot in spool.kept(record.digest):
         try:
             with held(slot) as fd:
-                image, digest = read_open(fd, record.nbytes)
+                image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
         except OSError as error:
             logger.warning("%s cannot be read, its file is: %s", slot, error)
             continue
