@@ -39,7 +39,8 @@ class Layout:
     """A file of ``nbytes`` bytes without its tensor data.
 
     ``extents`` are the (offset, content) pairs that are known; ``holes`` the (offset, length)
-    pairs, in bytes, that the storages of the state fill in their order.
+    pairs, in bytes, that the storages of the state fill in their order. The tensors of a device
+    mesh, which every DTensor carries, belong to the extents.
     """
 
     nbytes: int
@@ -77,9 +78,19 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
             f"torch {torch.__version__} saves storages in an order that trinity_sync does not "
             "know; install a torch version that trinity_sync supports"
         )
-    reusable = read is not None and _same(read[1], storages)
-    structure = read[0] if read and reusable else None
-    return Layout(sink.size, sink.extents(), sink.holes, structure), storages
+    if read is None:
+        return Layout(sink.size, sink.extents(), sink.holes, None), storages
+    structure, live = read
+    extents, holes, own = sink.extents(), [], []
+    known_to_walk = {storage.data_ptr() for storage in live}
+    for hole, storage in zip(sink.holes, storages, strict=True):
+        if storage.data_ptr() in known_to_walk:
+            holes.append(hole)
+            own.append(storage)
+        else:  # a tensor inside of a device mesh, which is part of the structure
+            extents.append((hole[0], _bytes_of(storage).cpu().numpy().tobytes()))
+    same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in live]
+    return Layout(sink.size, extents, holes, structure if same_order else None), own
 
 
 def fill(
@@ -105,13 +116,12 @@ def fill(
         for offset, content in layout.extents:
             parts.append((offset, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
     for (offset, _), storage in zip(layout.holes, storages, strict=True):
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        parts.append((offset, source))
+        parts.append((offset, _bytes_of(storage)))
     copy_into(image, parts, computed=computed, threads=threads)
 
 
-def _same(some: Storages, others: Storages) -> bool:
-    return [s.data_ptr() for s in some] == [s.data_ptr() for s in others]
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Sink:

@@ -1,0 +1,30 @@
+"""The images of a real FSDP2 state: laid out once, and filled anew at each save."""
+
+import io
+from pathlib import Path
+
+import torch
+
+from tests.integration.fsdp.models import Trained, copied, differences
+from trinity_sync.snapshot.image import fill, lay_out
+
+
+def test_the_layout_of_a_trained_state_is_used_again(one_rank: None, tiny: Path) -> None:
+    trained = Trained(tiny, 2)
+    trained.step()
+
+    def states() -> dict[str, object]:
+        return {"model": dict(trained.model.state_dict()), "optim": trained.optimizer.state_dict()}
+
+    layouts = {name: lay_out(state)[0] for name, state in states().items()}
+    trained.optimizer.param_groups[0]["lr"] = 1e-3  # as a schedule that has come to its end
+    for _ in range(2):
+        layouts = {name: lay_out(state, layouts[name])[0] for name, state in states().items()}
+        trained.optimizer.zero_grad()
+    for name, state in states().items():
+        again, storages = lay_out(state, layouts[name])
+        assert again is layouts[name]
+        image = torch.zeros(again.nbytes, dtype=torch.uint8)
+        fill(image, again, storages, headers=True)
+        loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
+        assert differences(copied(state), copied(loaded)) == []
