@@ -5,16 +5,20 @@ hundreds of tensors several times the copy as soon as one thread has to wait for
 thread takes the next piece until none is left, and they meet once.
 """
 
+import ctypes
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 PIECE = 4 << 20
+SMALL = 32 << 10
+
+Piece = tuple[int, int, int]
+"""Address to copy to, address to copy from, bytes."""
 
 
 Computed = Mapping[torch.device, torch.Event]
@@ -29,38 +33,45 @@ def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
 
 def copy_into(
     image: torch.Tensor,
-    parts: Iterable[tuple[int, torch.Tensor]],
+    parts: Iterable[tuple[int, torch.UntypedStorage]],
     *,
     computed: Computed | None = None,
     threads: int = 0,
 ) -> None:
-    """Copy each part, a contiguous ``uint8`` tensor, to its offset in ``image``, one on the CPU.
+    """Copy each storage to its offset in ``image``.
 
     Args:
-        image: where to, on the CPU.
-        parts: offsets and what belongs there. Parts on a GPU are copied on a stream of their own,
-            and waited for once, at the end.
+        image: ``uint8`` tensor on the CPU that has room for all of them.
+        parts: offsets and what belongs there. Storages on a GPU are copied on a stream of their
+            own, and waited for once, at the end.
         computed: when that stream may begin; by default after what the current stream was given.
-        threads: how many copy parts on the CPU; 0 for as many as torch uses for one operation.
+        threads: how many copy storages on the CPU; 0 for as many as torch uses for one operation.
     """
-    pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
+    pieces: deque[Piece] = deque()
+    small: list[Piece] = []
     streams: dict[torch.device, torch.Stream] = {}
-    memory = image.numpy()
-    for offset, part in parts:
-        if part.device.type != "cpu":
-            if part.device not in streams:
-                streams[part.device] = torch.Stream(part.device)
-                known = computed or computed_now([part.untyped_storage()])
-                streams[part.device].wait_event(known[part.device])
-            with streams[part.device]:
-                image[offset : offset + len(part)].copy_(part, non_blocking=True)
+    base = image.data_ptr()
+    for offset, storage in parts:
+        if storage.device.type != "cpu":
+            device = storage.device
+            if device not in streams:
+                streams[device] = torch.Stream(device)
+                streams[device].wait_event((computed or computed_now([storage]))[device])
+            with streams[device]:
+                target = image[offset : offset + storage.nbytes()]
+                target.copy_(bytes_of(storage), non_blocking=True)
             continue
-        source = part.numpy()
-        for start in range(0, len(source), PIECE):
-            piece = source[start : start + PIECE]
-            pieces.append((memory[offset + start : offset + start + len(piece)], piece))
+        nbytes, source = storage.nbytes(), storage.data_ptr()
+        if nbytes <= SMALL:
+            small.append((base + offset, source, nbytes))
+            continue
+        for start in range(0, nbytes, PIECE):
+            size = min(PIECE, nbytes - start)
+            pieces.append((base + offset + start, source + start, size))
     helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
     running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
+    for piece in small:
+        _copy_at_once(*piece)
     _copy_until_empty(pieces)
     for helper in running:
         helper.result()
@@ -68,13 +79,31 @@ def copy_into(
         stream.synchronize()
 
 
-def _copy_until_empty(pieces: "deque[tuple[np.ndarray, np.ndarray]]") -> None:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a ``uint8`` tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy_until_empty(pieces: "deque[Piece]") -> None:
     while True:
         try:
-            target, source = pieces.popleft()
+            piece = pieces.popleft()
         except IndexError:
             return
-        np.copyto(target, source)  # lets other Python threads run meanwhile
+        _copy(*piece)
+
+
+def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], object]:
+    memmove = library.memmove
+    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memmove.restype = None
+    return memmove
+
+
+_copy = _memmove(ctypes.CDLL(None))
+"""From one address to another, while other Python threads run."""
+_copy_at_once = _memmove(ctypes.PyDLL(None))
+"""The same for what is copied before another thread could have taken over."""
 
 
 @lru_cache(maxsize=1)

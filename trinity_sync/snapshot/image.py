@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import Computed, copy_into
+from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
 from trinity_sync.snapshot.structure import Structure, structure_of
 
 ALIGNMENT = 4096
@@ -88,7 +88,7 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
             holes.append(hole)
             own.append(storage)
         else:  # a tensor inside of a device mesh, which is part of the structure
-            extents.append((hole[0], _bytes_of(storage).cpu().numpy().tobytes()))
+            extents.append((hole[0], bytes_of(storage).cpu().numpy().tobytes()))
     same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in live]
     return Layout(sink.size, extents, holes, structure if same_order else None), own
 
@@ -111,17 +111,15 @@ def fill(
         headers: False if ``image`` holds this very layout from an earlier call.
         computed, threads: as in `copy_into`.
     """
-    parts: list[tuple[int, torch.Tensor]] = []
+    if len(image) < layout.nbytes:
+        raise ImageError(f"an image of {layout.nbytes:,} bytes does not fit into {len(image):,}")
     if headers:
+        memory = image.numpy().data
         for offset, content in layout.extents:
-            parts.append((offset, torch.frombuffer(bytearray(content), dtype=torch.uint8)))
-    for (offset, _), storage in zip(layout.holes, storages, strict=True):
-        parts.append((offset, _bytes_of(storage)))
+            memory[offset : offset + len(content)] = content
+    offsets = (offset for offset, _ in layout.holes)
+    parts = zip(offsets, storages, strict=True)
     copy_into(image, parts, computed=computed, threads=threads)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Sink:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.copying import bytes_of
 from trinity_sync.snapshot.image import Layout, Storages
 
 SMALL = 64 << 10
@@ -69,8 +70,7 @@ class Watch:
         for live, before, (offset, length) in zip(
             self._live, kept, self._layout.holes, strict=True
         ):
-            expected = torch.empty(0, dtype=torch.uint8).set_(before)
-            if not torch.equal(image[offset : offset + length], expected):
+            if not torch.equal(image[offset : offset + length], bytes_of(before)):
                 same = (n for n, t, _ in self._tensors if t.untyped_storage()._cdata == live._cdata)
                 yield next(same, "a tensor")
 

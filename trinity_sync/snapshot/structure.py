@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 Structure = tuple[Any, ...]
 
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _PLAIN = frozenset((int, str, bytes, bool, type(None)))
 
 
@@ -25,9 +26,9 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
 
     Returns None for a state that has to be laid out afresh.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
-    strided = torch.strided  # a local name: this loop is all that a known structure costs
+    strided, is_complex = torch.strided, _COMPLEX  # local names: this is all a known state costs
 
     def visit(value: Any) -> Any:
         kind = type(value)
@@ -37,13 +38,11 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
             layout = (value.device_mesh, value.placements, tuple(value.shape), value.stride())
             return (kind, layout, value.requires_grad, visit_tensor(value._local_tensor))
         if kind is dict or kind is OrderedDict:
-            return (
-                kind,
-                [
-                    (key if type(key) is str else visit(key), visit(item))
-                    for key, item in value.items()
-                ],
-            )
+            items: list[Any] = [kind]
+            for key, item in value.items():
+                items.append(key if type(key) is str else visit(key))
+                items.append(visit_tensor(item) if type(item) is torch.Tensor else visit(item))
+            return items
         if kind is list or kind is tuple:
             return (kind, [visit(item) for item in value])
         if kind in _PLAIN:
@@ -56,25 +55,27 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
         if tensor.layout is not strided or tensor.is_quantized or tensor.__dict__:
             raise _NotComparable
         storage = tensor.untyped_storage()
-        nbytes, key = storage.nbytes(), storage._cdata
-        number = numbers.setdefault(key, len(numbers))
-        if nbytes:
-            storages.setdefault(key, storage)
+        nbytes, address, dtype = storage.nbytes(), storage._cdata, tensor.dtype
+        number = numbers.get(address)
+        if number is None:
+            number = numbers[address] = len(numbers)
+            if nbytes:
+                live.append(storage)
         return (
             type(tensor),
-            tensor.dtype,
+            dtype,
             tensor.shape,
             tensor.stride(),
             tensor.storage_offset(),
             tensor.device,
             tensor.requires_grad,
-            tensor.is_conj(),
+            dtype in is_complex and tensor.is_conj(),
             tensor.is_neg(),
             number,
             nbytes,
         )
 
     try:
-        return (visit(state),), list(storages.values())
+        return (visit(state),), live
     except _NotComparable:
         return None
