@@ -4,7 +4,6 @@ A ratio holds within a case only: its systems took turns with each other and wit
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.cases import Case
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
 OURS = "trinity_sync"
 MAIN = (OURS, "torch.save", "DCP async, process", "torch-checkpointing")
 EVERYBODY = tuple(SYSTEMS)
-LARGE = (
-    (OURS, "torch.save", "DCP async, process"),
-    (OURS, "torch-checkpointing"),
-)
-"""Groups for the largest state: more at a time do not fit into 24 GiB."""
+LARGE = (OURS, "torch.save", "DCP async, process")
+"""For the largest state: more at a time do not fit into 24 GiB."""
 
 
 def quick(run: "Run") -> Iterator[str]:
@@ -48,11 +44,9 @@ def full(run: "Run") -> Iterator[str]:
     ):
         yield case.name
         run.case(case, held=6)
-    for group in LARGE:
-        case = _case(Size(4 << 30, 300), group, turns=3)
-        case = replace(case, name=f"{case.name}, with {group[-1]}")
-        yield case.name
-        run.case(case, held=3)
+    large = _case(Size(4 << 30, 300), LARGE, turns=3)
+    yield large.name
+    run.case(large, held=3)
 
 
 def _case(
