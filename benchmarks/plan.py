@@ -4,7 +4,6 @@ A ratio holds within a case only: its systems took turns with each other and wit
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.cases import Case
@@ -14,17 +13,12 @@ from benchmarks.training import Size
 if TYPE_CHECKING:
     from benchmarks.run import Run
 
-OURS = "trinity_sync"
-RECYCLED = "trinity_sync, recycled files"
-ORCHESTRATED = "trinity_sync + Prefect, recycled files"
-MAIN = (OURS, "torch.save", "DCP async, process", "torch-checkpointing")
+PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
+MAIN = ("trinity_sync", *PEERS)
+WITH_VARIANTS = ("trinity_sync, overlapped", "trinity_sync, recycled files", *MAIN, "veRL")
 EVERYBODY = tuple(SYSTEMS)
-LARGE = (
-    (OURS, RECYCLED, "veRL", "torch.save"),
-    (ORCHESTRATED, "DCP async, process"),
-    (ORCHESTRATED, "torch-checkpointing"),
-)
-"""Groups for the largest state: more at a time do not fit into 24 GiB."""
+LARGE = ("trinity_sync + Prefect, recycled files", "torch.save", "DCP async, process")
+"""For the largest state: more at a time do not fit into 24 GiB."""
 
 
 def quick(run: "Run") -> Iterator[str]:
@@ -37,20 +31,18 @@ def quick(run: "Run") -> Iterator[str]:
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
     middle = _case(Size(1 << 30, 300), EVERYBODY, loads=3)
+    large = _case(Size(4 << 30, 300), LARGE, turns=3)
     with run.stack():
         yield middle.name
         run.case(middle, held=11)
-        for group in LARGE:
-            case = _case(Size(4 << 30, 300), group, turns=3)
-            case = replace(case, name=f"{case.name}, with {group[-1]}")
-            yield case.name
-            run.case(case, held=3)
+        yield large.name
+        run.case(large, held=3)
         yield "orchestration"
         run.orchestration(7)
     yield f"memory, {middle.name}"
     run.memory(middle)
     for case in (
-        _case(Size(1 << 28, 300), EVERYBODY, window=4, loads=3),
+        _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
         _case(Size(1 << 30, 3000), MAIN),
         _case(Size(1 << 30, 300, ranks=2), MAIN),
     ):
