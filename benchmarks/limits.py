@@ -13,10 +13,12 @@ from trinity_sync.storage.durable import sync_folder
 CHUNK = 16 << 20
 BUFFER = 256 << 20
 """Bytes of the buffers, which are gone over as often as needed: they exceed every cache."""
+FRESH = 1 << 30
+"""Bytes of fresh memory that are touched at most; the time for more follows from them."""
 
 
 class Limits:
-    """Warm memcpy, direct I/O to and from the disk, and a bare fsync.
+    """Warm memcpy, direct I/O to and from the disk, a bare fsync, and the first touch of memory.
 
     Args:
         nbytes: that this rank saves; rounded down to whole pages.
@@ -44,6 +46,7 @@ class Limits:
             ("raw write, existing file", "durable"): _timed(self._write),
             ("raw read", "restore"): _timed(self._read),
             ("fsync alone", "durable"): _timed(self._fsync),
+            ("first touch", "restore from memory"): self._first_touch(),
         }
 
     def _copy(self) -> None:
@@ -66,6 +69,14 @@ class Limits:
             self._chunks(lambda chunk, offset: os.preadv(fd, [chunk], offset))
         finally:
             os.close(fd)
+
+    def _first_touch(self) -> float:
+        """Of memory that a state which is loaded needs anew, in huge pages."""
+        size = min(FRESH, self._nbytes)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
+        return _timed(lambda: pages.fill_(1)) * self._nbytes / size
 
     def _chunks(self, move: Callable[[memoryview, int], int]) -> None:
         for offset in range(0, self._nbytes, CHUNK):

@@ -15,7 +15,7 @@ LIMITS = {
     "durable": "raw write",
     "after the stall": "raw write",
     "restore": "raw read",
-    "restore from memory": "raw read",
+    "restore from memory": "first touch",
 }
 """What each metric is a multiple of."""
 
