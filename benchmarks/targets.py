@@ -77,11 +77,11 @@ def targets() -> Iterator[Target]:
         (GIB_4, ORCHESTRATED, "durable"),
         (GIB_4, "best peer", "durable"),
     )
-    restore, veRL = (GIB, OURS, "restore"), (GIB, "veRL", "restore")  # noqa: N806
+    restore, verl = (GIB, OURS, "restore"), (GIB, "veRL", "restore")
     yield Target("restore from disk / raw read", 1.3, restore, (GIB, "raw read", "restore"))
-    yield Target("restore from disk / veRL's", 0.6, restore, veRL)
+    yield Target("restore from disk / veRL's", 0.6, restore, verl)
     memory = (GIB, OURS, "restore from memory")
-    yield Target("restore from the spool / veRL's from disk", 0.1, memory, veRL)
+    yield Target("restore from the spool / veRL's from disk", 0.1, memory, verl)
 
 
 def results(path: Path) -> list[Result]:
