@@ -44,8 +44,6 @@ class Case:
     turns: int
     window: int = 0
     """Training steps over which the loss of a save is measured; 0 leaves that out."""
-    loads: int = 1
-    """Turns that load; each of them proves that the save was right."""
 
 
 @dataclass
@@ -107,12 +105,10 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
                 continue
             with bench.step(systems[name]) as step:
                 bench.figures(name, _window(bench, systems[name], step))
-    for turn in range(case.loads):
-        for name in _rotated(systems, turn):
-            with bench.step(systems[name]) as step:
-                bench.figures(name, _load(bench, systems[name], step))
-    for system in systems.values():
-        system.close()
+    for name, system in systems.items():
+        with bench.step(system) as step:
+            bench.figures(name, _load(bench, system, step))
+        system.close()  # now, since what the next one loads needs the memory
     return _losses(case, bench.samples), absent
 
 

@@ -4,6 +4,7 @@ A ratio holds within a case only: its systems took turns with each other and wit
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.cases import Case
@@ -17,8 +18,10 @@ PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
 MAIN = ("trinity_sync", *PEERS)
 WITH_VARIANTS = ("trinity_sync, overlapped", "trinity_sync, recycled files", *MAIN, "veRL")
 EVERYBODY = tuple(SYSTEMS)
-LARGE = ("trinity_sync + Prefect, recycled files", "torch.save", "DCP async, process")
+LARGE = ("DCP async, process", "torch.save", "trinity_sync + Prefect, recycled files")
 """For the largest state: more at a time do not fit into 24 GiB."""
+MANY = ("trinity_sync", "torch.save", "DCP async, process")
+"""For many tensors, which cost some peers seconds a save."""
 
 
 def quick(run: "Run") -> Iterator[str]:
@@ -30,8 +33,8 @@ def quick(run: "Run") -> Iterator[str]:
 
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
-    middle = _case(Size(1 << 30, 300), EVERYBODY, loads=3)
-    large = _case(Size(4 << 30, 300), LARGE, turns=3)
+    middle = _case(Size(1 << 30, 300), EVERYBODY)
+    large = _case(Size(4 * 10**9, 300), LARGE, turns=3)
     with run.stack():
         yield middle.name
         run.case(middle, held=11)
@@ -39,20 +42,29 @@ def full(run: "Run") -> Iterator[str]:
         run.case(large, held=3)
         yield "orchestration"
         run.orchestration(7)
+    yield "layout"
+    run.fixed_cost(Size(1 << 28, 3000), 7)
     yield f"memory, {middle.name}"
-    run.memory(middle)
+    run.memory(replace(middle, systems=("trinity_sync, recycled files", *MAIN)))
+    yield f"restore, {middle.name}"
+    restoring = ("trinity_sync", "torch.save", "veRL", "DCP async, process")
+    run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=3))
     for case in (
         _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
-        _case(Size(1 << 30, 3000), MAIN),
-        _case(Size(1 << 30, 300, ranks=2), MAIN),
+        _case(Size(1 << 30, 3000), MANY),
+        _case(Size(1 << 30, 300, ranks=2), MANY),
     ):
         yield case.name
         run.case(case, held=8)
 
 
-def _case(
-    size: Size, systems: tuple[str, ...], turns: int = 7, window: int = 0, loads: int = 1
-) -> Case:
+def _case(size: Size, systems: tuple[str, ...], turns: int = 7, window: int = 0) -> Case:
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
-    name = f"{size.nbytes / 2**30:g} GiB, {size.tensors} tensors, {ranks}"
-    return Case(name, size, systems, turns, window, loads)
+    unit, name = (2**30, "GiB") if size.nbytes % 2**20 == 0 else (10**9, "GB")
+    return Case(
+        f"{size.nbytes / unit:g} {name}, {size.tensors} tensors, {ranks}",
+        size,
+        systems,
+        turns,
+        window,
+    )

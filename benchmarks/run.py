@@ -12,13 +12,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # helper processes import this module, too; it must be light
     from benchmarks.cases import Case
     from benchmarks.measure import Record, Samples
+    from benchmarks.training import Size
 
 RESULTS = Path(__file__).parent / "results"
 WORKING_MEMORY = 3 << 29
@@ -69,7 +70,29 @@ class Run:
             return
         samples, absent = self.on_ranks(case.size.ranks, "benchmarks.cases:measure", case)
         self.absent.update(absent)
-        self.records += records_of(case.name, case.size, samples)
+        # a process that has loaded before has memory at hand that a restarted trainer has not
+        proofs = [key for key in samples if key[1].startswith("restore")]
+        others = {key: values for key, values in samples.items() if key not in proofs}
+        self.records += records_of(case.name, case.size, others)
+
+    def restores(self, case: "Case") -> None:
+        """Measure loading, each time in a process that has not loaded before."""
+        from benchmarks.measure import joined, records_of
+
+        parts: list[Samples] = []
+        for _ in range(case.turns):
+            for name in case.systems:
+                alone = replace(case, systems=(name,), turns=1)
+                samples, _absent = self.on_ranks(1, "benchmarks.cases:measure", alone)
+                parts.append({k: v for k, v in samples.items() if k[1].startswith("restore")})
+        self.records += records_of(case.name, case.size, joined(*parts))
+
+    def fixed_cost(self, size: "Size", runs: int) -> None:
+        """Measure what staging costs before the first byte is copied."""
+        from benchmarks.measure import records_of
+
+        samples = self.on_ranks(1, "benchmarks.layout:fixed_cost", size, runs)
+        self.records += records_of(f"layout, {size.tensors} tensors", size, samples)
 
     def memory(self, case: "Case") -> None:
         """Measure the memory of a case's systems, one after the other."""

@@ -12,7 +12,8 @@ MIB_256 = "0.25 GiB, 300 tensors, 1 rank"
 GIB = "1 GiB, 300 tensors, 1 rank"
 GIB_3000 = "1 GiB, 3000 tensors, 1 rank"
 RANKS = "1 GiB, 300 tensors, 2 ranks"
-GIB_4 = "4 GiB, 300 tensors, 1 rank"
+GB_4 = "4 GB, 300 tensors, 1 rank"
+RESTORE = f"restore, {GIB}"
 OURS = "trinity_sync"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
@@ -47,7 +48,7 @@ class Result:
 
 def targets() -> Iterator[Target]:
     """All of them."""
-    staging = ((GIB, OURS), (GIB_3000, OURS), (RANKS, OURS), (GIB_4, ORCHESTRATED))
+    staging = ((GIB, OURS), (GIB_3000, OURS), (RANKS, OURS), (GB_4, ORCHESTRATED))
     for case, system in staging:
         stall, memcpy = (case, system, "stall"), (case, "warm memcpy", "stall")
         yield Target("stall / warm memcpy", 1.15, stall, memcpy)
@@ -74,13 +75,13 @@ def targets() -> Iterator[Target]:
     yield Target(
         "time to durable with Prefect, recycled / best peer's",
         0.5,
-        (GIB_4, ORCHESTRATED, "durable"),
-        (GIB_4, "best peer", "durable"),
+        (GB_4, ORCHESTRATED, "durable"),
+        (GB_4, "best peer", "durable"),
     )
-    restore, verl = (GIB, OURS, "restore"), (GIB, "veRL", "restore")
-    yield Target("restore from disk / raw read", 1.3, restore, (GIB, "raw read", "restore"))
+    restore, verl = (RESTORE, OURS, "restore"), (RESTORE, "veRL", "restore")
+    yield Target("restore from disk / raw read", 1.3, restore, (RESTORE, "raw read", "restore"))
     yield Target("restore from disk / veRL's", 0.6, restore, verl)
-    memory = (GIB, OURS, "restore from memory")
+    memory = (RESTORE, OURS, "restore from memory")
     yield Target("restore from the spool / veRL's from disk", 0.1, memory, verl)
 
 
