@@ -187,7 +187,11 @@ def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:
 def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_path: Path) -> None:
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
     env = {name: value for name, value in env.items() if not name.startswith("RAY_A")}
-    up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # a test run in the background of a shell ignores Ctrl-C, and so would its children
+        up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     settings = Settings(home=tmp_path)
     deadline = time.monotonic() + 60
     while not (found := stack_module.find(settings)):
