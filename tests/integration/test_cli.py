@@ -200,13 +200,16 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         time.sleep(0.05)
     processes = processes_of(found)
     assert processes
-    up.send_signal(signal.SIGINT)
-    _, errors = up.communicate(timeout=60)
-    assert up.returncode == 130
-    assert "Traceback" not in errors
-    assert not left_of(processes)
-    assert stack_module.find(settings) is None
-    assert not Path(found.ray_folder).exists()
+    try:
+        up.send_signal(signal.SIGINT)
+        _, errors = up.communicate(timeout=60)
+        assert up.returncode == 130
+        assert "Traceback" not in errors
+        assert not left_of(processes)
+        assert stack_module.find(settings) is None
+        assert not Path(found.ray_folder).exists()
+    finally:
+        stack_module.down(settings)
 
 
 def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
