@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,4 +204,13 @@ def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
     (job.spool.folder / "metadata").mkdir()
     job.stagers.pop(0).close()
     job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()
+
+
+def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job) -> None:
+    for _ in range(200):
+        job.spool.receipts.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(4) as ranks:
+            for end in [ranks.submit(job.spool.remove_if_unused) for _ in range(4)]:
+                end.result()
     assert not job.spool.folder.exists()

@@ -11,6 +11,7 @@
         receipts/...                            of saves by a function, see ``receipt``
 """
 
+import contextlib
 import os
 import shutil
 import stat
@@ -90,9 +91,13 @@ class JobSpool:
                 yield slot
 
     def remove_if_unused(self) -> None:
-        """Remove the job's folder once the last process has given its slots back."""
-        if not any(self.folder.glob(f"*{SLOT_SUFFIX}*")) and not any(self.receipts.glob("*")):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the job's folder once the last process has given its slots back.
+
+        The ranks of a job end together: one of them may find the folder gone under its hands.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if not any(self.folder.glob(f"*{SLOT_SUFFIX}*")) and not any(self.receipts.glob("*")):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def check_room(self, nbytes: int) -> None:
         """See at the start that images of ``nbytes`` bytes in all will fit.
