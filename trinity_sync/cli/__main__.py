@@ -1,0 +1,5 @@
+"""``python -m trinity_sync.cli``."""
+
+from trinity_sync.cli.frame import app
+
+app()

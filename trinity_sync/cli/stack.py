@@ -1,0 +1,126 @@
+"""Commands that run the stack: up, down, status, deploy, worker."""
+
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import AsJson, app, output, print_json, read_settings
+from trinity_sync.errors import StackError
+
+if TYPE_CHECKING:
+    from trinity_sync.orchestration.stack import StackStatus
+
+
+@app.command(
+    epilog='Examples:  [bold]trinity-sync up[/]  ·  [bold]eval "$(trinity-sync up --export)"[/]'
+)
+def up(
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
+    ] = None,
+    worker: Annotated[bool, typer.Option(help="Start the flow worker, too.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 180.0,
+    as_json: AsJson = False,
+    export: Annotated[
+        bool, typer.Option("--export", help="Print nothing but lines for the shell to evaluate.")
+    ] = False,
+) -> None:
+    """Start Prefect server, Ray and flow worker, or what is missing of them."""
+    from trinity_sync.orchestration import stack
+
+    settings = read_settings()
+    state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+    if export:
+        typer.echo(_exports(state.environment))
+        return
+    found = stack.status(settings)
+    if as_json:
+        print_json({**asdict(found), "environment": state.environment})
+        return
+    _print_status(found)
+    typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
+
+
+@app.command(epilog="Example:  [bold]trinity-sync down[/]")
+def down() -> None:
+    """Stop what up has started. Database, logs and unsaved images stay."""
+    from trinity_sync.orchestration import stack
+
+    settings = read_settings()
+    ended = stack.down(settings)
+    typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
+
+
+@app.command(
+    epilog="Exit code 0 if all parts work and a worker is online, else 1.\n\n"
+    "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]"
+)
+def status(as_json: AsJson = False) -> None:
+    """Show what runs, where, and whether a worker is online."""
+    from trinity_sync.orchestration import stack
+
+    found = stack.status(read_settings())
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _print_status(found)
+    works = all(part.state in ("running", "external") for part in found.parts[:2])
+    raise typer.Exit(0 if works and found.workers_online else 1)
+
+
+@app.command(
+    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]"
+)
+def deploy() -> None:
+    """Register work pool and deployments on a Prefect server; twice is as good as once."""
+    from trinity_sync.orchestration import deploy, stack
+
+    settings = read_settings()
+    state = stack.find(settings)
+    url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
+    for name in deploy.deploy(settings, url):
+        typer.echo(f"{name} in work pool {settings.work_pool}")
+
+
+@app.command(
+    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api RAY_ADDRESS=10.0.0.4:6379 "
+    "trinity-sync worker[/]"
+)
+def worker() -> None:
+    """Run a flow worker in the foreground, for the stack of up or that of the environment."""
+    from trinity_sync.orchestration import parts, stack
+
+    settings = read_settings()
+    env = parts.environment(settings, stack.find(settings) or parts.StackState())
+    for variable in ("PREFECT_API_URL", "RAY_ADDRESS"):
+        if not env.get(variable):
+            raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
+    settings.home.mkdir(parents=True, exist_ok=True)
+    os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
+    os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)
+
+
+def _print_status(found: "StackStatus") -> None:
+    table = Table("part", "state", "pid", "where", "log")
+    for part in found.parts:
+        pid = str(part.pid or "")
+        table.add_row(part.name, part.state, pid, part.url, part.log)
+    console = output()
+    console.print(table)
+    if found.problem:
+        console.print(found.problem, highlight=False)
+    elif found.workers_online is not None:
+        console.print(
+            f"work pool {found.pool}: {found.workers_online} worker(s) online, "
+            f"{found.waiting_runs} run(s) waiting",
+            highlight=False,
+        )
+
+
+def _exports(environment: dict[str, str]) -> str:
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())

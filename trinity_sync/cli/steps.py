@@ -1,0 +1,130 @@
+"""Commands that look at steps: ls, show."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import AsJson, Root, app, existing, output, print_json, size, when
+from trinity_sync.errors import CommitError, ManifestError
+
+if TYPE_CHECKING:
+    from trinity_sync.storage.manifest import Manifest
+
+
+@app.command(
+    "ls",
+    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync ls ckpts --json[/]",
+)
+def list_steps(root: Root, as_json: AsJson = False) -> None:
+    """List the steps of a job: what is committed, whole, and pointed at."""
+    rows = _steps(existing(root))
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        typer.echo(f"no steps in {root}")
+        return
+    table = Table("step", "run", "kinds", "files", "size", "committed", "pointed at by", "state")
+    for column in (0, 1, 3, 4):
+        table.columns[column].justify = "right"
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            str(row["run"] or ""),
+            ", ".join(row["kinds"]),
+            str(row["files"] or ""),
+            size(row["bytes"]) if row["kinds"] else "",
+            row["committed"].replace("T", " "),
+            ", ".join(row["pointers"]),
+            row["state"],
+        )
+    output().print(table)
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync show ckpts 40[/]  ·  "
+    "[bold]trinity-sync show ckpts 40 --json[/]"
+)
+def show(
+    root: Root,
+    step: Annotated[int, typer.Argument(min=0, help="Number of the step.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one committed step: its files with sizes and digests, and its receipts."""
+    from trinity_sync.layout import step_folder
+    from trinity_sync.storage.manifest import read_manifest
+    from trinity_sync.storage.steps import require_committed
+
+    manifest = read_manifest(existing(root), step) or require_committed(root, step)
+    folder = step_folder(root, step)
+    sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
+    whole = all(sizes[record.path] == record.nbytes for record in manifest.files)
+    if as_json:
+        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole})
+        return
+    console = output()
+    console.print(
+        f"step {step} of run {manifest.run}: {', '.join(manifest.kinds)}, committed "
+        f"{when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes",
+        highlight=False,
+    )
+    table = Table("file", "bytes", "digest", "state")
+    table.columns[1].justify = "right"
+    for record in manifest.files:
+        found = sizes[record.path]
+        state = "missing" if found is None else "whole" if found == record.nbytes else "cut"
+        table.add_row(record.path, f"{record.nbytes:,}", record.digest, state)
+    console.print(table)
+    if manifest.receipts:
+        receipts = Table("saved by function", "rank", "seconds", "files")
+        for receipt in manifest.receipts:
+            files = "\n".join(receipt.files)
+            receipts.add_row(receipt.name, str(receipt.rank), f"{receipt.seconds:.2f}", files)
+        console.print(receipts)
+
+
+def _steps(root: Path) -> list[dict[str, Any]]:
+    from trinity_sync.layout import KINDS, steps_on_disk
+    from trinity_sync.storage.iteration import read_iteration
+    from trinity_sync.storage.manifest import read_manifest
+
+    pointers = {kind: read_iteration(root, kind) for kind in KINDS}
+    rows = []
+    for step in steps_on_disk(root):
+        try:
+            manifest = read_manifest(root, step)
+            state = _state(root, step) if manifest else "not committed"
+        except ManifestError:
+            manifest, state = None, "damaged manifest"
+        pointed = [kind for kind, target in pointers.items() if target == step]
+        rows.append({"step": step, **_summary(manifest), "pointers": pointed, "state": state})
+    return rows
+
+
+def _summary(manifest: "Manifest | None") -> dict[str, Any]:
+    if manifest is None:
+        return {"run": None, "kinds": [], "files": 0, "bytes": 0, "committed": ""}
+    return {
+        "run": manifest.run,
+        "kinds": list(manifest.kinds),
+        "files": len(manifest.files),
+        "bytes": manifest.nbytes,
+        "committed": when(manifest.committed_at),
+    }
+
+
+def _state(root: Path, step: int) -> str:
+    from trinity_sync.storage.steps import require_committed
+
+    try:
+        require_committed(root, step)
+    except CommitError:
+        return "damaged"
+    return "whole"
+
+
+def _size_on_disk(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
