@@ -14,6 +14,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import Written, mark_failed
+from trinity_sync.weights.notice import tell_committed
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         gather_s=settings.gather_s,
     )
     manifest = commit(save, written, receipts, recycle=settings.recycle)
+    tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:
         show(request, manifest, written)

@@ -38,9 +38,14 @@ def open_run(root: str | Path, key: str, resumed_from: int) -> Run:
             return run
 
 
+def all_runs(root: str | Path) -> list[Run]:
+    """Every run of the job, in no order."""
+    return _later_runs(root, 0)
+
+
 def newest_run(root: str | Path) -> Run | None:
     """The run that began last, or None."""
-    runs = _later_runs(root, 0)
+    runs = all_runs(root)
     return max(runs, key=lambda run: run.number) if runs else None
 
 
