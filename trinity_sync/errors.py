@@ -15,7 +15,7 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
-     ├─ SyncError            trainer and explorers cannot hand weights over
+     ├─ WeightSyncError      weights that did not get from the trainer to a reader
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -74,8 +74,8 @@ class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
 
 
-class SyncError(TrinitySyncError):
-    """Trainer and explorers cannot hand weights over."""
+class WeightSyncError(TrinitySyncError):
+    """Weights that did not get from the trainer to a reader, or not completely."""
 
 
 class StackError(TrinitySyncError):

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.errors import SyncError
+from trinity_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ async def set_up(
     as ``rank_offset``, in the order of their names.
 
     Raises:
-        SyncError: somebody failed, died or did not answer in time. Those that had joined are told
+        WeightSyncError: somebody failed, died or did not answer in time. Those that had joined are told
             to leave.
     """
     calls: dict[str, Callable[[], Awaitable[Any]]] = {}
@@ -76,7 +76,7 @@ async def set_up(
     except (RayError, asyncio.TimeoutError) as error:
         await tear_down(trainer, explorers, timeout_s=min(timeout_s, 10.0))
         reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise SyncError(
+        raise WeightSyncError(
             f"the group {group!r} of trainer and {', '.join(sorted(explorers))} was not formed: "
             f"{reason}. See the logs of these actors, and set it up again."
         ) from error
@@ -88,7 +88,7 @@ async def announce(
     """Tell explorers where the trainer's group is, for a trainer that joins by itself.
 
     Raises:
-        SyncError: one of them failed, died or did not answer in time.
+        WeightSyncError: one of them failed, died or did not answer in time.
     """
     try:
         await _all(
@@ -101,7 +101,7 @@ async def announce(
             )
     except (RayError, asyncio.TimeoutError) as error:
         reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise SyncError(
+        raise WeightSyncError(
             f"the group at {address}:{port} was not announced to {', '.join(sorted(explorers))}: "
             f"{reason}. See the logs of these actors, and set it up again."
         ) from error

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trinity_sync.errors import ConfigError, StackError, SyncError
+from trinity_sync.errors import ConfigError, StackError, WeightSyncError
 from trinity_sync.layout import job_id
 from trinity_sync.weights import meeting
 from trinity_sync.weights.book import Reader
@@ -354,7 +354,7 @@ class Synchronizer:
         """Trinity's: tell the explorers where the trainer's group is.
 
         Raises:
-            SyncError: one cannot be reached, failed, or did not answer in time.
+            WeightSyncError: one cannot be reached, failed, or did not answer in time.
         """
         explorers = await self._explorer_actors()
         limit = self._settings.timeout_s
@@ -364,11 +364,11 @@ class Synchronizer:
         """Trinity's: have trainer and explorers form the group of a broadcast.
 
         Raises:
-            SyncError: one cannot be reached, failed, or did not answer within ``timeout`` seconds.
+            WeightSyncError: one cannot be reached, failed, or did not answer within ``timeout`` seconds.
         """
         trainer = await meeting.find(self._settings.trainer, self._namespace)
         if trainer is None:
-            raise SyncError(
+            raise WeightSyncError(
                 f"trainer {self._settings.trainer!r} is no Ray actor of namespace "
                 f"{self._namespace!r}; start it there, or name it in the settings"
             )
@@ -397,12 +397,12 @@ class Synchronizer:
         """Those that have not stopped.
 
         Raises:
-            SyncError: there is none, or one is no Ray actor of this namespace.
+            WeightSyncError: there is none, or one is no Ray actor of this namespace.
         """
         names = self._ledger.parties.live_explorers or {self._settings.explorer}
         found = {name: await meeting.find(name, self._namespace) for name in sorted(names)}
         if missing := [name for name, actor in found.items() if actor is None]:
-            raise SyncError(
+            raise WeightSyncError(
                 f"explorers {', '.join(missing)} are no Ray actors of namespace "
                 f"{self._namespace!r}; start them there, or set their status to stopped"
             )

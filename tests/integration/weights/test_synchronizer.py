@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import until
-from trinity_sync.errors import ConfigError, SyncError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state
 from trinity_sync.weights.notice import tell_committed
@@ -262,6 +262,7 @@ def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
     for name, actor in explorers.items():
         ask(actor.what_was_seen.remote())
         ask(synchronizer.set_explorer_status.remote("running", explorer=name))
+    ask(synchronizer.set_trainer_status.remote("running"))
     first = explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")
     require(synchronizer, "a", "require_sync")
     ray.kill(explorers["b"])
@@ -298,7 +299,7 @@ def test_a_group_that_lacks_an_explorer_is_refused_with_a_way_out(
 ) -> None:
     trainer = Party.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
-    with pytest.raises(SyncError, match="explorers explorer are no Ray actors"):
+    with pytest.raises(WeightSyncError, match="explorers explorer are no Ray actors"):
         ask(synchronizer.coordinate_weight_sync_setup.remote(5))
     ray.kill(trainer)
 
