@@ -9,9 +9,11 @@ from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
 from flows.on_ray import on_node, results
+from flows.replicate import ask_for_copy
 from tasks.commit import commit_step, note_failure
 from tasks.persist import PERSIST
 from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
@@ -34,6 +36,7 @@ async def save_step(request: SaveRequest) -> None:
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
         await results([commit])
+        await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
         await _note_failure(request, str(error))
         raise

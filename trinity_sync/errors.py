@@ -15,6 +15,7 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ RemoteError          a store of copies cannot be reached, read or written
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
@@ -72,6 +73,10 @@ class CommitError(TrinitySyncError):
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class RemoteError(TrinitySyncError):
+    """A store of copies cannot be reached, read or written."""
 
 
 class StepClaimed(TrinitySyncError):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
+from tests.unit.job import Job
 from trinity_sync.layout import MANIFEST
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
@@ -43,7 +45,8 @@ def test_help_comes_at_once_and_shows_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind"]
+    "command",
+    ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind", "replicate", "fetch"],
 )
 def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
@@ -155,6 +158,31 @@ def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: C
     refused = run("rewind", root, "--to", 20, "--yes")
     assert refused.returncode == 1
     assert is_one_sentence(refused.stderr)
+
+
+def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
+    root: Path, tmp_path: Path, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    url = f"file://{tmp_path}/store"
+    done = json.loads(run("replicate", root, url, "--newest", "--json").stdout)
+    assert (done["step"], done["uploaded"]) == (4, 1)
+    (row,) = json.loads(run("ls", url, "--json").stdout)
+    assert (row["step"], row["state"]) == (4, "whole")
+    assert "is committed in" in run("fetch", url, "newest", tmp_path / "back").stdout
+    assert json.loads(run("ls", tmp_path / "back", "--json").stdout)[0]["pointers"]
+    for wrong in (
+        ["replicate", root, url],
+        ["replicate", root, url, "--step", "5"],
+        ["replicate", root, "nowhere", "--newest"],
+        ["fetch", url, "5", tmp_path / "back"],
+        ["ls", "nonsense://x/y"],
+    ):
+        refused = run(*wrong)
+        assert refused.returncode == 1
+        assert is_one_sentence(refused.stderr)
+    assert run("fetch", url, "five", tmp_path / "back").returncode == 2
 
 
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:

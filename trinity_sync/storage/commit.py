@@ -129,7 +129,7 @@ def commit(
             _sync_folders(save.folder, written)
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
-        _finish(save.root, manifest)
+        announce(save.root, manifest)
     return manifest
 
 
@@ -150,11 +150,11 @@ def finish_interrupted(save: Save) -> None:
         except Abandoned as error:
             logger.info("%s", error)
         else:
-            _finish(save.root, manifest)
+            announce(save.root, manifest)
 
 
-def _finish(root: str, manifest: Manifest) -> None:
-    """Mark a committed step, and point at it."""
+def announce(root: str | Path, manifest: Manifest) -> None:
+    """Mark a committed step, and point at it; under the commit lock."""
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
         (folder / FULL_CHECKPOINT_MARK).touch()

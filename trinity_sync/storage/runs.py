@@ -41,6 +41,14 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
             return run
 
 
+def know_run(root: str | Path, run: Run) -> None:
+    """Write down a run that wrote elsewhere, so that runs begun here get later numbers."""
+    newest = newest_run(root)
+    if newest is None or newest.number < run.number:
+        make_folder(_folder(root))
+        create_file(_folder(root) / f"{run.number}.json", json.dumps(asdict(run)))
+
+
 def newest_run(root: str | Path) -> Run | None:
     """The run that began last, or None."""
     runs = _later_runs(root, 0)
