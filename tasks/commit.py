@@ -8,6 +8,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
+from trinity_sync.layout import FOLDERS
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
@@ -23,7 +24,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     """Wait for save functions, write manifest and iteration files, then free the slots."""
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
-    shards = sum(file.record.component != "metadata" for file in written)
+    shards = sum(file.record.component not in FOLDERS for file in written)
     receipts = await_receipts(
         node,
         save,

@@ -12,11 +12,12 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
+    FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     PRIVATE_FOLDER,
@@ -181,7 +182,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
     problems = [] if written or receipts else ["nothing was handed over"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
-        shards = [file for file in files if file.record.component != "metadata"]
+        shards = [file for file in files if file.record.component not in FOLDERS]
         sizes = {file.record.world_size for file in shards}
         if len(sizes) > 1:
             problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
@@ -189,7 +190,11 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
         for file in files:
             have[file.record.component].add(file.record.rank)
         for component in {name for file in files for name in file.components}:
-            ranks = range(1) if component == "metadata" else range(max(sizes, default=1))
+            ranks: Iterable[int] = range(max(sizes, default=1))
+            if component == "metadata":
+                ranks = range(1)
+            elif component == "attachments":  # a rank has some or none
+                ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
                 problems.append(f"role {role} lacks {component} of ranks {absent}")
