@@ -105,7 +105,7 @@ def commit(
     """
     _check_complete(save, written, receipts)
     make_folder(Path(save.root) / PRIVATE_FOLDER)
-    with one_commit_at_a_time(save.root):
+    with no_commit(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -147,7 +147,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with one_commit_at_a_time(save.root):
+    with no_commit(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -321,8 +321,8 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
 
 
 @contextmanager
-def one_commit_at_a_time(root: str | Path) -> Iterator[None]:
-    """The commit lock: who moves iteration files, or changes what a commit has made, holds it."""
+def no_commit(root: str | Path) -> Iterator[None]:
+    """No other commit is under way in the root within such a block; its private folder exists."""
     with (Path(root) / PRIVATE_FOLDER / "commit.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
