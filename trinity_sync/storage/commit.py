@@ -7,14 +7,12 @@ again after a crash, and one lock a root keeps commits from crossing each other.
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
@@ -30,6 +28,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import advance_iteration
@@ -104,8 +103,7 @@ def commit(
         SaveError: a file has vanished or changed since it was written.
     """
     _check_complete(save, written, receipts)
-    make_folder(Path(save.root) / PRIVATE_FOLDER)
-    with no_commit(save.root):
+    with one_change_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -147,7 +145,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with no_commit(save.root):
+    with one_change_at_a_time(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -318,11 +316,3 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
         final = folder / file.record.path
         for leftover in final.parent.glob(f".{final.name}.*{TEMPORARY_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-
-
-@contextmanager
-def no_commit(root: str | Path) -> Iterator[None]:
-    """No other commit is under way in the root within such a block; its private folder exists."""
-    with (Path(root) / PRIVATE_FOLDER / "commit.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
