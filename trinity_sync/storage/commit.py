@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
+    DAMAGE_MARK,
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
@@ -29,6 +30,7 @@ from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import advance_iteration
 from trinity_sync.storage.manifest import (
@@ -125,6 +127,8 @@ def commit(
         if earlier and earlier.run < save.run:
             _replace_step(save, written, manifest, earlier, recycle=recycle)
         else:
+            if not earlier:
+                unmark(save.folder)  # damage of what was no commit any more
             for file in written:
                 _name(file, save.folder / file.record.path)
             _sync_folders(save.folder, written)
@@ -269,7 +273,11 @@ def _replace_step(
     shutil.rmtree(fresh, ignore_errors=True)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
-    official = {record.path for record in earlier.files} | {MANIFEST, FULL_CHECKPOINT_MARK}
+    official = {record.path for record in earlier.files} | {
+        MANIFEST,
+        FULL_CHECKPOINT_MARK,
+        DAMAGE_MARK,
+    }
     official -= {name for receipt in manifest.receipts for name in receipt.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
