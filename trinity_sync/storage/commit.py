@@ -102,8 +102,7 @@ def commit(
         SaveError: a file has vanished or changed since it was written.
     """
     _check_complete(save, written, receipts)
-    make_folder(Path(save.root) / PRIVATE_FOLDER)
-    with _one_at_a_time(save.root):
+    with no_commit(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -143,7 +142,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with _one_at_a_time(save.root):
+    with no_commit(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -313,7 +312,10 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
 
 
 @contextmanager
-def _one_at_a_time(root: str) -> Iterator[None]:
-    with (Path(root) / PRIVATE_FOLDER / "commit.lock").open("a") as lock:
+def no_commit(root: str | Path) -> Iterator[None]:
+    """No other commit is under way in the root within such a block."""
+    folder = Path(root) / PRIVATE_FOLDER
+    make_folder(folder)
+    with (folder / "commit.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
