@@ -8,6 +8,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
+from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
@@ -32,6 +33,10 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     )
     manifest = commit(save, written, receipts, recycle=settings.recycle)
     release_slots(node, save, written)
+    try:
+        note_root(settings, request.root)
+    except OSError as error:
+        logger.warning("scheduled flows do not know of %s: %s", request.root, error)
     try:
         show(request, manifest, written)
     except Exception as error:  # the server is away, and the step is committed all the same

@@ -8,6 +8,7 @@
       global_step_40/
         manifest.json
         .full_checkpoint
+        damaged.json                            only where a verification found damage
         actor/
           model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
           fsdp_config.json
@@ -36,6 +37,7 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"
+DAMAGE_MARK = "damaged.json"
 PRIVATE_FOLDER = ".trinity_sync"
 ITERATION_FILES: dict[Kind, str] = {
     "checkpoint": "latest_checkpointed_iteration.txt",

@@ -73,6 +73,13 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
     """Folder of the embedded stack: its database, logs and state file."""
 
+    maintain: tuple[Path, ...] = ()
+    """Roots of the jobs that scheduled flows look after; JSON in the environment:
+    ``["/data/ckpts"]``. By default all jobs that have committed something on the node."""
+
+    schedules: bool = True
+    """Whether the schedules of the deployments run when they are deployed first, or are paused."""
+
     keep_events_h: float = Field(default=6.0, ge=0)
     """Hours for which the embedded server keeps its event feed; 0 keeps none. Runs, tasks, logs
     and artifacts do not need it."""

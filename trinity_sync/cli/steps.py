@@ -55,15 +55,18 @@ def show(
 ) -> None:
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
+    from trinity_sync.storage.damage import damage_of
     from trinity_sync.storage.manifest import read_manifest
     from trinity_sync.storage.steps import require_committed
 
     manifest = read_manifest(existing(root), step) or require_committed(root, step)
     folder = step_folder(root, step)
     sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
-    whole = all(sizes[record.path] == record.nbytes for record in manifest.files)
+    damage = damage_of(root, step)
+    bad = damage.files if damage else {}
+    whole = not bad and all(sizes[record.path] == record.nbytes for record in manifest.files)
     if as_json:
-        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole})
+        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole, "damaged": bad})
         return
     console = output()
     console.print(
@@ -76,8 +79,11 @@ def show(
     for record in manifest.files:
         found = sizes[record.path]
         state = "missing" if found is None else "whole" if found == record.nbytes else "cut"
+        state = "damaged" if record.path in bad else state
         table.add_row(record.path, f"{record.nbytes:,}", record.digest, state)
     console.print(table)
+    if damage:
+        console.print(f"damaged: {damage}", highlight=False)
     if manifest.receipts:
         receipts = Table("saved by function", "rank", "seconds", "files")
         for receipt in manifest.receipts:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
+    DAMAGE_MARK,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     PRIVATE_FOLDER,
@@ -29,6 +30,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import advance_iteration
 from trinity_sync.storage.manifest import (
@@ -102,7 +104,7 @@ def commit(
         SaveError: a file has vanished or changed since it was written.
     """
     _check_complete(save, written, receipts)
-    with no_commit(save.root):
+    with one_commit_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -125,6 +127,8 @@ def commit(
         if earlier and earlier.run < save.run:
             _replace_step(save, written, manifest, earlier, recycle=recycle)
         else:
+            if not earlier:
+                unmark(save.folder)  # damage of what was no commit any more
             for file in written:
                 _name(file, save.folder / file.record.path)
             _sync_folders(save.folder, written)
@@ -142,7 +146,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with no_commit(save.root):
+    with one_commit_at_a_time(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -265,7 +269,11 @@ def _replace_step(
     shutil.rmtree(fresh, ignore_errors=True)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
-    official = {record.path for record in earlier.files} | {MANIFEST, FULL_CHECKPOINT_MARK}
+    official = {record.path for record in earlier.files} | {
+        MANIFEST,
+        FULL_CHECKPOINT_MARK,
+        DAMAGE_MARK,
+    }
     official -= {name for receipt in manifest.receipts for name in receipt.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
@@ -312,8 +320,8 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
 
 
 @contextmanager
-def no_commit(root: str | Path) -> Iterator[None]:
-    """No other commit is under way in the root within such a block."""
+def one_commit_at_a_time(root: str | Path) -> Iterator[None]:
+    """The commit lock: who moves iteration files, or changes what a commit has made, holds it."""
     folder = Path(root) / PRIVATE_FOLDER
     make_folder(folder)
     with (folder / "commit.lock").open("a") as lock:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trinity_sync.errors import ManifestError
@@ -123,6 +123,8 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
         raise _bad(path, "is not that of this folder")
     body["kinds"] = tuple(body["kinds"])
     body["files"] = tuple(FileRecord(**record) for record in body["files"])
+    if not all(_is_below(record.path) for record in body["files"]):
+        raise _bad(path, "names a file outside of the step's folder")
     body["receipts"] = tuple(
         ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
         for receipt in body["receipts"]
@@ -137,6 +139,11 @@ def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
     except (ManifestError, OSError):
         return False
     return manifest is not None and manifest.run == run and kind in manifest.kinds
+
+
+def _is_below(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
 
 
 def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
