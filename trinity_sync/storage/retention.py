@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder, steps_on_disk
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.claims import leases, nobody_claims, pins
+from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.commit import one_commit_at_a_time
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
@@ -73,6 +74,27 @@ class Removal:
     def nbytes(self) -> int:
         """Bytes that it freed, those of spare files included."""
         return sum(each.nbytes for each in self.removed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a step."""
+
+    step: StepInfo
+    state: Literal["kept", "removed", "would be removed"]
+    why: str = ""
+    """Why it is kept."""
+
+
+def verdicts(plan: Plan, removal: Removal | None) -> list[Verdict]:
+    """What a plan and its removal, if it was carried out, make of every step, oldest first."""
+    found = [Verdict(each, "kept", why) for each, why in plan.kept]
+    if removal is None:
+        found += [Verdict(each, "would be removed") for each in plan.removed]
+    else:
+        found += [Verdict(each, "removed") for each in removal.removed]
+        found += [Verdict(each, "kept", why) for each, why in removal.spared]
+    return sorted(found, key=lambda each: each.step.age)
 
 
 def survey(root: str | Path) -> list[StepInfo]:
@@ -200,11 +222,7 @@ def carry_out(
 
 def _held(root: str | Path) -> dict[int, list[str]]:
     """Steps that somebody needs whatever policies say, with reasons."""
-    held: dict[int, list[str]] = defaultdict(list)
-    for step, pin in pins(root).items():
-        held[step].append(f"pinned: {pin.reason}" if pin.reason else "pinned")
-    for lease in leases(root):
-        held[lease.step].append(f"leased by {lease.holder}")
+    held = claimed(root)
     for kind in KINDS:
         if (pointed := read_iteration(root, kind)) is not None:
             held[pointed].append(f"the iteration file of {kind}s names it")
