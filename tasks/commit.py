@@ -10,7 +10,8 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
-from trinity_sync.layout import job_id
+from trinity_sync.layout import FOLDERS, job_id
+from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
@@ -28,7 +29,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     """Wait for save functions, write manifest and iteration files, then free the slots."""
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
-    shards = sum(file.record.component != "metadata" for file in written)
+    shards = sum(file.record.component not in FOLDERS for file in written)
     receipts = await_receipts(
         node,
         save,
@@ -38,6 +39,10 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     manifest = commit(save, written, receipts, recycle=settings.recycle)
     tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
+    try:
+        note_root(settings, request.root)
+    except OSError as error:
+        logger.warning("scheduled flows do not know of %s: %s", request.root, error)
     try:
         show(request, manifest, written)
         show_weights(request)
@@ -78,10 +83,10 @@ def show_weights(request: SaveRequest) -> None:
     if found is None or not found.readers:
         return
     job = re.sub(r"[^a-z0-9]+", "-", job_id(request.root).lower())
-    newest = f"version {found.newest.step}" if found.newest else "none"
+    newest = found.newest.step if found.newest else "none"
     create_table_artifact(
         key=f"weights-{job}",
-        description=f"Who serves which version of the weights of `{request.root}`; newest: {newest}",
+        description=f"Who serves which version of `{request.root}`; the newest is {newest}",
         table=[
             {
                 "reader": reader.name,

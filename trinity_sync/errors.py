@@ -15,6 +15,8 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ RemoteError          a store of copies cannot be reached, read or written
+     ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
@@ -72,6 +74,14 @@ class CommitError(TrinitySyncError):
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class RemoteError(TrinitySyncError):
+    """A store of copies cannot be reached, read or written."""
+
+
+class StepClaimed(TrinitySyncError):
+    """A lease or a pin holds a step that was to be taken away."""
 
 
 class WeightSyncError(TrinitySyncError):

@@ -54,8 +54,8 @@ async def set_up(
     as ``rank_offset``, in the order of their names.
 
     Raises:
-        WeightSyncError: somebody failed, died or did not answer in time. Those that had joined are told
-            to leave.
+        WeightSyncError: somebody failed, died or did not answer in time. Those that had joined
+            are told to leave.
     """
     calls: dict[str, Callable[[], Awaitable[Any]]] = {}
     try:

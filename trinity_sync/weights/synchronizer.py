@@ -364,7 +364,8 @@ class Synchronizer:
         """Trinity's: have trainer and explorers form the group of a broadcast.
 
         Raises:
-            WeightSyncError: one cannot be reached, failed, or did not answer within ``timeout`` seconds.
+            WeightSyncError: one cannot be reached, failed, or did not answer within ``timeout``
+                seconds.
         """
         trainer = await meeting.find(self._settings.trainer, self._namespace)
         if trainer is None:
