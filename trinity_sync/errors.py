@@ -15,6 +15,8 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ WeightSyncError      weights that did not get from the trainer to a reader
+     │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -71,6 +73,14 @@ class CommitError(TrinitySyncError):
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class WeightSyncError(TrinitySyncError):
+    """Weights that did not get from the trainer to a reader, or not completely."""
+
+
+class DeltaError(WeightSyncError):
+    """A delta that is torn, or does not fit the weights that it is applied to."""
 
 
 class StackError(TrinitySyncError):
