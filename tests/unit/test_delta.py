@@ -44,9 +44,11 @@ def copied(weights: Weights) -> Weights:
 def random_tensor(
     random: np.random.Generator, dtype: torch.dtype, shape: list[int]
 ) -> torch.Tensor:
-    count = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
-    raw = random.integers(0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
+    tensor = torch.empty(shape, dtype=dtype)
+    raw = tensor.reshape(-1).view(torch.uint8)
+    values = random.integers(0, 2 if dtype == torch.bool else 256, len(raw), dtype=np.uint8)
+    raw.copy_(torch.from_numpy(values))
+    return tensor
 
 
 def changed(random: np.random.Generator, tensor: torch.Tensor, share: float) -> torch.Tensor:
