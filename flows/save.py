@@ -1,7 +1,8 @@
 """``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
-is asked for before the commit begins, and the commit is the last thing that happens.
+is asked for before the commit begins. What comes after it, the export of models that the trainer
+asked for, may fail and be retried without touching the commit.
 """
 
 from prefect import flow
@@ -10,13 +11,14 @@ from prefect_ray.task_runners import RayTaskRunner
 
 from flows.on_ray import on_node, results
 from tasks.commit import commit_step, note_failure
+from tasks.export import export_wished
 from tasks.persist import PERSIST
 from trinity_sync.request import SaveRequest
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> None:
-    """Write one step's images and commit them.
+    """Write one step's images and commit them; then export models, if that was asked for.
 
     Args:
         request: the step, and the spools in which its images wait.
@@ -33,7 +35,9 @@ async def save_step(request: SaveRequest) -> None:
         node, spool = next(iter(request.spools.items()))
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
-        await results([commit])
+            (exports,) = await results([commit])
+            if exports:  # the step counts already, whatever becomes of them
+                await results([export_wished.submit(request)])
     except Exception as error:
         await _note_failure(request, str(error))
         raise

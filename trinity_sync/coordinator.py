@@ -29,6 +29,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run, open_run
@@ -189,6 +190,7 @@ class CheckpointCoordinator:
         kind: Kind = "checkpoint",
         metadata: str | Path | None = None,
         overlap: bool = False,
+        export: Export = "",
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -206,6 +208,8 @@ class CheckpointCoordinator:
             overlap: return before large tensors are copied, and copy them while the next forward
                 and backward pass runs. They must not change before `wait_staged`; have it called
                 for you with `wait_staged_before`. Until then the save is not handed over.
+            export: have the FSDP shards of the model written as a Hugging Face model, too, into
+                ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -228,6 +232,7 @@ class CheckpointCoordinator:
             rank=self.rank,
             world_size=self.world_size,
             node_ranks=self._node_ranks,
+            export=export,
         )
         return self._states.save(origin, components, metadata=metadata, overlap=overlap)
 
@@ -422,7 +427,8 @@ class CheckpointCoordinator:
 
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         run = self._begin(0)
-        self._hand_over(self._request(run, origin.step, origin.kind, origin.roles, components))
+        request = self._request(run, origin.step, origin.kind, origin.roles, components)
+        self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
         self,
@@ -446,10 +452,10 @@ class CheckpointCoordinator:
             expected=expected,
         )
 
-    def _hand_over(self, request: SaveRequest, *, always: bool = False) -> None:
+    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
         if self.rank == 0 or always:
             self._trigger.submit(request)
-        self._watch.add(request)
+        self._watch.add(request, exports=exports)
 
 
 def _own_run_key() -> str:

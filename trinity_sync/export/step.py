@@ -21,6 +21,7 @@ import torch
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.export.naming import adapter_config, naming_of, split_adapter
 from trinity_sync.export.shards import ShardedModel
+from trinity_sync.export.wishes import COMPONENT
 from trinity_sync.export.writing import (
     Progress,
     begun,
@@ -39,7 +40,6 @@ from trinity_sync.storage.steps import require_committed
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
-COMPONENT = "hf_model"
 
 _TORCH: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -21,7 +21,7 @@ from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, seal, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Origin:
     rank: int
     world_size: int
     node_ranks: tuple[int, ...]
+    export: Export = ""
 
 
 @dataclass(frozen=True)
