@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync.export.step import export_step
-from trinity_sync.layout import step_folderfrom trinity_sync.storage.steps import require_committed
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.steps import require_committed
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
