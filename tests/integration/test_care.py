@@ -18,7 +18,6 @@ from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.steps import newest, require_committed
 
 
@@ -110,29 +109,20 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     exported = load_file(root / "global_step_3/actor/huggingface/model.safetensors")
     assert torch.equal(exported["lm_head.weight"], model.lm_head.weight)
 
-    config = metadata / "huggingface/config.json"
-    good = config.read_text()
-    other = metadata.with_name("other")
-    (other / "huggingface").mkdir(parents=True)
-    (other / "huggingface/config.json").write_text('{"model_type": "no such model"}')
-    saves.save(4, {"model": model.state_dict()}, metadata=other, export="hf_model")
+    in_the_way = root / ".trinity_sync/exports/global_step_4.actor"
+    in_the_way.write_text("")
+    saves.save(4, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
     with pytest.raises(SaveFailed, match="was not exported, but is committed"):
         saves.wait_all(90)
     require_committed(root, 4)
     failed = api.ended(api.run_of(saves.request_key(4)).id)
     assert failed.state.is_failed()
 
-    (root / "global_step_4/actor/huggingface/config.json").write_text(good)
+    in_the_way.unlink()
     with api.client as client:  # what the UI's Retry button does
         client.set_flow_run_state(failed.id, AwaitingRetry(), force=True)
     weights = "actor/huggingface/model.safetensors"
-
-    def joined() -> bool:
-        manifest = read_manifest(root, 4)
-        return manifest is not None and manifest.file(weights) is not None
-
-    # the config that was mended by hand is no longer the committed one, which the step says
-    until(lambda: api.ended(failed.id).state.is_failed() or joined(), "the retried export")
+    until(lambda: require_committed(root, 4).file(weights), "the retried export")
 
 
 @pytest.mark.parametrize(
