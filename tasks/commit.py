@@ -9,6 +9,7 @@ from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
 from trinity_sync.export.wishes import Wish, make_wish, wishes
+from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -29,7 +30,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     """
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
-    shards = sum(file.record.component != "metadata" for file in written)
+    shards = sum(file.record.component not in FOLDERS for file in written)
     receipts = await_receipts(
         node,
         save,

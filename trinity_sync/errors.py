@@ -16,6 +16,8 @@
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
      ├─ ExportError          shards that cannot be written as a Hugging Face model
+     ├─ RemoteError          a store of copies cannot be reached, read or written
+     ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -76,6 +78,14 @@ class ManifestError(CommitError):
 
 class ExportError(TrinitySyncError):
     """Shards that cannot be written as a Hugging Face model."""
+
+
+class RemoteError(TrinitySyncError):
+    """A store of copies cannot be reached, read or written."""
+
+
+class StepClaimed(TrinitySyncError):
+    """A lease or a pin holds a step that was to be taken away."""
 
 
 class StackError(TrinitySyncError):

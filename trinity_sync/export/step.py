@@ -32,7 +32,7 @@ from trinity_sync.export.writing import (
 )
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.commit import no_commit
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.reader import digest_file
@@ -196,7 +196,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
     """Put the weights into the step's folder, and into its manifest."""
     step = manifest.step
     folder = step_folder(root, step)
-    with no_commit(root):
+    with one_change_at_a_time(root):
         now = read_manifest(root, step)
         if now is None or now.run != manifest.run:
             raise CommitError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.durable import make_folder, replace_file
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest
 
 COMPONENT = "hf_model"
 """Of the files of an exported model, in the manifest."""
@@ -54,14 +54,18 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
 def grant(root: str | Path, wish: Wish) -> None:
     """Export what was wished; its digests are fresh, so they are not compared again.
 
+    A step that was removed or replaced meanwhile takes its wish along.
+
     Raises:
         CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
     """
     from trinity_sync.export.step import export_step  # torch takes seconds, and few need it
 
-    export_step(
-        root, wish.step, role=wish.role, check=False, trust_remote_code=wish.trust_remote_code
-    )
+    manifest = read_manifest(root, wish.step)
+    if manifest and manifest.run == wish.run:
+        export_step(
+            root, wish.step, role=wish.role, check=False, trust_remote_code=wish.trust_remote_code
+        )
     _path(root, wish.step, wish.role).unlink(missing_ok=True)
 
 

@@ -87,7 +87,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: checkpoints that retention shall keep; nothing is deleted here.
+            max_ckpt_to_keep: checkpoints that are left once this one is committed; None and 0
+                leave all. Nothing is deleted here: the save's flow does it, after the commit.
             save_as_hf: have the model written in Hugging Face format, too, whatever the contents:
                 from the shards, by the save's flow, after the commit.
             hdfs_path: unused; veRL's engine passes it.
@@ -124,7 +125,13 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 role,
             )
         staged = self._stage(
-            coordinator, role, global_step, "checkpoint", states, export=export and bool(states)
+            coordinator,
+            role,
+            global_step,
+            "checkpoint",
+            states,
+            keep=max_ckpt_to_keep or 0,
+            export=export and bool(states),
         )
         if self.rank == 0:
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
@@ -157,8 +164,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
         """Note a checkpoint that was handed over; the same path in a row counts once.
 
-        Nothing is deleted, unlike in veRL: the save may still fail, and older steps are removed
-        only after newer ones are committed.
+        Nothing is deleted, unlike in veRL: the save may still fail. Its flow removes older steps
+        once this one is committed.
         """
         if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
             self.previous_saved_paths.append(new_path)
@@ -294,6 +301,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         kind: Kind,
         states: dict[str, Any],
         *,
+        keep: int = 0,
         export: bool = False,
     ) -> Staged | None:
         if not states:
@@ -319,6 +327,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             kind=kind,
             metadata=metadata,
             overlap=overlap,
+            keep=keep,
             export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))

@@ -25,7 +25,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.commit import no_commit
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.recycling import is_ours_alone
@@ -50,7 +50,7 @@ def settle_pointers(root: Path) -> Iterator[Finding]:
         return  # nothing of ours
     for kind in KINDS:
         name = ITERATION_FILES[kind]
-        with no_commit(root):
+        with one_change_at_a_time(root):
             moved = settle_iteration(root, kind)
             named = read_iteration(root, kind)
             wrong = None if moved or named is None else _why_not(root, named)
@@ -68,7 +68,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
     replacing = root / PRIVATE_FOLDER / "replacing"
     if not replacing.is_dir():
         return
-    with no_commit(root):  # who replaces a step holds it, so these are nobody's
+    with one_change_at_a_time(root):  # who replaces a step holds it, so these are nobody's
         for aside in sorted(replacing.glob("*.aside")):
             current = root / aside.name.removesuffix(".aside")
             if not current.exists():  # died between two renames, where there is no exchange

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.commit import note_wishes
 from tasks.persist import persist_component, save_of
+from tasks.prune import prune_after_commit
 from trinity_sync.export.wishes import grant, wishes
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
@@ -57,3 +58,5 @@ def _save_step(request: SaveRequest) -> None:
     release_slots(spool, save, written)
     for wish in wishes(save.root, step=save.step):
         grant(save.root, wish)
+    if request.keep:
+        prune_after_commit.fn(request)
