@@ -15,6 +15,7 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ ExportError          shards that cannot be written as a Hugging Face model
      ├─ RemoteError          a store of copies cannot be reached, read or written
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
@@ -75,6 +76,10 @@ class CommitError(TrinitySyncError):
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class ExportError(TrinitySyncError):
+    """Shards that cannot be written as a Hugging Face model."""
 
 
 class RemoteError(TrinitySyncError):
