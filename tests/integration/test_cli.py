@@ -46,7 +46,19 @@ def test_help_comes_at_once_and_shows_examples() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind", "replicate", "fetch"],
+    [
+        "up",
+        "down",
+        "status",
+        "deploy",
+        "worker",
+        "ls",
+        "show",
+        "rewind",
+        "replicate",
+        "fetch",
+        "diff",
+    ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
@@ -183,6 +195,19 @@ def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
         assert refused.returncode == 1
         assert is_one_sentence(refused.stderr)
     assert run("fetch", url, "five", tmp_path / "back").returncode == 2
+
+
+def test_diff_shows_what_changed(root: Path, job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((4,), step), "b": torch.zeros(2)}})
+        job.commit(step)
+    table = run("diff", root, 1, 2).stdout
+    assert all(word in table for word in ("w", "100.00 %", "1 of 2 tensors are the same"))
+    first = json.loads(run("diff", root, 1, 2, "--json").stdout)[0]
+    assert (first["name"], first["changed"], first["relative_l2"]) == ("w", 4, 1.0)
+    refused = run("diff", root, 1, 3)
+    assert refused.returncode == 1
+    assert is_one_sentence(refused.stderr)
 
 
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
