@@ -147,16 +147,38 @@ def _compare(
 
 
 def _compare_piece(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+    if not _compare_narrow(change, x, y):
+        _compare_wide(change, x, y)
+
+
+def _compare_narrow(change: Change, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """In 32 bits, some six times as fast; False where that could overflow, or lose or hide something."""
+    if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
+        return False
+    x, y = x.float(), y.float()
+    distance = y - x
+    difference, before = float(torch.dot(distance, distance)), float(torch.dot(x, x))
+    count = int(distance.count_nonzero())
+    if not math.isfinite(difference + before) or before < 1e-30 or (count and difference < 1e-30):
+        return False
+    change.changed += count
+    change.max_abs = max(change.max_abs, float(distance.abs_().max()))
+    change._difference += difference
+    change._before += before
+    return True
+
+
+def _compare_wide(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+    """In 64 bits, whatever the values are."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     both_nan = x.isnan() & y.isnan()
     unequal = (x != y) & ~both_nan
     change.nonfinite += int((~y.isfinite()).sum())
-    count = int(unequal.sum())
     change._before += float(x.abs().square().nansum())
-    if count:
-        change.changed += count
-        distance = (y[unequal] - x[unequal]).abs()
+    if unequal.any():
+        change.changed += int(unequal.sum())
+        distance = (y - x).abs().where(unequal, 0.0)
         greatest = float(distance.max())
         if math.isnan(greatest) or greatest > change.max_abs:
             change.max_abs = greatest
