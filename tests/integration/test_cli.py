@@ -58,6 +58,7 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "replicate",
         "fetch",
         "diff",
+        "doctor",
     ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
@@ -241,6 +242,19 @@ def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
         "worker": "running",
     }
     assert found["workers_online"] >= 1
+
+
+def test_doctor_finds_a_working_stack_and_a_job_in_order(
+    stack: StackState, root: Path, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    done = run("doctor", root, "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk"):
+        assert checks[name]["state"] == "ok", checks[name]
+    assert checks["latest checkpoint"]["found"] == "names step 4"
 
 
 def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:

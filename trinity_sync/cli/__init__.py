@@ -1,6 +1,6 @@
 """The ``trinity-sync`` command; a module for each group of its commands."""
 
-from trinity_sync.cli import care, compare, copies, history, stack, steps
+from trinity_sync.cli import care, compare, copies, doctor, history, stack, steps
 from trinity_sync.cli.frame import app
 
-__all__ = ["app", "care", "compare", "copies", "history", "stack", "steps"]
+__all__ = ["app", "care", "compare", "copies", "doctor", "history", "stack", "steps"]

@@ -152,7 +152,7 @@ def _compare_piece(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def _compare_narrow(change: Change, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """In 32 bits, some six times as fast; False where that could overflow, or lose or hide something."""
+    """In 32 bits, some six times as fast; False where that could overflow, lose or hide a thing."""
     if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
         return False
     x, y = x.float(), y.float()
