@@ -31,6 +31,7 @@ from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.states import StateSaves
+from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run, open_run
 from trinity_sync.storage.steps import newest
@@ -105,6 +106,7 @@ class CheckpointCoordinator:
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
         self._functions = FunctionSaves(self.root, self.spool)
+        self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
 
     @classmethod
@@ -191,6 +193,7 @@ class CheckpointCoordinator:
         kind: Kind = "checkpoint",
         metadata: str | Path | None = None,
         overlap: bool = False,
+        keep: int = 0,
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -208,6 +211,8 @@ class CheckpointCoordinator:
             overlap: return before large tensors are copied, and copy them while the next forward
                 and backward pass runs. They must not change before `wait_staged`; have it called
                 for you with `wait_staged_before`. Until then the save is not handed over.
+            keep: checkpoints that are left once this one is committed, older ones being removed
+                after it and never before; 0 leaves all. See `storage.retention`.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -218,6 +223,8 @@ class CheckpointCoordinator:
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
         self._check(step, components, role, kind)
+        if keep < 0:
+            raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
         run = self._begin(0)
         origin = Origin(
             root=str(self.root),
@@ -230,6 +237,7 @@ class CheckpointCoordinator:
             rank=self.rank,
             world_size=self.world_size,
             node_ranks=self._node_ranks,
+            keep=keep if kind == "checkpoint" else 0,
         )
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
@@ -346,6 +354,23 @@ class CheckpointCoordinator:
             process=process_name(os.getpid()),
         )
 
+    # ---------------------------------------------------------------- metrics
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what was measured at a step, for policies such as ``best=2:reward:max``.
+
+        It may come before the step's commit or after it, from any rank; values of another call add
+        to those of the step. A thread writes them to a small file, and logs it if it cannot.
+
+        Args:
+            step: training step.
+            metrics: numbers by name; a tensor of one element is one.
+
+        Raises:
+            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
+        """
+        self._metrics.record(self._begin(0).number, step, metrics)
+
     # ---------------------------------------------------------------- outcomes
 
     async def register_and_monitor(
@@ -374,7 +399,8 @@ class CheckpointCoordinator:
         roles = mine[0].roles if mine else self.roles
         expected = state_dict_thread_count + checkpoint_thread_count
         request = self._request(run, global_step, kind, roles, components, expected)
-        self._hand_over(request, always=True)
+        keep = max((ticket.keep for ticket in mine), default=0)
+        self._hand_over(request.model_copy(update={"keep": keep}), always=True)
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Wait until all that this process handed over is committed, or has failed.
@@ -415,6 +441,7 @@ class CheckpointCoordinator:
         try:
             self._states.close()
         finally:
+            self._metrics.close()
             self._watch.close()
             self._trigger.close(timeout)
         self.spool.remove_if_unused()
@@ -456,7 +483,8 @@ class CheckpointCoordinator:
 
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         run = self._begin(0)
-        self._hand_over(self._request(run, origin.step, origin.kind, origin.roles, components))
+        request = self._request(run, origin.step, origin.kind, origin.roles, components)
+        self._hand_over(request.model_copy(update={"keep": origin.keep}))
 
     def _request(
         self,

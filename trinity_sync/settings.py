@@ -62,6 +62,12 @@ class Settings(BaseSettings):
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
 
+    keep: str = "all"
+    """Which checkpoints the retention flow keeps, as ``storage.policies.parse_policy`` reads it."""
+
+    keep_syncs: str = "last=2"
+    """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""
+
     work_pool: str = "trinity-sync"
     """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
 

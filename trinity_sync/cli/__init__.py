@@ -1,6 +1,25 @@
 """The ``trinity-sync`` command; a module for each group of its commands."""
 
-from trinity_sync.cli import care, compare, copies, doctor, history, stack, steps
+from trinity_sync.cli import (
+    care,
+    compare,
+    copies,
+    doctor,
+    history,
+    retention,
+    stack,
+    steps,
+)
 from trinity_sync.cli.frame import app
 
-__all__ = ["app", "care", "compare", "copies", "doctor", "history", "stack", "steps"]
+__all__ = [
+    "app",
+    "care",
+    "compare",
+    "copies",
+    "doctor",
+    "history",
+    "retention",
+    "stack",
+    "steps",
+]

@@ -33,7 +33,8 @@ def list_steps(
     if not rows:
         typer.echo(f"no steps in {root}")
         return
-    table = Table("step", "run", "kinds", "files", "size", "committed", "pointed at by", "state")
+    columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "claimed")
+    table = Table(*columns, "state")
     for column in (0, 1, 3, 4):
         table.columns[column].justify = "right"
     for row in rows:
@@ -45,6 +46,7 @@ def list_steps(
             size(row["bytes"]) if row["kinds"] else "",
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
+            ", ".join(row["claims"]),
             row["state"],
         )
     output().print(table)
@@ -100,10 +102,12 @@ def show(
 
 def _steps(root: Path) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS, steps_on_disk
+    from trinity_sync.storage.claims import claimed
     from trinity_sync.storage.iteration import read_iteration
     from trinity_sync.storage.manifest import read_manifest
 
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
+    claims = claimed(root)
     rows = []
     for step in steps_on_disk(root):
         try:
@@ -112,7 +116,8 @@ def _steps(root: Path) -> list[dict[str, Any]]:
         except ManifestError:
             manifest, state = None, "damaged manifest"
         pointed = [kind for kind, target in pointers.items() if target == step]
-        rows.append({"step": step, **_summary(manifest), "pointers": pointed, "state": state})
+        row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
+        rows.append({**row, "state": state})
     return rows
 
 

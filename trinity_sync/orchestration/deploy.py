@@ -82,6 +82,7 @@ def _apply(client: SyncPrefectClient, entry: dict[str, Any], settings: Settings)
         "pull_steps": [],
         "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
         "enforce_parameter_schema": True,
+        **{name: entry[name] for name in ("parameters", "concurrency_limit") if name in entry},
     }
     try:
         found = client.read_deployment_by_name(name)
