@@ -15,6 +15,7 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -71,6 +72,10 @@ class CommitError(TrinitySyncError):
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class StepClaimed(TrinitySyncError):
+    """A lease or a pin holds a step that was to be taken away."""
 
 
 class StackError(TrinitySyncError):

@@ -17,6 +17,7 @@ from trinity_sync.layout import MANIFEST
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.storage.iteration import read_iteration
 
 COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 
@@ -41,7 +42,9 @@ def test_help_comes_at_once_and_shows_examples() -> None:
     assert "trinity-sync ls ckpts" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "deploy", "worker", "ls", "show"])
+@pytest.mark.parametrize(
+    "command", ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind"]
+)
 def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0
@@ -138,6 +141,20 @@ def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> Non
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
     assert "not committed" in done.stderr
+
+
+def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: CommitStep) -> None:
+    for step in (10, 20, 30):
+        commit_step(step)
+    assert run("rewind", root, "--to", 10).returncode == 1  # nobody there to say yes
+    assert read_iteration(root, "checkpoint") == 30
+    done = json.loads(run("rewind", root, "--to", 10, "--yes", "--json").stdout)
+    assert done["aside"] == [30, 20]
+    assert Path(done["folder"], "global_step_30", MANIFEST).exists()
+    assert read_iteration(root, "checkpoint") == 10
+    refused = run("rewind", root, "--to", 20, "--yes")
+    assert refused.returncode == 1
+    assert is_one_sentence(refused.stderr)
 
 
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:

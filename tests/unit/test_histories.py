@@ -75,10 +75,10 @@ class Histories(RuleBasedStateMachine):
         mark_failed(self.job.spool, self.job.save(self.step, **other), "its process died")
         self.crashed.add(self.step)
 
-    @precondition(lambda self: self.steps)
+    @precondition(lambda self: self._by_age("checkpoint"))
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        self.step = data.draw(st.sampled_from(sorted(self.steps)))
+        self.step = data.draw(st.sampled_from(self._by_age("checkpoint")))
         self.run += 1
         open_run(self.job.root, str(self.run), self.step)
 

@@ -15,7 +15,7 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.commit import one_commit_at_a_time
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.reader import PIECE, READERS, digest_file
@@ -190,7 +190,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
     assert died.returncode == -signal.SIGKILL
     assert pointers(job) == (2, 2)
     assert newest(job.root).step == 1  # the manifests say so at every instant
-    with one_commit_at_a_time(job.root):
+    with one_change_at_a_time(job.root):
         assert settle_iteration(job.root, "checkpoint") == (2, 1)
         assert settle_iteration(job.root, "checkpoint") is None
     verify(job, step=2)

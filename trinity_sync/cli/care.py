@@ -2,7 +2,8 @@
 
 import time
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -14,9 +15,13 @@ from trinity_sync.cli.frame import (
     existing,
     output,
     print_json,
+    read_settings,
     size,
 )
 from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trinity_sync.storage.leftovers import Finding
 
 DAY_S = 86_400
 
@@ -70,6 +75,50 @@ def verify(
             table.add_row(*row)
         output().print(table)
     raise typer.Exit(1 if any(verdict.state == "damaged" for verdict in verdicts) else 0)
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync reconcile ckpts[/]  ·  "
+    "[bold]trinity-sync reconcile ckpts --json[/]"
+)
+def reconcile(
+    root: Root,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for which a file that nobody needs is left.")
+    ] = 3600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Mend what a crash left half done, here and now; safe at any time. Says what it did."""
+    import asyncio
+
+    found = asyncio.run(_reconciled(existing(root).resolve(), grace))
+    if as_json:
+        print_json([asdict(finding) for finding in found])
+        return
+    if not found:
+        typer.echo("all is as it should be")
+        return
+    table = Table("state", "what", "why", "where")
+    for finding in found:
+        table.add_row(finding.state, finding.what, finding.why, finding.where)
+    output().print(table)
+
+
+async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from trinity_sync.orchestration.reconcile import reconcile
+    from trinity_sync.orchestration.trigger import api_url_for
+
+    settings = read_settings()
+    if url := api_url_for(settings):
+        with temporary_settings({PREFECT_API_URL: url}):
+            async with get_client() as client:
+                if await client.api_healthcheck() is None:
+                    return await reconcile(settings, [root], client, grace_s=grace_s)
+    typer.echo("trinity-sync: no Prefect server answers; runs are not looked at", err=True)
+    return await reconcile(settings, [root], None, grace_s=grace_s)
 
 
 def bytes_of(text: str) -> int:

@@ -7,14 +7,12 @@ again after a crash, and one lock a root keeps commits from crossing each other.
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
@@ -30,9 +28,10 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.iteration import advance_iteration, settle_iteration
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -104,7 +103,7 @@ def commit(
         SaveError: a file has vanished or changed since it was written.
     """
     _check_complete(save, written, receipts)
-    with one_commit_at_a_time(save.root):
+    with one_change_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -135,6 +134,9 @@ def commit(
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
         _finish(save.root, manifest)
+        if earlier and earlier.run < save.run:
+            for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
+                settle_iteration(save.root, kind)
     return manifest
 
 
@@ -146,7 +148,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with one_commit_at_a_time(save.root):
+    with one_change_at_a_time(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -317,13 +319,3 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
         final = folder / file.record.path
         for leftover in final.parent.glob(f".{final.name}.*{TEMPORARY_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-
-
-@contextmanager
-def one_commit_at_a_time(root: str | Path) -> Iterator[None]:
-    """The commit lock: who moves iteration files, or changes what a commit has made, holds it."""
-    folder = Path(root) / PRIVATE_FOLDER
-    make_folder(folder)
-    with (folder / "commit.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -21,7 +21,7 @@ from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.claims import claimed, nobody_claims
-from trinity_sync.storage.commit import one_commit_at_a_time
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -206,7 +206,7 @@ def carry_out(
     done = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
     for each in plan.removed:
-        with one_commit_at_a_time(root), nobody_claims(root):
+        with one_change_at_a_time(root), nobody_claims(root):
             reason = _reason_to_stay(Path(root), each, plan, job, clock())
             if reason:
                 done.spared.append((each, reason))

@@ -22,7 +22,7 @@ from typing import Literal
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.claims import Lease, take_lease
-from trinity_sync.storage.commit import one_commit_at_a_time
+from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, unmark
 from trinity_sync.storage.iteration import settle_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
@@ -171,7 +171,7 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
     before = damage_of(root, step)
     if before is None and not any(one.wrong for one in checked):
         return verdict(state="whole")
-    with one_commit_at_a_time(root):
+    with one_change_at_a_time(root):
         manifest, before = _manifest(root, step), damage_of(root, step)
         if manifest is None or any(_is_stale(one.file, manifest) for one in checked):
             return verdict(state="replaced")
