@@ -52,6 +52,11 @@ class Ledger:
         newest = self.book.newest()
         return newest.step if newest else 0
 
+    def begin_anew(self) -> None:
+        """The root was removed, and with it the versions; who waits waits on."""
+        logger.warning("%s was removed and begun anew: its old versions are gone", self._root)
+        self.book, self._keys, self._written = Book(), {}, (-1, -1)
+
     def now(self) -> float:
         """Seconds since the epoch."""
         return self._clock()
@@ -128,8 +133,7 @@ class Ledger:
         keys = {run.number: run.key for run in runs}
         anew = any(keys.get(number, key) != key for number, key in self._keys.items())
         if anew:
-            logger.warning("%s was removed and begun anew: its old versions are gone", self._root)
-            self.book, self._keys, self._written = Book(), {}, (-1, -1)
+            self.begin_anew()
         self._keys |= keys
         return self.book.begin_runs({run.number: run.resumed_from for run in runs}) or anew
 

@@ -24,7 +24,7 @@ from trinity_sync.layout import job_id
 from trinity_sync.weights import meeting
 from trinity_sync.weights.book import Reader
 from trinity_sync.weights.committed import model_path
-from trinity_sync.weights.files import address_file, write_address
+from trinity_sync.weights.files import address_file, read_address, write_address
 from trinity_sync.weights.ledger import Ledger, known_root
 from trinity_sync.weights.parties import Handshake, Status
 from trinity_sync.weights.version import Source, Version
@@ -113,10 +113,12 @@ class Synchronizer:
             "scheduling_strategy": here,  # the root is here for sure
         }
         settings = settings or SyncSettings.of(config)
-        return ray.remote(cls).options(**options).remote(root, name, namespace, settings)
+        actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
+        actor.announce.remote()  # one that was there already may have lost its root
+        return actor
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
-        self._root, self._namespace = root, namespace
+        self._root, self._name, self._namespace = root, name, namespace
         self._settings = settings
         write_address(root, name, namespace)  # first: a commit from here on is told, or is read
         self._ledger = Ledger(root, settings.role)
@@ -127,6 +129,14 @@ class Synchronizer:
         self._actors: dict[str, Any] = {}
         """Parties that are Ray actors of this namespace; one that cannot be found again died."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def announce(self) -> None:
+        """Be found by commits, also where the root was removed and begun anew meanwhile."""
+        if await asyncio.to_thread(read_address, self._root) is None:
+            self._ledger.begin_anew()
+            self._state = None
+            await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
+        await self._ledger.refresh()
 
     # What the trainer says
 
