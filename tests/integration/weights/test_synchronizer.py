@@ -15,7 +15,8 @@ from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state
 from trinity_sync.weights.notice import tell_committed
-from trinity_sync.weights.synchronizer import Synchronizer, SyncSettings
+from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import ImageRef, Version
 
 ASK_S = 30.0
