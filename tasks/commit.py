@@ -10,6 +10,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
+from trinity_sync.export.wishes import Wish, make_wish, wishes
 from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
@@ -17,7 +18,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.persist import Written, mark_failed
+from trinity_sync.storage.persist import Save, Written, mark_failed
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
 
@@ -25,8 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 @task(name="commit", retries=2, retry_delay_seconds=2, persist_result=False)
-def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> None:
-    """Wait for save functions, write manifest and iteration files, then free the slots."""
+def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> bool:
+    """Wait for save functions, write manifest and iteration files, then free the slots.
+
+    Returns:
+        Whether models of the step are to be exported.
+    """
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
     shards = sum(file.record.component not in FOLDERS for file in written)
@@ -36,6 +41,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         at_least=max(0, request.expected - shards),
         gather_s=settings.gather_s,
     )
+    note_wishes(save, written)
     manifest = commit(save, written, receipts, recycle=settings.recycle)
     tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
@@ -48,6 +54,15 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         show_weights(request)
     except Exception as error:  # the server is away, and the step is committed all the same
         logger.warning("%s is committed; its tables cannot be shown: %r", request.run_name, error)
+    return bool(wishes(request.root, step=request.step))
+
+
+def note_wishes(save: Save, written: Sequence[Written]) -> None:
+    """Note which models the trainer wants to have exported; a retry finds it, whatever dies."""
+    asked = {(file.record.role, file.export) for file in written if file.export}
+    for role, export in asked:
+        trusted = export == "hf_model with remote code"
+        make_wish(save.root, Wish(save.run, save.step, role, trusted))
 
 
 @task(name="note failure", persist_result=False)
