@@ -26,6 +26,7 @@ from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
@@ -216,20 +217,32 @@ class CheckpointCoordinator:
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
         self._check(step, components, role, kind)
-        run = self._begin(0)
-        origin = Origin(
-            root=str(self.root),
-            run=run.number,
-            run_key=run.key,
-            step=step,
-            kind=kind,
-            role=role,
-            roles=self._roles_of(role, kind),
-            rank=self.rank,
-            world_size=self.world_size,
-            node_ranks=self._node_ranks,
-        )
+        origin = self._origin(step, role, kind)
         return self._states.save(origin, components, metadata=metadata, overlap=overlap)
+
+    def upload(
+        self, step: int, collect: Callable[[], Any], *, role: str = "actor"
+    ) -> tuple[Published | None, Staged]:
+        """Let readers of this node have the model of a step, from shared memory; it is not saved.
+
+        Every rank calls it with the same ``step``. Where the step was saved before, its image is
+        the one that they get, and nothing is copied; a save that follows takes the image over.
+
+        Args:
+            step: training step, the version of the weights.
+            collect: gives the model's state; called only if it has to be staged.
+            role: whose weights these are.
+
+        Returns:
+            What readers may read; None where it could not be staged, which `wait_all` raises. And
+            what staging cost the caller.
+
+        Raises:
+            ConfigError: an argument cannot work.
+            SpoolFull: the very first image does not fit into the spool.
+        """
+        origin = self._origin(step, role, "state_dict")
+        return self._states.upload(origin, collect)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -402,9 +415,24 @@ class CheckpointCoordinator:
 
     # ---------------------------------------------------------------- details
 
-    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
+    def _origin(self, step: int, role: str, kind: Kind) -> Origin:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
+        run = self._begin(0)
+        return Origin(
+            root=str(self.root),
+            run=run.number,
+            run_key=run.key,
+            step=step,
+            kind=kind,
+            role=check_name("role", role),
+            roles=self._roles_of(role, kind),
+            rank=self.rank,
+            world_size=self.world_size,
+            node_ranks=self._node_ranks,
+        )
+
+    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         unknown = set(components) - (set(COMPONENTS) - {METADATA})
         if unknown or not components:
             raise ConfigError(
@@ -415,7 +443,6 @@ class CheckpointCoordinator:
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
-        check_name("role", role)
 
     def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
         return self.roles if kind == "checkpoint" else (role,)
