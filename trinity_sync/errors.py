@@ -13,6 +13,7 @@
      │   ├─ Abandoned        a later run of the job resumed from an earlier step
      │   ├─ SaveFailed       raised to the caller for every save that failed (`wait_all`)
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
+     ├─ WeightsError         a version of the weights that cannot be had, or does not fit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
@@ -63,6 +64,10 @@ class SaveFailed(SaveError):
 
 class SaveTimeout(SaveError):
     """A save has not ended within the time that the caller allowed; it may still commit."""
+
+
+class WeightsError(TrinitySyncError):
+    """A version of the weights that cannot be had, or does not fit what it is loaded into."""
 
 
 class CommitError(TrinitySyncError):

@@ -44,6 +44,7 @@ class StateSaves:
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
         self._handed_over: set[tuple[str, int, Kind]] = set()
+        self._uploaded = False
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
         self._background: ThreadPoolExecutor | None = None
@@ -114,6 +115,7 @@ class StateSaves:
             staged = self._stager.carry_out(plan, sealed=False)
         except TrinitySyncError as error:
             return None, self._failed(origin, error)
+        self._uploaded = True
         return self._stager.publish(origin, MODEL), staged
 
     def wait_staged(self) -> float:
@@ -157,7 +159,7 @@ class StateSaves:
         return staged
 
     def _failed(self, origin: Origin, error: TrinitySyncError) -> Staged:
-        if not self._staged:
+        if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))
         logger.error("step %d is not saved, training goes on: %s", origin.step, error)
