@@ -30,16 +30,18 @@ class VersionFile:
             body[name] = tuple(ImageRef(**ref) for ref in body[name])
         return Version(**body)
 
-    async def wait_newer(self, than: int, timeout_s: float | None) -> Version | None:
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
         deadline = time.monotonic() + (timeout_s or 60)
         while time.monotonic() < deadline:
             found = self.latest()
-            if found and found.step > than:
+            if found and (found.run, found.step) > (run or 0, than):
                 return found
             await asyncio.sleep(0.001)
         return None
 
-    def serving(self, reader: str, step: int) -> None:
+    def serving(self, reader: str, step: int, run: int) -> None:
         pass
 
 

@@ -11,7 +11,6 @@ meanwhile, that is a newer one, or the commit of the same step; never parts of t
 older one than it had. The trainer does not notice.
 """
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,10 +26,6 @@ from trinity_sync.weights.assemble import Slice
 from trinity_sync.weights.held import Gone, Held, Holder, Target
 from trinity_sync.weights.version import Version
 
-ASK_AGAIN_S = 5.0
-"""Seconds after which a waiting reader asks for the newest version again: a resumed run's steps may
-be smaller than those that it waits beyond."""
-
 
 class Versions(Protocol):
     """What a reader asks of the Synchronizer."""
@@ -38,10 +33,12 @@ class Versions(Protocol):
     def latest(self) -> Version | None:
         """The newest version."""
 
-    async def wait_newer(self, than: int, timeout_s: float | None) -> Version | None:
-        """The newest version once its step is greater than ``than``; None at the time-out."""
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
+        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
 
-    def serving(self, reader: str, step: int) -> None:
+    def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now."""
 
 
@@ -56,14 +53,16 @@ class FromActor:
         found: Version | None = ray.get(self._actor.latest.remote())
         return found
 
-    async def wait_newer(self, than: int, timeout_s: float | None) -> Version | None:
-        """The newest version once its step is greater than ``than``; None at the time-out."""
-        found: Version | None = await self._actor.wait_newer.remote(than, timeout_s)
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
+        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
+        found: Version | None = await self._actor.wait_newer.remote(than, timeout_s, run)
         return found
 
-    def serving(self, reader: str, step: int) -> None:
+    def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now; nothing is waited for."""
-        self._actor.serving.remote(reader, step)
+        self._actor.serving.remote(reader, step, run)
 
 
 class WeightReader:
@@ -98,20 +97,12 @@ class WeightReader:
         """Wait for a version that is newer than the one read last; None at the time-out.
 
         Args:
-            than: a step that it has to be beyond instead, within the run.
+            than: a step that it has to be beyond instead.
             timeout_s: seconds; without end by default.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        beyond = than if than is not None else self.version.step if self.version else -1
-        found = await asyncio.to_thread(self._versions.latest)
-        while not (found and self._is_new(found, than)):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return None
-            wait = ASK_AGAIN_S if left is None else min(left, ASK_AGAIN_S)
-            found = await self._versions.wait_newer(beyond, wait)
-            found = found or await asyncio.to_thread(self._versions.latest)
-        return found
+        at = self.version
+        beyond = than if than is not None else at.step if at else -1
+        return await self._versions.wait_newer(beyond, timeout_s, at.run if at else None)
 
     @contextmanager
     def hold(self, version: Version | None = None) -> Iterator[Held]:
@@ -161,7 +152,7 @@ class WeightReader:
         """
         with self.hold(version) as held:
             yield from held.tensors(slices)
-        self._versions.serving(self._name, held.version.step)
+        self._versions.serving(self._name, held.version.step, held.version.run)
 
     def load_into(
         self,
@@ -177,7 +168,7 @@ class WeightReader:
         """
         with self.hold(version) as held:
             held.load_into(target, slices)
-        self._versions.serving(self._name, held.version.step)
+        self._versions.serving(self._name, held.version.step, held.version.run)
         return held.version.step
 
     def close(self) -> None:
@@ -194,12 +185,6 @@ class WeightReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _is_new(self, version: Version, than: int | None) -> bool:
-        at = self.version
-        if than is not None and (at is None or version.run == at.run):
-            return version.step > than
-        return at is None or _order(version) > _order(at)
 
     def _candidates(self, wanted: Version | None) -> Iterator[Version]:
         """Where to look, best first, each asked for when the one before is gone."""
