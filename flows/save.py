@@ -1,17 +1,20 @@
 """``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
-is asked for before the commit begins, and the commit is the last thing that happens.
+is asked for before the commit begins. Only after it may older steps go, if the save asks for that.
 """
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
 from flows.on_ray import on_node, results
+from flows.replicate import ask_for_copy
 from tasks.commit import commit_step, note_failure
 from tasks.persist import PERSIST
+from tasks.prune import prune_after_commit
 from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
@@ -34,9 +37,26 @@ async def save_step(request: SaveRequest) -> None:
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
         await results([commit])
+        await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
         await _note_failure(request, str(error))
         raise
+    if request.keep:
+        await _prune(request, node)
+
+
+async def _prune(request: SaveRequest, node: str) -> None:
+    """Remove older checkpoints; where that fails, the save is committed all the same."""
+    try:
+        with remote_options(**on_node(node)):
+            await results([prune_after_commit.submit(request)])
+    except Exception as error:
+        get_run_logger().error(
+            "%s is committed; older steps cannot be removed: %s. The next save, or trinity-sync "
+            "prune, tries again.",
+            request.run_name,
+            error,
+        )
 
 
 async def _note_failure(request: SaveRequest, reason: str) -> None:

@@ -8,6 +8,8 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
+from trinity_sync.layout import FOLDERS
+from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
@@ -23,7 +25,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     """Wait for save functions, write manifest and iteration files, then free the slots."""
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
-    shards = sum(file.record.component != "metadata" for file in written)
+    shards = sum(file.record.component not in FOLDERS for file in written)
     receipts = await_receipts(
         node,
         save,
@@ -32,6 +34,10 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     )
     manifest = commit(save, written, receipts, recycle=settings.recycle)
     release_slots(node, save, written)
+    try:
+        note_root(settings, request.root)
+    except OSError as error:
+        logger.warning("scheduled flows do not know of %s: %s", request.root, error)
     try:
         show(request, manifest, written)
     except Exception as error:  # the server is away, and the step is committed all the same

@@ -13,9 +13,11 @@
      │   ├─ Abandoned        a later run of the job resumed from an earlier step
      │   ├─ SaveFailed       raised to the caller for every save that failed (`wait_all`)
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
-     ├─ WeightsError         a version of the weights that cannot be had, or does not fit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ RemoteError          a store of copies cannot be reached, read or written
+     ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
+     ├─ WeightSyncError      weights that did not get from the trainer to a reader
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -66,16 +68,24 @@ class SaveTimeout(SaveError):
     """A save has not ended within the time that the caller allowed; it may still commit."""
 
 
-class WeightsError(TrinitySyncError):
-    """A version of the weights that cannot be had, or does not fit what it is loaded into."""
-
-
 class CommitError(TrinitySyncError):
     """What is on disk is not a committed step."""
 
 
 class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
+
+
+class RemoteError(TrinitySyncError):
+    """A store of copies cannot be reached, read or written."""
+
+
+class StepClaimed(TrinitySyncError):
+    """A lease or a pin holds a step that was to be taken away."""
+
+
+class WeightSyncError(TrinitySyncError):
+    """Weights that did not get from the trainer to a reader, or not completely."""
 
 
 class StackError(TrinitySyncError):

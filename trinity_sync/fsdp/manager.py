@@ -97,7 +97,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: checkpoints that retention shall keep; nothing is deleted here.
+            max_ckpt_to_keep: checkpoints that are left once this one is committed; None and 0
+                leave all. Nothing is deleted here: the save's flow does it, after the commit.
             save_as_hf: save the whole model in Hugging Face format, too, whatever the contents.
             hdfs_path: unused; veRL's engine passes it.
 
@@ -124,7 +125,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
         if save_as_hf or self.should_save_hf_model:
             self._export(coordinator, Path(local_path), global_step, joins_a_save=bool(states))
-        staged = self._stage(coordinator, role, global_step, "checkpoint", states)
+        keep = max_ckpt_to_keep or 0
+        staged = self._stage(coordinator, role, global_step, "checkpoint", states, keep=keep)
         if self.rank == 0:
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
         return staged
@@ -205,8 +207,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
         """Note a checkpoint that was handed over; the same path in a row counts once.
 
-        Nothing is deleted, unlike in veRL: the save may still fail, and older steps are removed
-        only after newer ones are committed.
+        Nothing is deleted, unlike in veRL: the save may still fail. Its flow removes older steps
+        once this one is committed.
         """
         if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
             self.previous_saved_paths.append(new_path)
@@ -279,7 +281,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Raises:
             SaveFailed: one or more of them failed; the message names them.
-            WeightsError: a version could not be published.
+            WeightSyncError: a version could not be published.
         """
         if self._coordinator is not None:
             self._coordinator.wait_all()
@@ -340,6 +342,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         step: int,
         kind: Kind,
         states: dict[str, Any],
+        *,
+        keep: int = 0,
     ) -> Staged | None:
         if not states:
             return None
@@ -357,7 +361,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             coordinator.wait_staged_before(self.optimizer)
             self._waits_before_steps = True
         staged = coordinator.save(
-            step, states, role=role, kind=kind, metadata=metadata, overlap=overlap
+            step, states, role=role, kind=kind, metadata=metadata, overlap=overlap, keep=keep
         )
         self._saved.update(dict.fromkeys(staged.components, step))
         return staged

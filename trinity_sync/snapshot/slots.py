@@ -35,6 +35,8 @@ class Origin:
     rank: int
     world_size: int
     node_ranks: tuple[int, ...]
+    keep: int = 0
+    """Checkpoints that are left once this one is committed; 0 for all."""
 
 
 class Slots:

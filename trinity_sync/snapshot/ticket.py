@@ -47,6 +47,8 @@ class Ticket:
     nbytes: int
     sealed_at: float
     """Seconds since the epoch."""
+    keep: int = 0
+    """Checkpoints that are left once this one is committed; 0 for all."""
 
     @property
     def what(self) -> str:

@@ -93,8 +93,8 @@ def persist(
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(spool, save, component, options.gather_s, clock)
-    yield_to_others = partial(_yield_to_others, options.nice)
-    pool = ThreadPoolExecutor(options.writers, "persist", initializer=yield_to_others)
+    gently = partial(yield_to_others, options.nice)
+    pool = ThreadPoolExecutor(options.writers, "persist", initializer=gently)
     with ExitStack() as held, pool as writers:
         # all of them first: an image that waits for its turn must not give way to a later save
         contents = [held.enter_context(_held(save, image)) for image in sealed]
@@ -287,7 +287,7 @@ def _write_one(
     )
 
 
-def _yield_to_others(nice: int) -> None:
+def yield_to_others(nice: int) -> None:
     """Lower the priority of this thread, and of those that it starts; it ends before the process.
 
     Linux keeps a priority for each thread, which POSIX would not.

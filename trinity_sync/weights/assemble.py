@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trinity_sync.errors import WeightsError
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.copying import Piece, copy_pieces
 from trinity_sync.snapshot.loading import outline_of, place_of
 
@@ -52,20 +52,20 @@ def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
 
     Raises:
         ImageError: an image cannot be read.
-        WeightsError: the images do not make whole tensors.
+        WeightSyncError: the images do not make whole tensors.
     """
     found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Part]]] = {}
     for number, image in enumerate(images):
         outline = outline_of(image)
         if not isinstance(outline, Mapping):
-            raise WeightsError(f"image {number} holds a {type(outline).__name__} and no weights")
+            raise WeightSyncError(f"image {number} holds a {type(outline).__name__} and no weights")
         for name, value in outline.items():
             if not isinstance(value, torch.Tensor):
                 continue
             shape = tuple(value.shape)
             known = found.setdefault(name, (value.dtype, shape, []))
             if known[:2] != (value.dtype, shape):
-                raise WeightsError(
+                raise WeightSyncError(
                     f"{name} is {known[0]} of shape {list(known[1])} in one rank's image and "
                     f"{value.dtype} of {list(shape)} in that of rank {number}"
                 )
@@ -77,7 +77,7 @@ def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
     for name, (dtype, shape, parts) in found.items():
         have = sum(prod(part.shape) for part in parts)
         if have != prod(shape):
-            raise WeightsError(
+            raise WeightSyncError(
                 f"the images hold {have:,} of the {prod(shape):,} elements of {name}; is a rank's "
                 "image missing?"
             )
@@ -108,7 +108,7 @@ def copy_whole(
     """Copy every tensor of the plan to where it belongs in ``targets``, all or nothing.
 
     Raises:
-        WeightsError: names, shapes or dtypes differ; nothing was copied.
+        WeightSyncError: names, shapes or dtypes differ; nothing was copied.
     """
     _require_known(slices, plan)
     problems: list[str] = []
@@ -135,7 +135,7 @@ def copy_whole(
             problems.append(f"{name} is not in the version")
     if problems:
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
-        raise WeightsError(
+        raise WeightSyncError(
             f"the weights do not fit: {'; '.join(problems[:5])}{more}. Nothing was loaded; build "
             "the model from the trainer's config, or pass a dict of the tensors that are wanted"
         )
@@ -151,7 +151,7 @@ def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
         local, mesh = value._local_tensor, value.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise WeightsError(f"rank {number} holds {name} without a place in its device mesh")
+            raise WeightSyncError(f"rank {number} holds {name} without a place in its device mesh")
         for size, at, placement in zip(mesh.shape, coordinate, value.placements, strict=True):
             if type(placement) is Shard:
                 dim = placement.dim
@@ -160,11 +160,13 @@ def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
                 start[dim] += begin
                 extent[dim] = min(chunk, extent[dim] - begin)
             elif type(placement) is not Replicate:
-                raise WeightsError(f"{name} is placed as {placement}, which cannot be put together")
+                raise WeightSyncError(
+                    f"{name} is placed as {placement}, which cannot be put together"
+                )
             elif at:
                 return None
     if tuple(extent) != tuple(local.shape):
-        raise WeightsError(
+        raise WeightSyncError(
             f"rank {number} holds {list(local.shape)} of {name} where {extent} was expected of a "
             f"tensor of {list(value.shape)}"
         )
@@ -210,7 +212,7 @@ def _sliced(whole: Whole, cut: Slice | None) -> tuple[int, ...]:
         return whole.shape
     dim, start, stop = cut
     if not (0 <= dim < len(whole.shape) and 0 <= start <= stop <= whole.shape[dim]):
-        raise WeightsError(
+        raise WeightSyncError(
             f"slice {cut} of {whole.names[0]}, which has shape {list(whole.shape)}, is outside of "
             "it; give (dimension, start, stop)"
         )
@@ -219,4 +221,4 @@ def _sliced(whole: Whole, cut: Slice | None) -> tuple[int, ...]:
 
 def _require_known(slices: Mapping[str, Slice], plan: Sequence[Whole]) -> None:
     if unknown := set(slices) - {name for whole in plan for name in whole.names}:
-        raise WeightsError(f"slices are given of {sorted(unknown)}, which the version has not")
+        raise WeightSyncError(f"slices are given of {sorted(unknown)}, which the version has not")

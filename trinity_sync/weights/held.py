@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trinity_sync.errors import CommitError, WeightsError
+from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
 from trinity_sync.storage.claims import take_lease
@@ -30,7 +30,7 @@ KNOWN_PLANS = 4
 Target = nn.Module | Mapping[str, torch.Tensor]
 
 
-class Gone(WeightsError):
+class Gone(WeightSyncError):
     """The version is not to be had any more: the trainer has gone on, or the step was removed."""
 
 
@@ -60,7 +60,7 @@ class Held:
             slices: as in `tensors`.
 
         Raises:
-            WeightsError: names, shapes or dtypes differ; nothing was loaded.
+            WeightSyncError: names, shapes or dtypes differ; nothing was loaded.
         """
         named = target.state_dict() if isinstance(target, nn.Module) else target
         copy_whole(self.plan, self.images, named, slices or {})
@@ -86,7 +86,7 @@ class Holder:
 
         Raises:
             Gone: one of its images is overwritten or removed.
-            WeightsError: images are missing or do not make whole tensors.
+            WeightSyncError: images are missing or do not make whole tensors.
         """
         refs = sorted(version.images, key=lambda ref: ref.rank)
         layouts: list[str] = []
@@ -99,17 +99,17 @@ class Holder:
                     raise Gone(f"{_what(version)}: the image in {ref.slot} was overwritten")
                 locks.callback(slot.unlock)
                 if (said.run, said.step, said.rank) != (version.run, version.step, rank):
-                    raise WeightsError(
+                    raise WeightSyncError(
                         f"{_what(version)}: {ref.slot} holds rank {said.rank} of step {said.step}"
                     )
                 if said.world_size != len(refs):
-                    raise WeightsError(
+                    raise WeightSyncError(
                         f"{_what(version)} names images of {len(refs)} of {said.world_size} ranks"
                     )
                 layouts.append(said.layout)
                 memories.append(slot.memory[: ref.nbytes])
             if not refs:
-                raise WeightsError(f"{_what(version)} names no images")
+                raise WeightSyncError(f"{_what(version)} names no images")
             yield Held(version, self.plan(memories, layouts), memories)
 
     @contextmanager
@@ -118,7 +118,7 @@ class Holder:
 
         Raises:
             Gone: the step is not committed (any more), or damaged.
-            WeightsError: it has no weights of the role.
+            WeightSyncError: it has no weights of the role.
         """
         root, step = Path(version.root), version.step
         try:
@@ -140,7 +140,7 @@ class Holder:
                 key=lambda record: record.rank,
             )
             if [record.rank for record in records] != list(range(max(len(records), 1))):
-                raise WeightsError(f"{_what(version)} has no shards of role {version.role}")
+                raise WeightSyncError(f"{_what(version)} has no shards of role {version.role}")
             memories = [self._mapped(step_folder(root, step), record) for record in records]
             yield Held(version, self.plan(memories, None), memories)
 
@@ -170,7 +170,7 @@ class Holder:
         with path.open("rb") as file:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if self._verify and digest_of(path) != record.digest:
-            raise WeightsError(
+            raise WeightSyncError(
                 f"{path} is damaged: it has not the digest that the manifest names; restore it "
                 "from a copy, or remove the step"
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from trinity_sync.errors import WeightsError
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.weights.version import ImageRef, Version
@@ -52,7 +52,7 @@ class Publisher:
         """Wait until the Synchronizer knows of all versions.
 
         Raises:
-            WeightsError: it could not be told of one; each is raised once.
+            WeightSyncError: it could not be told of one; each is raised once.
             TimeoutError: the time is over.
         """
         pending, failures = self._pending, []
@@ -61,7 +61,7 @@ class Publisher:
                 failures.append(str(error))
         self._pending = []
         if failures:
-            raise WeightsError("; ".join(failures))
+            raise WeightSyncError("; ".join(failures))
 
     def close(self) -> None:
         """Wait for what is under way, and end the thread."""
@@ -76,7 +76,7 @@ class Publisher:
         except Exception as error:
             message = f"version {mine.step} (run {mine.run}) of {self._root} is not published"
             logger.exception("%s; training goes on", message)
-            raise WeightsError(f"{message}: {error}") from error
+            raise WeightSyncError(f"{message}: {error}") from error
 
     def _gather(self, mine: Published) -> tuple[ImageRef, ...]:
         """The images of all ranks; none where the trainer has gone on meanwhile."""
@@ -95,7 +95,7 @@ class Publisher:
                 return ()
             if time.monotonic() >= deadline:
                 absent = sorted(set(range(mine.world_size)) - set(images))
-                raise WeightsError(
+                raise WeightSyncError(
                     f"ranks {absent} did not upload step {mine.step} on this node within "
                     f"{self._gather_s:g} s; all ranks have to upload, at the same steps"
                 )

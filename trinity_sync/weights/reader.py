@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import ray
 import torch
 
-from trinity_sync.errors import WeightsError
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
 from trinity_sync.weights.held import Gone, Held, Holder, Target
@@ -113,7 +113,7 @@ class WeightReader:
                 held; ``held.version`` says which.
 
         Raises:
-            WeightsError: no version can be had within ``patience_s`` seconds, or what there is
+            WeightSyncError: no version can be had within ``patience_s`` seconds, or what there is
                 makes no whole tensors.
         """
         deadline = time.monotonic() + self._patience_s
@@ -131,7 +131,7 @@ class WeightReader:
                 self.version = held.version
                 return
             if time.monotonic() >= deadline:
-                raise WeightsError(
+                raise WeightSyncError(
                     f"reader {self._name} found no version that it can read within "
                     f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
                     "process see its shared memory and its root?"
@@ -207,7 +207,7 @@ class WeightReader:
             return self._holder.checkpoint(version)
         if version.source == "memory":
             return self._holder.images(version)
-        raise WeightsError(
+        raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"
         )

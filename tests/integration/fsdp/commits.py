@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from tasks.persist import persist_component, save_of
+from tasks.prune import prune_after_commit
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool
@@ -52,3 +53,5 @@ def _save_step(request: SaveRequest) -> None:
     written = [file for part in parts for file in part]
     commit(save, written, await_receipts(spool, save))
     release_slots(spool, save, written)
+    if request.keep:
+        prune_after_commit.fn(request)

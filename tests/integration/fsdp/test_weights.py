@@ -12,7 +12,7 @@ import torch
 
 from tests.integration.fsdp.ranks import on_ranks
 from tests.unit.weights import VersionFile
-from trinity_sync.errors import WeightsError
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
@@ -146,12 +146,14 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(
     target = Odd().state_dict()
     before = {name: tensor.clone() for name, tensor in target.items()}
     with WeightReader(VersionFile(tmp_path / "none"), name="test") as reader:
-        with pytest.raises(WeightsError, match=r"extra is not in the version.*Nothing was loaded"):
+        with pytest.raises(
+            WeightSyncError, match=r"extra is not in the version.*Nothing was loaded"
+        ):
             reader.load_into({**target, "extra": torch.ones(1)}, version)
-        with pytest.raises(WeightsError, match="seen is not in what it is loaded into"):
+        with pytest.raises(WeightSyncError, match="seen is not in what it is loaded into"):
             reader.load_into({n: v for n, v in target.items() if n != "seen"}, version)
-        with pytest.raises(WeightsError, match=r"single\.bias is .*, to be loaded into"):
+        with pytest.raises(WeightSyncError, match=r"single\.bias is .*, to be loaded into"):
             reader.load_into({**target, "single.bias": torch.ones(1).half()}, version)
-        with pytest.raises(WeightsError, match="names images of 1 of 2 ranks"):
+        with pytest.raises(WeightSyncError, match="names images of 1 of 2 ranks"):
             reader.load_into(target, replace(version, images=version.images[:1]))
     assert all(torch.equal(target[name], before[name]) for name in target)
