@@ -46,7 +46,19 @@ def test_help_comes_at_once_and_shows_examples() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind", "replicate", "fetch"],
+    [
+        "up",
+        "down",
+        "status",
+        "deploy",
+        "worker",
+        "ls",
+        "show",
+        "rewind",
+        "replicate",
+        "fetch",
+        "weights",
+    ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
