@@ -60,33 +60,6 @@ class Dict:
         return self._state
 
 
-class Teller:
-    """Tells readers of versions, as the Synchronizer does."""
-
-    def __init__(self) -> None:
-        self._latest: Any = None
-        self._told = asyncio.Event()
-
-    async def publish(self, version: Any) -> None:
-        """A version can be had."""
-        self._latest = version
-        self._told.set()
-        self._told = asyncio.Event()
-
-    async def latest(self) -> Any:
-        """The newest version."""
-        return self._latest
-
-    async def wait_newer(self, than: int, timeout_s: float | None, run: int | None) -> Any:
-        """The newest version beyond a step, once there is one."""
-        while self._latest is None or self._latest.step <= than:
-            await self._told.wait()
-        return self._latest
-
-    async def serving(self, reader: str, step: int, run: int) -> None:
-        """A reader has a version."""
-
-
 class Piped:
     """Tells one reader of versions, through its pipe."""
 
@@ -157,6 +130,7 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.snapshot.copying import copy_pieces
     from trinity_sync.snapshot.ticket import ticket_path
     from trinity_sync.weights.publish import Publisher
+    from trinity_sync.weights.synchronizer import Synchronizer
     from trinity_sync.weights.version import ImageRef, Version
 
     class AsksNobody(SaveTrigger):
@@ -183,7 +157,7 @@ def measure(root: Path, spool: Path) -> Samples:
     del other, pieces
 
     settings = Settings(spool=spool, slot_wait_s=0.0)
-    synchronizer = ray.remote(num_cpus=0)(Teller).remote()
+    synchronizer = Synchronizer.get_actor(root=root)
     book = ray.remote(num_cpus=0)(Dict).remote()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(

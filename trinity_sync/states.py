@@ -106,14 +106,15 @@ class StateSaves:
             What readers may read, None where it could not be staged; and what staging cost.
 
         Raises:
-            SpoolError, ImageError: as `save`.
+            SpoolError, ImageError: as `save`. And whatever ``collect`` raises.
         """
         self.wait_staged()
         began = time.perf_counter()
         if published := self._stager.publish(origin, MODEL):
             return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+        state = collect()
         try:
-            plan = self._stager.plan(origin, {MODEL: collect()})
+            plan = self._stager.plan(origin, {MODEL: state})
             staged = self._stager.carry_out(plan, sealed=False)
         except TrinitySyncError as error:
             return None, self._failed(origin, error)

@@ -32,6 +32,7 @@ from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.storage.restore import load_shards
 from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         self,
         global_step: int,
         *,
-        synchronizer: Any,
+        synchronizer: Any = None,
         role: str = "actor",
         collect: Callable[[], dict[str, Any]] | None = None,
     ) -> Staged | None:
@@ -176,7 +177,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Args:
             global_step: the version. 0 does nothing, as in Trinity: explorers begin with it.
-            synchronizer: the job's, a Ray actor.
+            synchronizer: the job's, a Ray actor; by default that of the job's root.
             role: whose weights these are.
             collect: gives what is uploaded, `model_state` by default; called only if it was not
                 staged before.
@@ -200,7 +201,9 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         published, staged = coordinator.upload(global_step, collect, role=role)
         if published and coordinator.rank == 0:
             if self._publisher is None:
-                self._publisher = Publisher(synchronizer, coordinator.root, coordinator.spool)
+                root, namespace = coordinator.root, self.ray_namespace or None
+                actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
+                self._publisher = Publisher(actor, root, coordinator.spool)
             self._publisher.publish(published)
         return staged
 

@@ -14,6 +14,7 @@ older one than it had. The trainer does not notice.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from trinity_sync.errors import WeightSyncError
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
 from trinity_sync.weights.held import Gone, Held, Holder, Target
+from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Version
 
 
@@ -69,7 +71,9 @@ class WeightReader:
     """Reads versions for one explorer.
 
     Args:
-        synchronizer: the job's, a Ray actor; or anything with the methods of `Versions`.
+        synchronizer: the job's, a Ray actor, or anything with the methods of `Versions`; by default
+            that of the job at ``root``.
+        root: of the job, where no Synchronizer is given.
         name: of this reader, unique in the job; shown to people, and the holder of its leases.
         verify: compare the digests of what is read from disk, not the sizes alone.
         patience_s: seconds to look for a version that can be held before giving up.
@@ -77,12 +81,14 @@ class WeightReader:
 
     def __init__(
         self,
-        synchronizer: Any,
+        synchronizer: Any = None,
         *,
         name: str,
+        root: str | Path | None = None,
         verify: bool = False,
         patience_s: float = 60.0,
     ) -> None:
+        synchronizer = synchronizer or Synchronizer.get_actor(root=root)
         is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
         self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
         self._name = name
