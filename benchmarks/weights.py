@@ -128,7 +128,7 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.orchestration.trigger import SaveTrigger
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.copying import copy_pieces
-    from trinity_sync.snapshot.ticket import ticket_path
+    from trinity_sync.snapshot.reading import release
     from trinity_sync.weights.publish import Publisher
     from trinity_sync.weights.synchronizer import Synchronizer
     from trinity_sync.weights.version import ImageRef, Version
@@ -149,20 +149,18 @@ def measure(root: Path, spool: Path) -> Samples:
     pieces = [
         (other[name].data_ptr(), value.data_ptr(), value.nbytes) for name, value in state.items()
     ]
-    for _ in range(TURNS):
+
+    def two_copies() -> None:
         began = time.perf_counter()
         copy_pieces(pieces)
         copy_pieces(pieces)
         note("two warm copies", "in the reader", time.perf_counter() - began)
-    del other, pieces
 
     settings = Settings(spool=spool, slot_wait_s=0.0)
     synchronizer = Synchronizer.get_actor(root=root)
     book = ray.remote(num_cpus=0)(Dict).remote()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch._subclasses.fake_tensor", "trinity_sync.weights.reader", "benchmarks.weights"]
-    )
+    context.set_forkserver_preload(["torch._subclasses.fake_tensor", "trinity_sync.weights.reader"])
 
     def start(told_by: Any = None) -> Any:
         mine, theirs = context.Pipe()
@@ -212,6 +210,7 @@ def measure(root: Path, spool: Path) -> Samples:
         for _ in range(3):
             round_trip("warm-up", [alone], publisher)
         for _ in range(TURNS):
+            two_copies()
             round_trip("ours", [alone], publisher)
         for _ in range(TURNS):
             next_step()
@@ -219,6 +218,8 @@ def measure(root: Path, spool: Path) -> Samples:
             began = time.perf_counter()
             publish(publisher)
             note("ours", "stall after a save", time.perf_counter() - began)
+            for sealed in saves.spool.tickets()[0]:  # as if it were committed
+                release(sealed.slot, sealed.ticket.image)
         publisher.wait()
         for _ in range(TURNS):
             next_step()
@@ -243,8 +244,6 @@ def measure(root: Path, spool: Path) -> Samples:
         note(many, "shared memory a byte", slots / SIZE.nbytes)
         note(many, "memory of a reader a byte", max(used) / SIZE.nbytes)
         publisher.close()
-        for sealed in saves.spool.tickets()[0]:  # which nobody writes out
-            ticket_path(sealed.slot).unlink()
     return {key: values for key, values in samples.items() if key[0] != "warm-up"}
 
 

@@ -74,7 +74,7 @@ def test_readers_get_whole_versions_and_never_an_older_one(
     _await(lambda: all(lines(log) for log, _ in readers))
     for step in range(2, VERSIONS + 1):
         versions.tell(upload(job, step, *states(step)))
-        if step % 40 == 0 and step < VERSIONS:
+        if step % 60 == 0 and step < VERSIONS:
             log, process = readers[-1]
             _await(lambda log=log: len(lines(log)) > 1)
             os.kill(process.pid, signal.SIGKILL)
