@@ -6,7 +6,9 @@ thing each; they have one slot, which is enough where every save is waited for.
 """
 
 import multiprocessing
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,13 +52,16 @@ class Committed(System):
     def _load(self, step: int, spool: JobSpool | None) -> None:
         rank, ranks = self.training.rank, self.training.size.ranks
         files = [f"{ROLES[0]}/{shard_file(name, ranks, rank)}" for name in COMPONENTS]
-        shards = load_shards(self.folder, step, files, spool=spool)
-        state = {}
-        for component, shard in zip(COMPONENTS, shards, strict=True):
-            expected = "disk" if spool is None else "spool"
-            assert shard.source == expected, f"{component} came from the {shard.source}"
-            state[component] = shard.state
-        self.training.resume(state)
+        shards = load_shards(self.folder, step, files, spool=spool, borrow=files[:1])
+        expected = "disk" if spool is None else "spool"
+
+        def states() -> Iterator[tuple[str, Any]]:
+            for component, shard in zip(COMPONENTS, shards, strict=True):
+                assert shard.source == expected, f"{component} came from the {shard.source}"
+                yield component, shard.state
+
+        with closing(shards):
+            self.training.resume(states())
 
     def files(self, step: int) -> Path:
         """The step's folder."""

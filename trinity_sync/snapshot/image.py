@@ -130,7 +130,7 @@ def fill(
         for offset, content in layout.extents:
             memory[offset : offset + len(content)] = content
     offsets = (offset for offset, _ in layout.holes)
-    parts = zip(offsets, storages, strict=True)
+    parts = list(zip(offsets, storages, strict=True))
     copy_into(image, parts, computed=computed, threads=threads)
 
 

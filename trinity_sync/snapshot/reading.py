@@ -15,17 +15,21 @@ from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
 
 
 @contextmanager
-def held(path: Path) -> Iterator[int]:
+def held(path: Path, *, shared: bool = False) -> Iterator[int]:
     """A descriptor of a slot's file while its lock is held.
 
     Waits for the lock: a trainer holds it no longer than a copy takes.
+
+    Args:
+        path: of the slot.
+        shared: hold it together with others who only read, and against those who do not.
 
     Raises:
         FileNotFoundError: there is no such slot.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield fd
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open

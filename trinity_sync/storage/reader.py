@@ -55,6 +55,17 @@ def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryvi
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
 
 
+def map_open(fd: int, nbytes: int) -> tuple[memoryview, str]:
+    """As `read_open`, of a file in memory and without a copy of it.
+
+    The bytes are the file's for as long as nobody writes to it, so hold its lock; what is written
+    to them does not reach the file.
+    """
+    size = min(nbytes, os.fstat(fd).st_size)
+    memory = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else b"")
+    return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
+
+
 def _fresh_memory(nbytes: int) -> memoryview:
     """Untouched memory, a page longer than asked for at most: direct reads end with a page."""
     size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
