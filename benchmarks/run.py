@@ -10,8 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,18 +91,21 @@ class Run:
         """Measure loading, each time in a process that has neither saved nor loaded before."""
         from benchmarks.measure import joined, records_of
 
-        program = "benchmarks.restore:{}".format
         size, ranks = case.size, case.size.ranks
         parts: list[Samples] = []
-        for _ in range(case.turns):
-            parts.append(self.on_ranks(ranks, program("limits"), size))
+        with ExitStack() as kept:
+            loads: list[tuple[tuple[Path, Path], str, tuple[Any, ...]]] = []
             for name in case.systems:
-                with self.folders() as folders:
-                    saved = self.on_ranks_in(folders, ranks, program("saved"), size, name)
-                    digest, in_memory = saved
-                    for from_memory in (False, True) if in_memory else (False,):
-                        how = (size, name, from_memory, digest)
-                        parts.append(self.on_ranks_in(folders, ranks, program("restored"), *how))
+                folders = kept.enter_context(self.folders())
+                program = "benchmarks.restore:saved"
+                digest, in_memory = self.on_ranks_in(folders, ranks, program, size, name)
+                for from_memory in (False, True) if in_memory else (False,):
+                    how = (size, name, from_memory, digest)
+                    loads.append((folders, "benchmarks.restore:restored", how))
+            loads.append((kept.enter_context(self.folders()), "benchmarks.restore:limits", (size,)))
+            for _ in range(case.turns):
+                for folders, program, how in loads:
+                    parts.append(self.on_ranks_in(folders, ranks, program, *how))
         self.records += records_of(case.name, size, joined(*parts))
 
     def fixed_cost(self, size: "Size", runs: int) -> None:
@@ -163,8 +167,9 @@ def main() -> None:
     ):
         run = Run(Path(root).resolve(), Path(shared))
         try:
+            start = time.monotonic()
             for case in (quick if name == "quick" else full)(run):
-                print(f"{case} ...", flush=True)
+                print(f"{time.monotonic() - start:4.0f} s: {case} ...", flush=True)
         finally:  # what was measured before an interruption counts
             if run.records:
                 show(run.records, run.absent)

@@ -7,19 +7,18 @@ thing each; they have one slot, which is enough where every save is waited for.
 
 import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
+from benchmarks.writing import write_out
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.states import StateSaves
-from trinity_sync.storage.commit import commit, release_slots
-from trinity_sync.storage.persist import Save, WriteOptions, persist
+from trinity_sync.storage.persist import Save
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.restore import load_shards
 
@@ -105,7 +104,7 @@ class Trinity(Committed):
     def _write(self, step: int) -> None:
         if self._writer:
             save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
-            self._saving = self._writer.submit(write_out, self.spool, save)
+            self._saving = self._writer.submit(write_out, self.spool, save, COMPONENTS)
 
     def wait(self) -> None:
         """Until the commit."""
@@ -134,12 +133,3 @@ class Recycled(Trinity):
     name = "trinity_sync, recycled files"
     slots = 1
     recycles = True
-
-
-def write_out(spool: JobSpool, save: Save) -> None:
-    """What the flow's tasks do: the components in parallel, then the commit."""
-    write = partial(persist, spool, save, options=WriteOptions())
-    with ThreadPoolExecutor(len(COMPONENTS)) as tasks:
-        written = [file for files in tasks.map(write, COMPONENTS) for file in files]
-    commit(save, written)
-    release_slots(spool, save, written)
