@@ -1,6 +1,27 @@
 """The ``trinity-sync`` command; a module for each group of its commands."""
 
-from trinity_sync.cli import stack, steps
+from trinity_sync.cli import (
+    care,
+    compare,
+    copies,
+    doctor,
+    history,
+    retention,
+    stack,
+    steps,
+    weights,
+)
 from trinity_sync.cli.frame import app
 
-__all__ = ["app", "stack", "steps"]
+__all__ = [
+    "app",
+    "care",
+    "compare",
+    "copies",
+    "doctor",
+    "history",
+    "retention",
+    "stack",
+    "steps",
+    "weights",
+]

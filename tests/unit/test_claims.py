@@ -1,0 +1,96 @@
+"""A reader has its step or an error, never a folder that vanishes under its hands."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError
+from trinity_sync.storage.claims import leases, nobody_claims, pin, pins, take_lease, unpin
+
+
+@pytest.fixture
+def committed(job: Job) -> Job:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    return job
+
+
+def test_a_lease_holds_until_it_is_given_back(committed: Job) -> None:
+    with take_lease(committed.root, 4, "explorer 1"):
+        assert [(lease.step, lease.holder) for lease in leases(committed.root)] == [
+            (4, "explorer 1")
+        ]
+    assert leases(committed.root) == []
+
+
+def test_a_lease_ends_by_itself_unless_it_is_renewed(committed: Job) -> None:
+    lease = take_lease(committed.root, 4, "slow", ttl_s=60)
+    now = time.time()
+    os.utime(lease.path, (now - 50, now - 50))
+    assert leases(committed.root, clock=lambda: now + 9)
+    lease.renew()
+    assert leases(committed.root, clock=lambda: now + 50)
+    assert leases(committed.root, clock=lambda: now + 70) == []
+    with pytest.raises(CommitError, match="had ended"):
+        lease.renew()
+
+
+def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> None:
+    script = (
+        "import os, signal\nfrom trinity_sync.storage.claims import take_lease\n"
+        f"take_lease({str(committed.root)!r}, 4, 'killed')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False)
+    folder = committed.root / ".trinity_sync/leases"
+    assert len(list(folder.iterdir())) == 1
+    assert leases(committed.root) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_not_committed_cannot_be_claimed(committed: Job) -> None:
+    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
+        take_lease(committed.root, 5, "early")
+    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
+        pin(committed.root, 5)
+
+
+def test_a_lease_waits_for_who_removes_and_then_sees_that_the_step_is_gone(committed: Job) -> None:
+    answers: list[Exception] = []
+
+    def read() -> None:
+        try:
+            take_lease(committed.root, 4, "late")
+        except CommitError as error:
+            answers.append(error)
+
+    with nobody_claims(committed.root):
+        reader = threading.Thread(target=read)
+        reader.start()
+        (committed.root / "global_step_4").rename(committed.root / "removed")
+        assert answers == []
+    reader.join()
+    assert "is not committed" in str(answers[0])
+
+
+def test_a_pin_holds_until_it_is_removed(committed: Job) -> None:
+    pin(committed.root, 4, "the paper's")
+    assert pins(committed.root)[4].reason == "the paper's"
+    assert unpin(committed.root, 4)
+    assert not unpin(committed.root, 4)
+    assert pins(committed.root) == {}
+
+
+def test_a_torn_claim_still_holds(committed: Job) -> None:
+    pin(committed.root, 4)
+    lease = take_lease(committed.root, 4, "reader")
+    (committed.root / ".trinity_sync/pins/4.json").write_text('{"st')
+    lease.path.write_text("")
+    assert list(pins(committed.root)) == [4]
+    assert [lease.step for lease in leases(committed.root)] == [4]
