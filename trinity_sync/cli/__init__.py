@@ -1,6 +1,6 @@
-"""The ``trinity-sync`` command; a module for each group of its commands."""
+"""The ``trinity-sync`` command; a module for each group of its commands, each registers its own."""
 
-from trinity_sync.cli import (
+from trinity_sync.cli import (  # noqa: F401
     care,
     compare,
     copies,
@@ -13,15 +13,4 @@ from trinity_sync.cli import (
 )
 from trinity_sync.cli.frame import app
 
-__all__ = [
-    "app",
-    "care",
-    "compare",
-    "copies",
-    "doctor",
-    "history",
-    "retention",
-    "stack",
-    "steps",
-    "weights",
-]
+__all__ = ["app"]
