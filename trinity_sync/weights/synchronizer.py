@@ -1,0 +1,307 @@
+"""The Synchronizer: the one place of a job that knows which version of the weights is where.
+
+A named, detached Ray actor with the methods of Trinity-RFT's. It holds versions and references,
+and never tensors: those are in the trainer's shared memory, in commits, or in Ray's object store.
+Nobody polls. A publish, a commit or a change of status wakes those who wait, a wait ends by one of
+these or by its time-out, and files are read and written beside the event loop.
+
+What it knows is in ``state.json``, so an actor that Ray starts again goes on with the same
+versions; calls that were under way are made again by Ray.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from trinity_sync.errors import ConfigError, StackError
+from trinity_sync.layout import job_id
+from trinity_sync.weights.book import Reader
+from trinity_sync.weights.committed import model_path
+from trinity_sync.weights.files import address_file, read_address, write_address
+from trinity_sync.weights.handshake import Handshakes
+from trinity_sync.weights.ledger import Ledger, known_root
+from trinity_sync.weights.parties import Status
+from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.version import Source, Version
+
+NAMESPACE = "trinity_sync"
+"""Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
+
+
+class Synchronizer(Handshakes):
+    """See the module. Get it by `get_actor`; methods are those of the Ray actor."""
+
+    @classmethod
+    def get_actor(
+        cls,
+        config: Any = None,
+        namespace: str | None = None,
+        *,
+        root: str | Path | None = None,
+        settings: SyncSettings | None = None,
+    ) -> Any:
+        """The job's Synchronizer; it is made if there is none, by one of all who ask at once.
+
+        Args:
+            config: Trinity's, which names root (``checkpoint_job_dir``) and ``ray_namespace``.
+            namespace: Ray namespace instead of that.
+            root: the job's root instead of that. Without any, the only one of the namespace.
+            settings: instead of what the config says; those of who asked first count.
+
+        Raises:
+            ConfigError: no root, and not exactly one Synchronizer in the namespace.
+            StackError: this process is not in a Ray cluster.
+        """
+        if not ray.is_initialized():
+            raise StackError(
+                "the Synchronizer is a Ray actor, and this process is in no Ray cluster; call "
+                "ray.init(address=...) first"
+            )
+        namespace = namespace or getattr(config, "ray_namespace", None) or NAMESPACE
+        root = root or getattr(config, "checkpoint_job_dir", None)
+        if root is None:
+            return _only_one(namespace)
+        root = known_root(root)
+        name = f"synchronizer-{job_id(root)}"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        options = {
+            "name": name,
+            "namespace": namespace,
+            "get_if_exists": True,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "max_concurrency": 10_000,  # one for each call that waits
+            "num_cpus": 0,
+            "scheduling_strategy": here,  # the root is here for sure
+        }
+        settings = settings or SyncSettings.of(config)
+        actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
+        actor.announce.remote()  # one that was there already may have lost its root
+        return actor
+
+    def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
+        self._root, self._name = root, name
+        write_address(root, name, namespace)  # first: a commit from here on is told, or is read
+        super().__init__(Ledger(root, settings.role), namespace, settings)
+        self._refusals = 0
+        """Counts `notify_no_new_model_state_dict`."""
+        self._state: dict[str, Any] | str | None = None
+        """Of Trinity's `set_model_state_dict`: name -> reference into Ray's object store."""
+
+    async def announce(self) -> None:
+        """Be found by commits, also where the root was removed and begun anew meanwhile."""
+        if await asyncio.to_thread(read_address, self._root) is None:
+            self._ledger.begin_anew()
+            self._state = None
+            await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
+        await self._ledger.refresh()
+
+    # What the trainer says
+
+    async def publish(self, version: Version) -> bool:
+        """A version can be had; whether it is the newest now.
+
+        One of an earlier run that a later run has left behind is not taken. What comes late, or
+        twice, does no harm.
+        """
+        await self._ledger.refresh()
+        return await self._ledger.record(version)
+
+    async def committed(self, root: str, run: int, step: int, kinds: Sequence[str]) -> bool:
+        """A step of ``kinds`` is committed; whether it is the newest version now."""
+        if "state_dict" not in kinds or known_root(root) != self._root:
+            return False
+        return await self.publish(Version(step, run, "checkpoint", self._root, self._settings.role))
+
+    async def set_model_state_dict(
+        self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
+    ) -> None:
+        """Trinity's: the weights of a step, or where they are, or that there are some.
+
+        A dict's tensors go to Ray's object store, one by one; it may hold references instead, and
+        then no byte of them passes through this process. None stands for a commit or a broadcast.
+        """
+        await self._ledger.refresh()
+        source: Source = "memory"
+        state: dict[str, Any] | str | None = model_state_dict
+        if isinstance(model_state_dict, dict):
+            state = await asyncio.to_thread(_stored, model_state_dict)
+        elif model_state_dict is None:
+            newest = self._ledger.book.newest("checkpoint")
+            source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
+        run = self._ledger.book.run
+        version = Version(trainer_step, run, source, self._root, self._settings.role)
+        if await self._ledger.record(version):
+            self._state = state
+
+    async def set_trainer_status(self, status: Any) -> None:
+        """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
+        await self._ledger.refresh()
+        self._ledger.parties.set_trainer(Status.of(status))
+        await self._ledger.tell()
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """Trinity's: let go who waits in `wait_new_model_state_dict`; there is nothing new."""
+        self._refusals += 1
+        await self._ledger.tell()
+
+    # What explorers and readers ask
+
+    async def latest(self, source: Source | None = None) -> Version | None:
+        """The newest version, or the newest that can be had from ``source``."""
+        return self._ledger.book.newest(source)
+
+    async def wait_newer(
+        self, than: int, timeout_s: float | None = None, run: int | None = None
+    ) -> Version | None:
+        """Wait for a version newer than step ``than``; None if none came within ``timeout_s``.
+
+        Name the ``run`` that made yours, and the same step of a run that resumed counts as newer.
+        """
+        return await self._ledger.until(lambda: self._ledger.book.newer(than, run), timeout_s)
+
+    async def wait_new_model_state_dict(
+        self, current_version: int, no_wait: bool = False, explorer: str | None = None
+    ) -> int:
+        """Trinity's: the number of a newer version, once there is one.
+
+        It is ``current_version``, or what is newest, if the trainer stops, says that there is none,
+        or lets ``sync_timeout`` pass. The explorer requires a sync meanwhile, and no longer.
+        """
+        explorer = explorer or self._settings.explorer
+        refusals = self._refusals
+
+        def answer() -> bool | None:
+            stopped = self._ledger.parties.trainer is Status.STOPPED
+            over = (
+                no_wait
+                or stopped
+                or self._refusals != refusals
+                or self._ledger.number > current_version
+            )
+            return over or self._ledger.book.newer(current_version) is not None or None
+
+        if answer():
+            return self._ledger.number
+        self._ledger.parties.set_explorer(explorer, Status.REQUIRE_SYNC)
+        await self._ledger.tell()
+        try:
+            await self._ledger.until(answer, self._settings.timeout_s)
+        finally:
+            self._ledger.parties.back_to_work({explorer})
+        return self._ledger.number
+
+    async def get_latest_model_version(self) -> int:
+        """Trinity's: the newest version's step; 0, the base model, if there is none."""
+        return self._ledger.number
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """Trinity's: the folder of the newest committed weights; see `committed.model_path`."""
+        role = self._settings.role
+        path = await asyncio.to_thread(
+            model_path, self._root, role, use_huggingface=use_huggingface
+        )
+        return str(path) if path else None
+
+    async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
+        """Trinity's: what `set_model_state_dict` was given last, and the newest version's step."""
+        state, number = self._state, self._ledger.number
+        if isinstance(state, dict):
+            values = await asyncio.gather(*state.values())
+            return dict(zip(state, values, strict=True)), number
+        return state, number
+
+    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
+        """Trinity's: the same, one tensor after the other, as a stream of Ray references."""
+        state = self._state
+        if isinstance(state, str):
+            raise ConfigError(f"the newest weights are at {state}; load them from there")
+        for name, reference in (state or {}).items():
+            yield name, await reference
+
+    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """Trinity's: name, dtype ("bfloat16") and shape of each tensor; None without a dict."""
+        if not isinstance(self._state, dict):
+            return None
+        found = []
+        for name, reference in self._state.items():
+            tensor = await reference
+            found.append((name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)))
+        return found
+
+    async def serving(self, reader: str, step: int | None, run: int | None = None) -> None:
+        """``reader`` serves the version of ``step`` now, or (None) serves no more."""
+        if step is None:
+            self._ledger.book.leave(reader)
+        else:
+            self._ledger.book.serve(reader, step, self._ledger.now(), run)
+        await self._ledger.save()
+
+    async def readers(self) -> tuple[Reader, ...]:
+        """Who serves which version, and how stale that is."""
+        return self._ledger.book.readers(self._ledger.now())
+
+    # Who requires a sync
+
+    async def set_explorer_status(
+        self, status: Any, old_status: Any = None, explorer: str | None = None
+    ) -> None:
+        """Trinity's; with several explorers each passes its name.
+
+        ``old_status`` is not needed: the status belongs to the explorer, not to a count.
+        """
+        name = explorer or self._settings.explorer
+        self._ledger.parties.set_explorer(name, Status.of(status))
+        self._in_background(self._note_actor(name))
+        await self._ledger.tell()
+
+    async def get_trainer_status(self) -> Status:
+        """Trinity's."""
+        return self._ledger.parties.trainer
+
+    async def get_explorer_status_counts(self) -> dict[Status, int]:
+        """Trinity's."""
+        return dict(self._ledger.parties.counts)
+
+    async def explorers(self) -> dict[str, Status]:
+        """Every explorer that was heard of, and its status."""
+        return dict(self._ledger.parties.explorers)
+
+    async def trainer_requires_weight_sync(self) -> bool | None:
+        """Trinity's: None if the trainer has stopped."""
+        trainer = self._ledger.parties.trainer
+        return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
+
+    async def explorer_requires_sync(self) -> bool:
+        """Trinity's: whether any explorer does."""
+        return self._ledger.parties.counts[Status.REQUIRE_SYNC] > 0
+
+    async def stop(self) -> None:
+        """End this actor for good; what it knew stays in ``state.json``."""
+        await asyncio.to_thread(address_file(self._root).unlink, missing_ok=True)
+        ray.actor.exit_actor()
+
+
+def _stored(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value if isinstance(value, ray.ObjectRef) else ray.put(value)
+        for name, value in state.items()
+    }
+
+
+def _only_one(namespace: str) -> Any:
+    named = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and actor["name"].startswith("synchronizer-")
+    ]
+    if len(named) != 1:
+        raise ConfigError(
+            f"namespace {namespace!r} has {len(named)} Synchronizers; pass root, the job's folder"
+        )
+    return ray.get_actor(named[0], namespace=namespace)
