@@ -21,7 +21,7 @@ import torch
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.export.naming import adapter_config, naming_of, split_adapter
 from trinity_sync.export.shards import ShardedModel
-from trinity_sync.export.wishes import COMPONENT
+from trinity_sync.export.wishes import COMPONENT, forget_wish
 from trinity_sync.export.writing import (
     Progress,
     begun,
@@ -141,6 +141,7 @@ def export_step(
         )
         if to is None:
             _join(root, manifest, role, progress)
+            forget_wish(root, step, role)
         else:
             _put_in_place(scratch, target)
     return _exported(target, progress)
