@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tests.integration.prefect_api import Api, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
+from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.orchestration.server import server_client, waiting_runs
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import newest, require_committed
@@ -144,3 +146,24 @@ def test_what_cannot_work_is_a_sentence_in_the_ui(
     ended = run(api, deployment, **{"root": str(root), **parameters})
     assert ended.state.is_failed()
     assert sentence in ended.state.message
+
+
+def test_schedules_are_made_once_and_then_left_to_people(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    with server_client(stack.api_url) as client:
+
+        def nightly() -> Any:
+            (schedule,) = client.read_deployment_by_name("verify/verify").schedules
+            return schedule
+
+        made = nightly()
+        assert (made.slug, made.active, made.parameters) == ("nightly", False, {"sample_gb": 100})
+        deployment = client.read_deployment_by_name("verify/verify").id
+        client.update_deployment_schedule(deployment, made.id, active=True)
+        try:
+            deploy(stack_settings, stack.api_url)
+            assert (nightly().id, nightly().active) == (made.id, True)
+            assert waiting_runs(client, stack_settings.work_pool) == 0  # those of tonight are not
+        finally:
+            client.update_deployment_schedule(deployment, made.id, active=False)
