@@ -60,6 +60,8 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "verify",
         "reconcile",
         "export",
+        "diff",
+        "doctor",
     ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
@@ -199,6 +201,19 @@ def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
     assert run("fetch", url, "five", tmp_path / "back").returncode == 2
 
 
+def test_diff_shows_what_changed(root: Path, job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((4,), step), "b": torch.zeros(2)}})
+        job.commit(step)
+    table = run("diff", root, 1, 2).stdout
+    assert all(word in table for word in ("w", "100.00 %", "1 of 2 tensors are the same"))
+    first = json.loads(run("diff", root, 1, 2, "--json").stdout)[0]
+    assert (first["name"], first["changed"], first["relative_l2"]) == ("w", 4, 1.0)
+    refused = run("diff", root, 1, 3)
+    assert refused.returncode == 1
+    assert is_one_sentence(refused.stderr)
+
+
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
     done = run("worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS="")
     assert done.returncode == 1
@@ -230,6 +245,19 @@ def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
         "worker": "running",
     }
     assert found["workers_online"] >= 1
+
+
+def test_doctor_finds_a_working_stack_and_a_job_in_order(
+    stack: StackState, root: Path, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    done = run("doctor", root, "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk"):
+        assert checks[name]["state"] == "ok", checks[name]
+    assert checks["latest checkpoint"]["found"] == "names step 4"
 
 
 def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:

@@ -5,7 +5,7 @@ next optimizer step.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,11 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
             "an adapter's; unset it, or set model.lora_rank"
         )
     return adapters
+
+
+def adapters_only(names: Iterable[str]) -> bool:
+    """Whether a state with these names was saved with ``save_lora_only``."""
+    return all(_is_adapter(name) for name in names)
 
 
 def _is_adapter(name: str) -> bool:

@@ -19,6 +19,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.collect import lora_only, model_state, sharded
 from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.fsdp.metadata import metadata_folder
+from trinity_sync.fsdp.reshard import resharded
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
@@ -180,7 +181,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Load this rank's part of a committed step, as veRL does, and continue from there.
 
         It is read from the spool if this node still holds it, else from disk; the log says which.
-        Either way its digests are those of the manifest. veRL loads what has none.
+        Either way its digests are those of the manifest. veRL loads what has none. A step of
+        another number of ranks is resharded, see ``reshard``.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
@@ -190,21 +192,29 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             del_local_after_load: remove what was downloaded; local files are never removed.
 
         Raises:
-            ConfigError: the step was saved by another number of ranks, or this run has saved
-                already: load with the manager of a new run.
+            ConfigError: this run has saved already: load with the manager of a new run. Or the
+                step is that of another model or optimizer, which resharding sees.
             CommitError: the step is not committed, no checkpoint, or damaged.
         """
         if local_path is None:
             return
         self._require(model=self.should_load_model, optimizer=self.should_load_optimizer)
-        check_loadable(Path(local_path), self.world_size, self._components_to_load())
+        components = self._components_to_load()
+        saved_by = check_loadable(Path(local_path), self.world_size, components)
         folder = Path(local_path).resolve()
         self._begin_run_at(folder)
+        if saved_by != self.world_size:
+            states = resharded(
+                folder, saved_by, components, model=self.model, optimizer=self.optimizer
+            )
+            with sharded(self.model):
+                for component, state in states:
+                    self._take_over(component, state)
+            return
         if not (folder.parent / MANIFEST).exists():
             super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
             return
         root, step, role = split_role_path(folder)
-        components = self._components_to_load()
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
