@@ -81,8 +81,8 @@ def _gathered(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
-def load(names: list[str], version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
-    """Load each and go on, once through the manager and once through PyTorch."""
+def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
+    """Load and go on, once through the manager and once through PyTorch."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
     from verl.trainer.config import CheckpointConfig
@@ -99,50 +99,47 @@ def load(names: list[str], version: int, tiny: Path, jobs: Path) -> dict[str, An
         return True
 
     log.addFilter(note)
-    found: dict[str, Any] = {}
-    for name in names:
-        read.clear()
-        ours = Trained(tiny, version, seed=1000)
-        manager = FSDPCheckpointManager(
-            ours.model,
-            ours.optimizer,
-            ours.schedule,
-            ours.tokenizer,
-            CheckpointConfig(),
-        )
-        manager.load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
-        random_state = torch.get_rng_state().numpy().tobytes()
-        kept = sum(
-            value.numel() * value.element_size()
-            for value in _tensors({**ours.state(), "extra_state": None})
-        )
-        whole, gathered = torch.load(jobs / f"{name}.pt"), whole_state(ours)
-        loaded = {"whole": differences(whole, gathered) if dist.get_rank() == 0 else []}
-        theirs = Trained(tiny, version, seed=2000)
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(
-            theirs.model,
-            theirs.optimizer,
-            model_state_dict=whole["model"],
-            optim_state_dict=whole["optim"],
-            options=options,
-        )
-        theirs.schedule.load_state_dict(whole["lr_scheduler"])
-        loaded["shards"] = [d for d in differences(theirs.state(), ours.state()) if "rng" not in d]
-        losses = []
-        for trained in (ours, theirs):
-            torch.manual_seed(dist.get_rank())
-            losses.append([trained.step() for _ in range(3)])
-        found[name] = {
-            **loaded,
-            "losses": losses,
-            "after": [d for d in differences(theirs.state(), ours.state()) if "rng" not in d],
-            "kept": kept,
-            "read": sum(read),
-            "rng": random_state,
-            "leases": leases(jobs / name),
-        }
-    return found
+    ours = Trained(tiny, version, seed=1000)
+    manager = FSDPCheckpointManager(
+        ours.model,
+        ours.optimizer,
+        ours.schedule,
+        ours.tokenizer,
+        CheckpointConfig(),
+    )
+    manager.load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
+    random_state = torch.get_rng_state().numpy().tobytes()
+    kept = sum(
+        value.numel() * value.element_size()
+        for value in _tensors({**ours.state(), "extra_state": None})
+    )
+    whole, gathered = torch.load(jobs / f"{name}.pt"), whole_state(ours)
+    loaded = {"whole": differences(whole, gathered) if dist.get_rank() == 0 else []}
+    theirs = Trained(tiny, version, seed=2000)
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        theirs.model,
+        theirs.optimizer,
+        model_state_dict=whole["model"],
+        optim_state_dict=whole["optim"],
+        options=options,
+    )
+    theirs.schedule.load_state_dict(whole["lr_scheduler"])
+    loaded["shards"] = [d for d in differences(theirs.state(), ours.state()) if "rng" not in d]
+    losses = []
+    for trained in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        losses.append([trained.step() for _ in range(3)])
+    log.removeFilter(note)
+    return {
+        **loaded,
+        "losses": losses,
+        "after": [d for d in differences(theirs.state(), ours.state()) if "rng" not in d],
+        "kept": kept,
+        "read": sum(read),
+        "rng": random_state,
+        "leases": leases(jobs / name),
+    }
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
@@ -155,35 +152,42 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def loaded(
-    one_rank: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """What each rank found, by what was saved and what loaded it."""
     jobs = tmp_path_factory.mktemp("jobs")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    ranks = on_ranks(_elastic, tiny, jobs, scratch=jobs, world_size=4, timeout_s=250)
+    cases = ranks[0].keys()
+    return {case: [rank[case] for rank in ranks if case in rank] for case in cases}
 
-    def note(by: str, ranks: list[dict[str, Any]]) -> None:
-        for name in ranks[0]:
-            found[name, by] = [rank[name] for rank in ranks]
 
-    save(["fsdp1-1", "fsdp2-1"], tiny, jobs)
-    two = on_ranks(_two_ranks, tiny, jobs, scratch=jobs, world_size=2)
-    note("fsdp1-2", [rank[0] for rank in two])
-    note("fsdp2-2", [rank[1] for rank in two])
-    note("fsdp1-1", [load(["fsdp1-2"], 1, tiny, jobs)])
-    on_ranks(save, ["fsdp2-4", "fsdp2-2x2"], tiny, jobs, scratch=jobs, world_size=4)
-    note("fsdp2-3", on_ranks(_three_ranks, tiny, jobs, scratch=jobs, world_size=3))
-    note("fsdp2-1", [load(["fsdp2-2", "fsdp2-3"], 2, tiny, jobs)])
+def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The same processes as four ranks, as one, two, three and one again; some sit out."""
+    import torch.distributed as dist
+
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    me = dist.get_rank()
+
+    def as_ranks(world_size: int, saves: list[str], loads: dict[str, str]) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+        if me < world_size:
+            meet = f"file://{jobs}/{world_size}-{len(found)}-{len(saves)}"
+            dist.init_process_group("gloo", init_method=meet, rank=me, world_size=world_size)
+            save(saves, tiny, jobs)
+            for saved, by in loads.items():
+                found[saved, by] = load(saved, SAVED[by][0], tiny, jobs)
+            dist.barrier()
+            dist.destroy_process_group()
+        meet = f"file://{jobs}/all-after-{world_size}-{len(saves)}-{len(loads)}"
+        dist.init_process_group("gloo", init_method=meet, rank=me, world_size=4)
+
+    save(["fsdp2-4", "fsdp2-2x2"], tiny, jobs)
+    as_ranks(1, ["fsdp1-1", "fsdp2-1"], {})
+    as_ranks(2, ["fsdp1-2", "fsdp2-2"], {"fsdp1-1": "fsdp1-2", "fsdp2-1": "fsdp2-2"})
+    as_ranks(3, ["fsdp2-3"], {"fsdp2-4": "fsdp2-3", "fsdp2-2x2": "fsdp2-3"})
+    as_ranks(1, [], {"fsdp1-2": "fsdp1-1", "fsdp2-2": "fsdp2-1", "fsdp2-3": "fsdp2-1"})
     return found
-
-
-def _two_ranks(tiny: Path, jobs: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    save(["fsdp1-2", "fsdp2-2"], tiny, jobs)
-    return load(["fsdp1-1"], 1, tiny, jobs), load(["fsdp2-1"], 2, tiny, jobs)
-
-
-def _three_ranks(tiny: Path, jobs: Path) -> dict[str, Any]:
-    save(["fsdp2-3"], tiny, jobs)
-    return load(["fsdp2-4", "fsdp2-2x2"], 2, tiny, jobs)
 
 
 CASES = [
