@@ -20,9 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from trinity_sync.attachments import Attachments
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
-from trinity_sync.layout import COMPONENTS, KINDS, Component, Kind, check_name, step_folder
+from trinity_sync.layout import (
+    COMPONENTS,
+    FOLDERS,
+    KINDS,
+    Component,
+    Kind,
+    check_name,
+    step_folder,
+)
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.preemption import LastWords, Preemption, say_last_words
@@ -30,9 +39,11 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
+from trinity_sync.snapshot.stager import Origin, Staged, Stager
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run, open_run
 from trinity_sync.storage.steps import newest
@@ -102,10 +113,12 @@ class CheckpointCoordinator:
         self._states = StateSaves(
             self._stager, self._ask_for, check_overlap=self.settings.check_overlap
         )
+        self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
         self._functions = FunctionSaves(self.root, self.spool)
+        self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
         self._preemption = Preemption()
 
@@ -193,6 +206,8 @@ class CheckpointCoordinator:
         kind: Kind = "checkpoint",
         metadata: str | Path | None = None,
         overlap: bool = False,
+        keep: int = 0,
+        export: Export = "",
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -210,6 +225,10 @@ class CheckpointCoordinator:
             overlap: return before large tensors are copied, and copy them while the next forward
                 and backward pass runs. They must not change before `wait_staged`; have it called
                 for you with `wait_staged_before`. Until then the save is not handed over.
+            keep: checkpoints that are left once this one is committed, older ones being removed
+                after it and never before; 0 leaves all. See `storage.retention`.
+            export: have the FSDP shards of the model written as a Hugging Face model, too, into
+                ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -220,6 +239,8 @@ class CheckpointCoordinator:
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
         self._check(step, components, role, kind)
+        if keep < 0:
+            raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
         run = self._begin(0)
         origin = Origin(
             root=str(self.root),
@@ -232,8 +253,42 @@ class CheckpointCoordinator:
             rank=self.rank,
             world_size=self.world_size,
             node_ranks=self._node_ranks,
+            keep=keep if kind == "checkpoint" else 0,
+            export=export,
         )
-        return self._states.save(origin, components, metadata=metadata, overlap=overlap)
+        attached = self._attachments.take(step) if kind == "checkpoint" else None
+        return self._states.save(
+            origin, components, metadata=metadata, attachments=attached, overlap=overlap
+        )
+
+    def attach(self, name: str, content: str | Path | bytes, *, step: int) -> None:
+        """Commit something small with the checkpoint of a step: a dataloader's position, say.
+
+        Call it before `save` of that step (or the engine's ``save_checkpoint``), which stages it
+        with the states; it becomes ``global_step_{N}/attachments/{name}``, and
+        ``attachments/rank_{R}/{name}`` for a rank other than 0. Where any rank attaches, rank 0
+        does, too. With several roles, it goes with the one that is saved first.
+
+        Args:
+            name: of the file; again for the same step replaces what was attached.
+            content: bytes, or the path of a file, which is read here and now.
+            step: training step.
+
+        Raises:
+            ConfigError: the name or the path cannot be used, or the step was handed over already.
+        """
+        if self._states.has_handed_over(step):
+            raise ConfigError(f"step {step} was handed over; attach {name!r} before it is saved")
+        self._attachments.add(step, name, content)
+
+    def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
+        """What a rank, this one by default, attached to a committed step.
+
+        Raises:
+            CommitError: the step is not committed or damaged, or has no such attachment.
+            ConfigError: the name cannot be used.
+        """
+        return self._attachments.read(step, name, self.rank if rank is None else rank)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -381,6 +436,23 @@ class CheckpointCoordinator:
             process=process_name(os.getpid()),
         )
 
+    # ---------------------------------------------------------------- metrics
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what was measured at a step, for policies such as ``best=2:reward:max``.
+
+        It may come before the step's commit or after it, from any rank; values of another call add
+        to those of the step. A thread writes them to a small file, and logs it if it cannot.
+
+        Args:
+            step: training step.
+            metrics: numbers by name; a tensor of one element is one.
+
+        Raises:
+            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
+        """
+        self._metrics.record(self._begin(0).number, step, metrics)
+
     # ---------------------------------------------------------------- outcomes
 
     async def register_and_monitor(
@@ -409,7 +481,8 @@ class CheckpointCoordinator:
         roles = mine[0].roles if mine else self.roles
         expected = state_dict_thread_count + checkpoint_thread_count
         request = self._request(run, global_step, kind, roles, components, expected)
-        self._hand_over(request, always=True)
+        keep = max((ticket.keep for ticket in mine), default=0)
+        self._hand_over(request.model_copy(update={"keep": keep}), always=True)
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Wait until all that this process handed over is committed, or has failed.
@@ -450,6 +523,7 @@ class CheckpointCoordinator:
         try:
             self._states.close()
         finally:
+            self._metrics.close()
             self._watch.close()
             self._trigger.close(timeout)
         self.spool.remove_if_unused()
@@ -474,7 +548,7 @@ class CheckpointCoordinator:
     def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
-        unknown = set(components) - (set(COMPONENTS) - {METADATA})
+        unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
                 f"step {step}: components {sorted(components)}; known are model, optim, extra_state"
@@ -491,7 +565,9 @@ class CheckpointCoordinator:
 
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         run = self._begin(0)
-        self._hand_over(self._request(run, origin.step, origin.kind, origin.roles, components))
+        request = self._request(run, origin.step, origin.kind, origin.roles, components)
+        request = request.model_copy(update={"keep": origin.keep})
+        self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
         self,
@@ -515,10 +591,10 @@ class CheckpointCoordinator:
             expected=expected,
         )
 
-    def _hand_over(self, request: SaveRequest, *, always: bool = False) -> None:
+    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
         if self.rank == 0 or always:
             self._trigger.submit(request)
-        self._watch.add(request)
+        self._watch.add(request, exports=exports)
 
 
 def _own_run_key() -> str:

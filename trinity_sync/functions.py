@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import SaveTimeout
-from trinity_sync.layout import FULL_CHECKPOINT_MARK, MANIFEST, step_folder
+from trinity_sync.layout import DAMAGE_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
 from trinity_sync.snapshot.receipt import Receipt, write_receipt
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX
 
 logger = logging.getLogger(__name__)
+
+OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, DAMAGE_MARK)
 
 
 class FunctionSaves:
@@ -90,7 +92,7 @@ def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
     """What tells one content of each file from another; not the project's own files."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in folder.rglob("*"):
-        own = path.name in (MANIFEST, FULL_CHECKPOINT_MARK) or path.suffix == TEMPORARY_SUFFIX
+        own = path.name in OWN_FILES or path.suffix == TEMPORARY_SUFFIX
         try:
             if not own and path.is_file():
                 seen = path.stat()

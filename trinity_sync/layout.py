@@ -8,11 +8,14 @@
       global_step_40/
         manifest.json
         .full_checkpoint
+        damaged.json                            only where a verification found damage
         actor/
           model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
           fsdp_config.json
           huggingface/config.json ...
         critic/...
+        attachments/dataloader.json           what rank 0 attached
+        attachments/rank_1/...                what the others did
       .trinity_sync/runs/3.json                   one small file a run of the job
 """
 
@@ -31,11 +34,14 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
 }
 """What a commit of a kind is good for: a checkpoint holds the weights too, and so serves syncs."""
 
-Component = Literal["model", "optim", "extra_state", "metadata"]
+Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
+FOLDERS: tuple[Component, ...] = ("metadata", "attachments")
+"""Those that are small files in a folder and not one shard a rank."""
 
 MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"
+DAMAGE_MARK = "damaged.json"
 PRIVATE_FOLDER = ".trinity_sync"
 ITERATION_FILES: dict[Kind, str] = {
     "checkpoint": "latest_checkpointed_iteration.txt",

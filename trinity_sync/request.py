@@ -43,6 +43,12 @@ class SaveRequest(BaseModel):
     expected: int = Field(
         default=0, ge=0, description="At least so many images and receipts (0: what was staged)."
     )
+    keep: int = Field(
+        default=0,
+        ge=0,
+        description="Checkpoints that are left after the commit, this one included (0: all). "
+        "Pinned, leased and pointed-at steps stay besides.",
+    )
 
     @field_validator("root")
     @classmethod

@@ -55,8 +55,18 @@ class Settings(BaseSettings):
     recycle: bool = True
     """Keep large files of removed steps for the next saves to write over: about twice as fast."""
 
+    replicate_to: str = ""
+    """URL of a store (``s3://bucket/job``) that every checkpoint is copied to after its commit, by
+    a flow run of its own; empty for none. It holds no credentials. One job a URL."""
+
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
+
+    keep: str = "all"
+    """Which checkpoints the retention flow keeps, as ``storage.policies.parse_policy`` reads it."""
+
+    keep_syncs: str = "last=2"
+    """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""
 
     work_pool: str = "trinity-sync"
     """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
@@ -66,6 +76,13 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
     """Folder of the embedded stack: its database, logs and state file."""
+
+    maintain: tuple[Path, ...] = ()
+    """Roots of the jobs that scheduled flows look after; JSON in the environment:
+    ``["/data/ckpts"]``. By default all jobs that have committed something on the node."""
+
+    schedules: bool = True
+    """Whether the schedules of the deployments run when they are deployed first, or are paused."""
 
     keep_events_h: float = Field(default=6.0, ge=0)
     """Hours for which the embedded server keeps its event feed; 0 keeps none. Runs, tasks, logs

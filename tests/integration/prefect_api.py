@@ -50,10 +50,10 @@ class Api:
                 artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
             )
 
-    def start(self, parameters: dict[str, Any]) -> UUID:
-        """A run of the save flow with any parameters, as a person would start it in the UI."""
+    def start(self, parameters: dict[str, Any], name: str = SAVE_DEPLOYMENT) -> UUID:
+        """A run of a deployment with any parameters, as a person would start it in the UI."""
         with self.client as client:
-            deployment = client.read_deployment_by_name(SAVE_DEPLOYMENT)
+            deployment = client.read_deployment_by_name(name)
             return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
 
     def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:

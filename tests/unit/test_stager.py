@@ -192,7 +192,7 @@ def test_another_users_spool_is_refused(tmp_path: Path) -> None:
 def test_closing_removes_free_slots_and_keeps_sealed_ones(job: Job) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     job.stagers.pop(0).close()
-    left = {path.name for path in job.spool.folder.iterdir()}
+    left = {path.name for path in job.spool.folder.glob("*.slot*")}
     assert left == {"actor.model.rank0.0.slot", "actor.model.rank0.0.slot.ticket"}
     job.spool.remove_if_unused()
     assert job.spool.folder.exists()

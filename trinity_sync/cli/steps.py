@@ -16,18 +16,25 @@ if TYPE_CHECKING:
 
 @app.command(
     "ls",
-    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync ls ckpts --json[/]",
+    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  "
+    "[bold]trinity-sync ls ckpts --json[/]  ·  [bold]trinity-sync ls s3://bucket/job[/]",
 )
-def list_steps(root: Root, as_json: AsJson = False) -> None:
+def list_steps(
+    root: Annotated[
+        str, typer.Argument(help="The job's folder, or the URL of its copies in a store.")
+    ],
+    as_json: AsJson = False,
+) -> None:
     """List the steps of a job: what is committed, whole, and pointed at."""
-    rows = _steps(existing(root))
+    rows = _remote_steps(root) if "://" in root else _steps(existing(Path(root)))
     if as_json:
         print_json(rows)
         return
     if not rows:
         typer.echo(f"no steps in {root}")
         return
-    table = Table("step", "run", "kinds", "files", "size", "committed", "pointed at by", "state")
+    columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "claimed")
+    table = Table(*columns, "state")
     for column in (0, 1, 3, 4):
         table.columns[column].justify = "right"
     for row in rows:
@@ -39,6 +46,7 @@ def list_steps(root: Root, as_json: AsJson = False) -> None:
             size(row["bytes"]) if row["kinds"] else "",
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
+            ", ".join(row["claims"]),
             row["state"],
         )
     output().print(table)
@@ -55,15 +63,18 @@ def show(
 ) -> None:
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
+    from trinity_sync.storage.damage import damage_of
     from trinity_sync.storage.manifest import read_manifest
     from trinity_sync.storage.steps import require_committed
 
     manifest = read_manifest(existing(root), step) or require_committed(root, step)
     folder = step_folder(root, step)
     sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
-    whole = all(sizes[record.path] == record.nbytes for record in manifest.files)
+    damage = damage_of(root, step)
+    bad = damage.files if damage else {}
+    whole = not bad and all(sizes[record.path] == record.nbytes for record in manifest.files)
     if as_json:
-        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole})
+        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole, "damaged": bad})
         return
     console = output()
     console.print(
@@ -76,8 +87,11 @@ def show(
     for record in manifest.files:
         found = sizes[record.path]
         state = "missing" if found is None else "whole" if found == record.nbytes else "cut"
+        state = "damaged" if record.path in bad else state
         table.add_row(record.path, f"{record.nbytes:,}", record.digest, state)
     console.print(table)
+    if damage:
+        console.print(f"damaged: {damage}", highlight=False)
     if manifest.receipts:
         receipts = Table("saved by function", "rank", "seconds", "files")
         for receipt in manifest.receipts:
@@ -88,10 +102,12 @@ def show(
 
 def _steps(root: Path) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS, steps_on_disk
+    from trinity_sync.storage.claims import claimed
     from trinity_sync.storage.iteration import read_iteration
     from trinity_sync.storage.manifest import read_manifest
 
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
+    claims = claimed(root)
     rows = []
     for step in steps_on_disk(root):
         try:
@@ -100,8 +116,18 @@ def _steps(root: Path) -> list[dict[str, Any]]:
         except ManifestError:
             manifest, state = None, "damaged manifest"
         pointed = [kind for kind, target in pointers.items() if target == step]
-        rows.append({"step": step, **_summary(manifest), "pointers": pointed, "state": state})
+        row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
+        rows.append({**row, "state": state})
     return rows
+
+
+def _remote_steps(url: str) -> list[dict[str, Any]]:
+    from trinity_sync.storage.remote import Remote
+
+    return [
+        {"step": step.step, **_summary(step.manifest), "pointers": [], "state": step.state}
+        for step in Remote(url).steps()
+    ]
 
 
 def _summary(manifest: "Manifest | None") -> dict[str, Any]:

@@ -5,7 +5,6 @@ no file is written, nothing is deleted and no barrier is taken here. Loading doe
 veRL does, and gets it faster: from the node's memory if it is still there.
 """
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,13 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collect import (
-    full_model_state,
-    lora_only,
-    model_state,
-    sharded,
-    unwrapped,
-)
-from trinity_sync.fsdp.export import export_weights
+from trinity_sync.fsdp.collect import lora_only, model_state, sharded
 from trinity_sync.fsdp.loadable import check_loadable
-from trinity_sync.fsdp.metadata import HUGGINGFACE, metadata_folder
+from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.restore import load_shards
 
 logger = logging.getLogger(__name__)
@@ -95,8 +88,10 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: checkpoints that retention shall keep; nothing is deleted here.
-            save_as_hf: save the whole model in Hugging Face format, too, whatever the contents.
+            max_ckpt_to_keep: checkpoints that are left once this one is committed; None and 0
+                leave all. Nothing is deleted here: the save's flow does it, after the commit.
+            save_as_hf: have the model written in Hugging Face format, too, whatever the contents:
+                from the shards, by the save's flow, after the commit.
             hdfs_path: unused; veRL's engine passes it.
 
         Returns:
@@ -113,16 +108,32 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         coordinator = self._coordinator_of(root)
         self.previous_global_step = global_step
         states: dict[str, Any] = {}
-        if self.should_save_model and self._is_new("model", global_step):
+        export = save_as_hf or self.should_save_hf_model
+        if (self.should_save_model or export) and self._is_new("model", global_step):
             states["model"] = self._model_state()
         if self.should_save_optimizer and self._is_new("optim", global_step):
             states["optim"] = self.optimizer.state_dict()
         if self.should_save_extra and self._is_new("extra_state", global_step):
             schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
-        if save_as_hf or self.should_save_hf_model:
-            self._export(coordinator, Path(local_path), global_step, joins_a_save=bool(states))
-        staged = self._stage(coordinator, role, global_step, "checkpoint", states)
+        if export and not states and self._is_new("hf_model", global_step):
+            logger.warning(
+                "step %d was handed over already without hf_model; once it is committed, run: "
+                "trinity-sync export %s %d --role %s",
+                global_step,
+                root,
+                global_step,
+                role,
+            )
+        staged = self._stage(
+            coordinator,
+            role,
+            global_step,
+            "checkpoint",
+            states,
+            keep=max_ckpt_to_keep or 0,
+            export=export and bool(states),
+        )
         if self.rank == 0:
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
         return staged
@@ -154,8 +165,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
         """Note a checkpoint that was handed over; the same path in a row counts once.
 
-        Nothing is deleted, unlike in veRL: the save may still fail, and older steps are removed
-        only after newer ones are committed.
+        Nothing is deleted, unlike in veRL: the save may still fail. Its flow removes older steps
+        once this one is committed.
         """
         if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
             self.previous_saved_paths.append(new_path)
@@ -299,6 +310,9 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         step: int,
         kind: Kind,
         states: dict[str, Any],
+        *,
+        keep: int = 0,
+        export: bool = False,
     ) -> Staged | None:
         if not states:
             return None
@@ -315,41 +329,18 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)
             self._waits_before_steps = True
+        how: Export = "hf_model with remote code" if self.trust_remote_code else "hf_model"
         staged = coordinator.save(
-            step, states, role=role, kind=kind, metadata=metadata, overlap=overlap
+            step,
+            states,
+            role=role,
+            kind=kind,
+            metadata=metadata,
+            overlap=overlap,
+            keep=keep,
+            export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))
+        if export:
+            self._saved["hf_model"] = step
         return staged
-
-    def _export(
-        self,
-        coordinator: CheckpointCoordinator,
-        role_folder: Path,
-        step: int,
-        *,
-        joins_a_save: bool,
-    ) -> None:
-        """Gather the whole model on rank 0 and hand it over to be written as Hugging Face files."""
-        if not self._is_new("hf_model", step):
-            return
-        if not joins_a_save:
-            logger.warning(
-                "step %d was handed over already, so its commit cannot take hf_model in; ask for "
-                "it in the step's first save, or run: python -m verl.model_merger merge "
-                "--backend fsdp --local_dir %s --target_dir %s",
-                step,
-                role_folder,
-                role_folder / HUGGINGFACE,
-            )
-            return
-        state = full_model_state(self.model, keep=self.rank == 0)
-        self._saved["hf_model"] = step
-        if self.rank != 0:
-            return
-        config = copy.deepcopy(unwrapped(self.model).config)
-        folder, trust = role_folder / HUGGINGFACE, self.trust_remote_code
-        coordinator.save_async(
-            "hf_model",
-            lambda: export_weights(state, config, folder, trust_remote_code=trust),
-            step,
-        )

@@ -2,7 +2,8 @@
 
 ``prefect deploy`` needs a checkout to run in and a work pool that exists; this needs the installed
 package only. Applying twice changes nothing, and leaves alone what prefect.yaml does not mention,
-such as a concurrency limit set in the Prefect UI.
+such as a concurrency limit set in the Prefect UI, and schedules that are there already, which may
+have been paused or moved on purpose.
 """
 
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+)
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
@@ -25,7 +31,8 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """Make the work pool if it is missing, and register every deployment of prefect.yaml.
 
     Args:
-        settings: its ``work_pool`` is the pool that all deployments go to.
+        settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says
+            whether schedules that are new begin to run.
         api_url: the server; ``PREFECT_API_URL`` or the Prefect profile by default.
 
     Returns:
@@ -37,7 +44,7 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """
     with server_client(api_url) as client:
         _ensure_pool(client, settings.work_pool)
-        return [_apply(client, entry, settings.work_pool) for entry in deployments()]
+        return [_apply(client, entry, settings) for entry in deployments()]
 
 
 def deployments() -> list[dict[str, Any]]:
@@ -64,22 +71,39 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
         )
 
 
-def _apply(client: SyncPrefectClient, entry: dict[str, Any], pool: str) -> str:
+def _apply(client: SyncPrefectClient, entry: dict[str, Any], settings: Settings) -> str:
     flow = load_flow(entry["entrypoint"])
     name = f"{flow.name}/{entry['name']}"
     said: dict[str, Any] = {
         "entrypoint": entry["entrypoint"],
         "description": entry.get("description"),
         "tags": entry.get("tags", []),
-        "work_pool_name": pool,
+        "work_pool_name": settings.work_pool,
         "pull_steps": [],
         "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
         "enforce_parameter_schema": True,
+        **{name: entry[name] for name in ("parameters", "concurrency_limit") if name in entry},
     }
     try:
-        existing = client.read_deployment_by_name(name)
+        found = client.read_deployment_by_name(name)
     except ObjectNotFound:
-        client.create_deployment(client.create_flow(flow), entry["name"], **said)
+        deployment = client.create_deployment(client.create_flow(flow), entry["name"], **said)
+        have: set[str | None] = set()
     else:
-        client.update_deployment(existing.id, DeploymentUpdate(**said))
+        client.update_deployment(found.id, DeploymentUpdate(**said))
+        deployment, have = found.id, {schedule.slug for schedule in found.schedules}
+    new = [each for each in entry.get("schedules", []) if each["slug"] not in have]
+    if new:  # those that are there may have been changed or paused in the UI on purpose
+        client.create_deployment_schedules(
+            deployment, [_schedule(each, settings.schedules) for each in new]
+        )
     return name
+
+
+def _schedule(entry: dict[str, Any], active: bool) -> DeploymentScheduleCreate:
+    return DeploymentScheduleCreate(
+        schedule=CronSchedule(cron=entry["cron"], timezone=entry.get("timezone")),
+        active=active and entry.get("active", True),
+        slug=entry["slug"],
+        parameters=entry.get("parameters", {}),
+    )

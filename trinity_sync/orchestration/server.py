@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timezone
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
     WorkPoolFilter,
@@ -72,7 +73,9 @@ def waiting_runs(client: SyncPrefectClient, pool: str) -> int:
     """How many runs of the pool are due or late and have not been taken by a worker."""
     return client.count_flow_runs(
         flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            # schedules make their runs hours ahead
+            expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
         ),
         work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
     )

@@ -99,4 +99,5 @@ def _request(
         roles=images[0].ticket.roles,
         components=tuple(name for name in COMPONENTS if name in named),
         spools={socket.gethostname(): str(job.folder)},
+        keep=max(image.ticket.keep for image in images),
     )

@@ -116,7 +116,7 @@ class SaveTrigger:
                     with self._connected() as client:
                         self._ask(client, request)
                 except Exception as error:  # whatever is wrong over there, training goes on
-                    if refusal := _refusal(error):
+                    if refusal := refusal_of(error):
                         self._refused[request.key] = refusal
                         break
                     self._warn(request, error)
@@ -183,7 +183,7 @@ class SaveTrigger:
             return get_client(httpx_settings=insistent, sync_client=True)
 
 
-def _refusal(error: Exception) -> str:
+def refusal_of(error: Exception) -> str:
     """Why the server will never take this request, as after an upgrade of one side only; or ""."""
     response = getattr(error, "response", None)
     if response is None or response.status_code not in (409, 422):

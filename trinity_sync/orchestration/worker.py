@@ -45,6 +45,7 @@ from trinity_sync.orchestration.mend import (
     one_worker_a_node,
     runs_in,
 )
+from trinity_sync.orchestration.reconcile import mend_known_roots
 from trinity_sync.orchestration.sweep import let_give_way, stranded
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -182,6 +183,10 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
+        try:
+            await asyncio.to_thread(mend_known_roots, self._trinity)
+        except Exception as error:  # saves must not wait for an old root's file system
+            logger.warning("what was left in known roots is not looked at: %s", error)
         services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
         for service in services:
             scope = anyio.CancelScope()

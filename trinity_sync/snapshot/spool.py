@@ -9,12 +9,14 @@
         actor.model.rank0.1.slot                free: has no ticket
         actor.model.rank0.1.slot.kept           of which commit its bytes still are, see ``kept``
         receipts/...                            of saves by a function, see ``receipt``
+        root                                    path of the job's root
 """
 
 import contextlib
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from trinity_sync.snapshot.ticket import (
 )
 
 SLOT_SUFFIX = ".slot"
+ROOT_NOTE = "root"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ class JobSpool:
         check_name("role", role)
         check_name("component", component)
         return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
+
+    @property
+    def root(self) -> Path | None:
+        """The job's root, which need not exist any more; None if nobody wrote it down."""
+        try:
+            return Path((self.folder / ROOT_NOTE).read_text())
+        except FileNotFoundError:
+            return None
 
     @property
     def receipts(self) -> Path:
@@ -128,6 +139,11 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     own_folder(spool)
     folder = spool / job_id(root)
     own_folder(folder)
+    note = folder / ROOT_NOTE
+    if not note.exists():
+        temporary = note.with_name(f".{ROOT_NOTE}.{uuid.uuid4().hex}")
+        temporary.write_text(str(Path(root).resolve()))
+        temporary.replace(note)
     return JobSpool(folder)
 
 

@@ -19,6 +19,10 @@ TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
 
 
+Export = Literal["", "hf_model", "hf_model with remote code"]
+"""Whether this role's model is exported once the step is committed."""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """What an image is and where it belongs."""
@@ -47,6 +51,9 @@ class Ticket:
     nbytes: int
     sealed_at: float
     """Seconds since the epoch."""
+    keep: int = 0
+    """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
 
     @property
     def what(self) -> str:

@@ -20,6 +20,7 @@ import os
 import socket
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -155,6 +156,16 @@ def pins(root: str | Path) -> dict[int, Pin]:
             continue
         except (ValueError, TypeError):
             found[step] = Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
+    return found
+
+
+def claimed(root: str | Path) -> dict[int, list[str]]:
+    """The steps that are pinned or leased, each with who holds it, in words."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for step, each in pins(root).items():
+        found[step].append(f"pinned: {each.reason}" if each.reason else "pinned")
+    for lease in leases(root):
+        found[lease.step].append(f"leased by {lease.holder}")
     return found
 
 

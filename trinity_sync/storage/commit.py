@@ -7,18 +7,18 @@ again after a crash, and one lock a root keeps commits from crossing each other.
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
+    DAMAGE_MARK,
+    FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     PRIVATE_FOLDER,
@@ -29,8 +29,10 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.iteration import advance_iteration, settle_iteration
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -102,8 +104,7 @@ def commit(
         SaveError: a file has vanished or changed since it was written.
     """
     _check_complete(save, written, receipts)
-    make_folder(Path(save.root) / PRIVATE_FOLDER)
-    with _one_at_a_time(save.root):
+    with one_change_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         named = {file.record.path for file in written}
@@ -126,12 +127,17 @@ def commit(
         if earlier and earlier.run < save.run:
             _replace_step(save, written, manifest, earlier, recycle=recycle)
         else:
+            if not earlier:
+                unmark(save.folder)  # damage of what was no commit any more
             for file in written:
                 _name(file, save.folder / file.record.path)
             _sync_folders(save.folder, written)
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
-        _finish(save.root, manifest)
+        announce(save.root, manifest)
+        if earlier and earlier.run < save.run:
+            for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
+                settle_iteration(save.root, kind)
     return manifest
 
 
@@ -143,7 +149,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with _one_at_a_time(save.root):
+    with one_change_at_a_time(save.root):
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -152,11 +158,11 @@ def finish_interrupted(save: Save) -> None:
         except Abandoned as error:
             logger.info("%s", error)
         else:
-            _finish(save.root, manifest)
+            announce(save.root, manifest)
 
 
-def _finish(root: str, manifest: Manifest) -> None:
-    """Mark a committed step, and point at it."""
+def announce(root: str | Path, manifest: Manifest) -> None:
+    """Mark a committed step, and point at it; under the commit lock."""
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
         (folder / FULL_CHECKPOINT_MARK).touch()
@@ -183,7 +189,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
     problems = [] if written or receipts else ["nothing was handed over"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
-        shards = [file for file in files if file.record.component != "metadata"]
+        shards = [file for file in files if file.record.component not in FOLDERS]
         sizes = {file.record.world_size for file in shards}
         if len(sizes) > 1:
             problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
@@ -191,7 +197,11 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
         for file in files:
             have[file.record.component].add(file.record.rank)
         for component in {name for file in files for name in file.components}:
-            ranks = range(1) if component == "metadata" else range(max(sizes, default=1))
+            ranks: Iterable[int] = range(max(sizes, default=1))
+            if component == "metadata":
+                ranks = range(1)
+            elif component == "attachments":  # a rank has some or none
+                ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
                 problems.append(f"role {role} lacks {component} of ranks {absent}")
@@ -266,7 +276,11 @@ def _replace_step(
     shutil.rmtree(fresh, ignore_errors=True)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
-    official = {record.path for record in earlier.files} | {MANIFEST, FULL_CHECKPOINT_MARK}
+    official = {record.path for record in earlier.files} | {
+        MANIFEST,
+        FULL_CHECKPOINT_MARK,
+        DAMAGE_MARK,
+    }
     official -= {name for receipt in manifest.receipts for name in receipt.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
@@ -310,10 +324,3 @@ def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
         final = folder / file.record.path
         for leftover in final.parent.glob(f".{final.name}.*{TEMPORARY_SUFFIX}"):
             leftover.unlink(missing_ok=True)
-
-
-@contextmanager
-def _one_at_a_time(root: str) -> Iterator[None]:
-    with (Path(root) / PRIVATE_FOLDER / "commit.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

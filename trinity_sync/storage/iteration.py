@@ -1,16 +1,20 @@
 """Iteration files: the pointers that veRL and Trinity resume and sync from.
 
 They move after the manifest, atomically, and only forward: by step within a run, while a later run
-counts as newer than every earlier one, because it went on from an earlier step on purpose.
+counts as newer than every earlier one, because it went on from an earlier step on purpose. The one
+way back is from a step that turned out to be damaged (`settle_iteration`).
 """
 
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import ManifestError
-from trinity_sync.layout import ITERATION_FILES, Kind
+from trinity_sync.errors import Abandoned, CommitError, ManifestError
+from trinity_sync.layout import ITERATION_FILES, MANIFEST, Kind, step_folder
+from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.durable import replace_file
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.runs import refuse_abandoned
+from trinity_sync.storage.steps import committed_steps, require_committed
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,9 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
     """
     path = Path(root) / ITERATION_FILES[kind]
     current = read_iteration(root, kind)
+    if damage := damage_of(root, step):
+        logger.error("step %d in %s is not pointed at: it is damaged: %s", step, root, damage)
+        return False
     if current is None:
         if path.exists():
             logger.warning("iteration file %s was empty or torn and is written anew", path)
@@ -41,10 +48,55 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
     return True
 
 
+def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
+    """Point at the newest step that counts and can be loaded; the one way back for a pointer.
+
+    It goes back from a step that is damaged or gone, and forward where a commit died before it had
+    moved it. A step that another system has saved, which has no manifest, is left alone. Where no
+    step can be loaded the file stays as it is: a resume then stops with an error, rather than begin
+    at zero without a word. Call it under the commit lock.
+
+    Returns:
+        The steps that the file named before and after; None if it stayed as it was.
+    """
+    current = read_iteration(root, kind)
+    best = _best(root, kind)
+    if best is None or (current is not None and _stays(root, kind, current, best)):
+        return None
+    replace_file(Path(root) / ITERATION_FILES[kind], str(best.step))
+    logger.warning(
+        "%s in %s names step %d now, not %s", ITERATION_FILES[kind], root, best.step, current
+    )
+    return current, best.step
+
+
 def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Whether the iteration file names this step, or one that counts as newer."""
     current = read_iteration(root, kind)
     return current is not None and (_run_of(root, current), current) >= (run, step)
+
+
+def _best(root: str | Path, kind: Kind) -> Manifest | None:
+    """The newest step that may be pointed at: whole, and not left behind by a later run."""
+    commits = [manifest for manifest in committed_steps(root) if kind in manifest.kinds]
+    for manifest in sorted(commits, key=lambda each: (each.run, each.step), reverse=True):
+        try:
+            refuse_abandoned(root, manifest.run, "", manifest.step)
+            return require_committed(root, manifest.step)
+        except (Abandoned, CommitError):
+            continue
+    return None
+
+
+def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
+    folder = step_folder(root, current)
+    if folder.is_dir() and not (folder / MANIFEST).exists():
+        return True  # another system's
+    try:
+        found = require_committed(root, current)
+    except CommitError:
+        return False
+    return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)
 
 
 def _run_of(root: str | Path, step: int) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trinity_sync.errors import ManifestError
@@ -103,9 +103,25 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
     """
     path = step_folder(root, step) / MANIFEST
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return parse_manifest(content, path, step)
+
+
+def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
+    """The manifest in a file's bytes.
+
+    Args:
+        content: of the file.
+        path: where it was found, for messages.
+        step: the step whose folder that is.
+
+    Raises:
+        ManifestError: as `read_manifest`.
+    """
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise _bad(path, "is not text") from error
     try:
@@ -123,6 +139,8 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
         raise _bad(path, "is not that of this folder")
     body["kinds"] = tuple(body["kinds"])
     body["files"] = tuple(FileRecord(**record) for record in body["files"])
+    if not all(_is_below(record.path) for record in body["files"]):
+        raise _bad(path, "names a file outside of the step's folder")
     body["receipts"] = tuple(
         ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
         for receipt in body["receipts"]
@@ -139,6 +157,11 @@ def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
     return manifest is not None and manifest.run == run and kind in manifest.kinds
 
 
+def _is_below(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
+
+
 def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     return tuple(sorted(records, key=lambda record: record.path))
 
@@ -148,7 +171,7 @@ def _digest(body: dict[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _bad(path: Path, why: str) -> ManifestError:
+def _bad(path: Path | str, why: str) -> ManifestError:
     return ManifestError(
         f"manifest {path} {why}; the step does not count as committed. "
         "Restore the file from a copy, or remove the step's folder."

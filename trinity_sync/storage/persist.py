@@ -21,7 +21,7 @@ from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveEr
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
-from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.recycling import remove_spares, take_spare
@@ -62,6 +62,7 @@ class Written:
     components: tuple[str, ...]
     """All that the rank hands over in this save."""
     seconds: float
+    export: Export = ""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def persist(
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(spool, save, component, options.gather_s, clock)
-    yield_to_others = partial(_yield_to_others, options.nice)
-    pool = ThreadPoolExecutor(options.writers, "persist", initializer=yield_to_others)
+    gently = partial(yield_to_others, options.nice)
+    pool = ThreadPoolExecutor(options.writers, "persist", initializer=gently)
     with ExitStack() as held, pool as writers:
         # all of them first: an image that waits for its turn must not give way to a later save
         contents = [held.enter_context(_held(save, image)) for image in sealed]
@@ -278,10 +279,11 @@ def _write_one(
         slot=os.fspath(sealed.slot),
         components=ticket.components,
         seconds=time.perf_counter() - start,
+        export=ticket.export,
     )
 
 
-def _yield_to_others(nice: int) -> None:
+def yield_to_others(nice: int) -> None:
     """Lower the priority of this thread, and of those that it starts; it ends before the process.
 
     Linux keeps a priority for each thread, which POSIX would not.

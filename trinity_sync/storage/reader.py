@@ -7,7 +7,8 @@ measured on, touching memory in pages of 4 KiB costs more than the disk's read o
 import errno
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,17 +30,38 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     Raises:
         OSError: the file is missing or the disk is broken.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.open(path, flags)
+    fd = _open(path)
     try:
         return read_open(fd, nbytes)
     finally:
         os.close(fd)
+
+
+def digest_file(path: Path, nbytes: int) -> str:
+    """The digest that `read_file` would return, with a few pieces in memory at a time."""
+    fd = _open(path)
+    digest = xxhash.xxh3_128()
+    waiting: deque[tuple[Future[None], memoryview, int]] = deque()
+
+    def take_in() -> memoryview:
+        reading, piece, size = waiting.popleft()
+        reading.result()
+        digest.update(piece[:size])
+        return piece
+
+    try:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+            for at in range(0, nbytes, PIECE):
+                full = len(waiting) == 2 * READERS
+                piece = take_in() if full else _fresh_memory(min(PIECE, nbytes))
+                size = min(PIECE, nbytes - at)
+                pages = -(-size // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
+                waiting.append((pool.submit(_read, fd, piece[:pages], at), piece, size))
+            while waiting:
+                take_in()
+    finally:
+        os.close(fd)
+    return f"{DIGEST}:{digest.hexdigest()}"
 
 
 def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
@@ -53,6 +75,16 @@ def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryvi
             piece.result()
             digest.update(memory[at : min(at + PIECE, nbytes)])
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags)
 
 
 def _fresh_memory(nbytes: int) -> memoryview:

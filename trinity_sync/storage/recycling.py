@@ -38,7 +38,7 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
             spare = _folder(root) / uuid.uuid4().hex
             make_folder(spare.parent)
             path.rename(spare)
-            if _is_ours_alone(spare):
+            if is_ours_alone(spare):
                 room -= nbytes
             else:
                 spare.unlink()
@@ -81,7 +81,7 @@ def _folder(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "spare"
 
 
-def _is_ours_alone(path: Path) -> bool:
+def is_ours_alone(path: Path) -> bool:
     """Whether the file has no other name and nobody has it open or mapped: a lease needs that."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -23,9 +23,12 @@ class Run:
     """Same in all processes of the run, different in every other run of the job."""
     resumed_from: int
     """Step that the run started from; 0 for a fresh start."""
+    resumed_run: int = 0
+    """Run whose commit of that step it is, where a rewind says so: nothing of the runs between the
+    two counts any more, whatever its step."""
 
 
-def open_run(root: str | Path, key: str, resumed_from: int) -> Run:
+def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0) -> Run:
     """Join the newest run if it has this ``key``, else begin the next one."""
     folder = _folder(root)
     make_folder(folder)
@@ -33,14 +36,27 @@ def open_run(root: str | Path, key: str, resumed_from: int) -> Run:
         newest = newest_run(root)
         if newest and newest.key == key:
             return newest
-        run = Run(newest.number + 1 if newest else 1, key, resumed_from)
+        run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
         if create_file(folder / f"{run.number}.json", json.dumps(asdict(run))):
             return run
 
 
+def all_runs(root: str | Path) -> list[Run]:
+    """Every run of the job, in no order."""
+    return _later_runs(root, 0)
+
+
+def know_run(root: str | Path, run: Run) -> None:
+    """Write down a run that wrote elsewhere, so that runs begun here get later numbers."""
+    newest = newest_run(root)
+    if newest is None or newest.number < run.number:
+        make_folder(_folder(root))
+        create_file(_folder(root) / f"{run.number}.json", json.dumps(asdict(run)))
+
+
 def newest_run(root: str | Path) -> Run | None:
     """The run that began last, or None."""
-    runs = _later_runs(root, 0)
+    runs = all_runs(root)
     return max(runs, key=lambda run: run.number) if runs else None
 
 
@@ -63,11 +79,10 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
             "since it was handed over. Nothing is to be done."
         )
     for later in _later_runs(root, run):
-        if later.resumed_from < step:
+        if later.resumed_from < step or 0 < later.resumed_run < run:
             raise Abandoned(
                 f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
-                f"step {later.resumed_from}, so its own step {step} is the one that counts. "
-                "Nothing is to be done."
+                f"step {later.resumed_from}, which leaves this save behind. Nothing is to be done."
             )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import Kind, step_folder, steps_on_disk
+from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,11 @@ def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
 
 
 def require_committed(root: str | Path, step: int) -> Manifest:
-    """The manifest of a step whose files are all there in their full size.
+    """The manifest of a step whose files are all there in their full size, and not known as bad.
 
     Raises:
-        CommitError: the step is not committed, or files are missing or cut.
+        CommitError: the step is not committed, files are missing or cut, or a verification found
+            it damaged.
     """
     manifest = read_manifest(root, step)
     folder = step_folder(root, step)
@@ -64,4 +66,10 @@ def require_committed(root: str | Path, step: int) -> Manifest:
                 f"step {step} in {root} is damaged: {path} {state}, the manifest says "
                 f"{record.nbytes:,}. Load another step (trinity-sync ls shows them)."
             )
+    if damage := damage_of(root, step):
+        raise CommitError(
+            f"step {step} in {root} is damaged: {damage}. Load another step (trinity-sync ls shows "
+            f"them), or restore the files from a copy and run: trinity-sync verify {root} --step "
+            f"{step}"
+        )
     return manifest

@@ -11,13 +11,15 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, differences
+from tests.integration.prefect_api import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.steps import newest
 
 MakeManager = Callable[..., FSDPCheckpointManager]
 
@@ -128,14 +130,17 @@ def test_contents_decide_what_is_saved(new_run: MakeManager, root: Path) -> None
     assert components(root, 1) == ["extra_state", "metadata", "model"]
 
 
-def test_nothing_is_deleted_while_newer_saves_are_on_their_way(
+def test_older_checkpoints_are_removed_once_a_newer_one_is_committed(
     new_run: MakeManager, root: Path
 ) -> None:
     manager = new_run()
-    for step in (1, 1, 2, 3):
-        manager.save_checkpoint(path(root, step), step, max_ckpt_to_keep=1)
+    for step in (1, 1, 2):
+        manager.save_checkpoint(path(root, step), step)
     manager.wait_on_save_thread()
-    assert [step for step in (1, 2, 3) if read_manifest(root, step)] == [1, 2, 3]
+    assert steps_on_disk(root) == [1, 2]
+    manager.save_checkpoint(path(root, 3), 3, max_ckpt_to_keep=1)
+    until(lambda: steps_on_disk(root) == [3], "the removal of older steps")
+    assert newest(root).step == 3
     assert manager.previous_saved_paths == [path(root, step) for step in (1, 2, 3)]
     assert manager.max_ckpt_to_keep == 1
 

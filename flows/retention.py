@@ -1,0 +1,29 @@
+"""``retention``: remove steps that the policies let go of, once newer ones are whole."""
+
+import socket
+
+from prefect import flow
+from prefect_ray.context import remote_options
+from prefect_ray.task_runners import RayTaskRunner
+
+from flows.on_ray import on_node, results
+from tasks.prune import prune
+
+
+@flow(name="retention", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+async def retention(
+    root: str | None = None, keep: str = "", keep_syncs: str = "", dry_run: bool = False
+) -> None:
+    """Remove what nobody keeps: no policy, no pin, no lease, no pointer.
+
+    Args:
+        root: Full path of the job's root folder; empty for every job that has committed something
+            on this node (or those of TRINITY_SYNC_MAINTAIN).
+        keep: Which checkpoints stay, such as last=3,every=100,hourly=24,best=2:reward:max; empty
+            for TRINITY_SYNC_KEEP, which keeps all unless it is set.
+        keep_syncs: Which steps of weights only stay; empty for TRINITY_SYNC_KEEP_SYNCS, the last 2
+            unless it is set.
+        dry_run: Show what would be removed, and remove nothing.
+    """
+    with remote_options(**on_node(socket.gethostname())):  # it sees the roots, others may not
+        await results([prune.submit(root, keep, keep_syncs, dry_run)])

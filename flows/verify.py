@@ -1,0 +1,39 @@
+"""``verify``: read committed steps again in parallel on Ray, and take damaged ones out of use."""
+
+import socket
+
+from prefect import flow
+from prefect_ray.context import remote_options
+from prefect_ray.task_runners import RayTaskRunner
+
+from flows.on_ray import on_node, results
+from tasks.verify import choose_files, judge_steps, read_files
+from trinity_sync.storage.verify import shares
+
+READERS = 4
+"""Tasks that read at a time."""
+
+
+@flow(name="verify", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+async def verify(
+    root: str | None = None,
+    step: int | None = None,
+    newest: int = 1,
+    sample_gb: float = 0.0,
+    seed: int | None = None,
+) -> None:
+    """Read files of committed steps and compare their digests with the manifests.
+
+    Args:
+        root: Full path of the job's root folder; empty for every job that has committed something
+            on this node (or those of TRINITY_SYNC_MAINTAIN).
+        step: Read this step, besides the newest ones.
+        newest: Read so many of the newest steps of each job.
+        sample_gb: Read about so many GB of all steps besides, other files each day.
+        seed: Which part the sample is; empty for the number of the day.
+    """
+    with remote_options(**on_node(socket.gethostname())):  # it sees the roots, others may not
+        (files,) = await results([choose_files.submit(root, step, newest, sample_gb, seed)])
+        parts = [read_files.submit(part) for part in shares(files, READERS)]
+        checked = [one for part in await results(parts) for one in part]
+        await results([judge_steps.submit(checked)])

@@ -1,0 +1,98 @@
+"""The tasks that remove steps: those of a schedule or a person, and those after a commit."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+
+from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.orchestration.roots import roots_of
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.storage.policies import All, LastN, parse_policy
+from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey, verdicts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What retention made of a root."""
+
+    root: Path
+    plan: Plan
+    removal: Removal | None
+    """None where only the plan was asked for."""
+
+
+@task(name="prune", persist_result=False)
+def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
+    """Remove what policies let go of, root by root, and show it all.
+
+    Args:
+        root: as the flow's.
+        keep: policy of checkpoints; empty for that of the settings.
+        keep_syncs: policy of steps of weights only; likewise.
+        dry_run: show the plan and touch nothing.
+
+    Raises:
+        ConfigError: a policy cannot be understood, or was refused for a root; others are pruned.
+    """
+    settings = Settings()
+    rules = Rules(
+        parse_policy(keep or settings.keep), parse_policy(keep_syncs or settings.keep_syncs)
+    )
+    done: list[Pruned] = []
+    refused: list[str] = []
+    for each in roots_of(root, settings):
+        try:
+            done.append(prune_root(each, rules, settings, dry_run=dry_run))
+        except (TrinitySyncError, OSError) as error:
+            refused.append(f"{each}: {error}")
+    show(done, dry_run=dry_run)
+    if refused:
+        raise ConfigError("\n".join(refused))
+
+
+@task(name="prune", persist_result=False)
+def prune_after_commit(request: SaveRequest) -> None:
+    """Remove the checkpoints that a save's ``keep`` lets go of; its own is committed by now."""
+    rules = Rules(checkpoints=LastN(request.keep), syncs=All())
+    done = prune_root(Path(request.root), rules, Settings())
+    for each, why in done.removal.spared if done.removal else ():
+        logger.info("step %d in %s stays: %s", each.step, request.root, why)
+
+
+def prune_root(root: Path, rules: Rules, settings: Settings, *, dry_run: bool = False) -> Pruned:
+    """Plan, and carry it out unless it is for show."""
+    made = plan(survey(root), rules, time.time())
+    if dry_run:
+        return Pruned(root, made, None)
+    return Pruned(root, made, carry_out(root, made, spool=settings.spool, recycle=settings.recycle))
+
+
+def show(done: list[Pruned], *, dry_run: bool) -> None:
+    """Put what became of every step into the run's page of the Prefect UI."""
+    freed = sum((each.removal or each.plan).nbytes for each in done)
+    steps = sum(len((each.removal or each.plan).removed) for each in done)
+    create_table_artifact(
+        key="retention",
+        description=f"{steps} steps of {len(done)} jobs {'would be ' if dry_run else ''}removed, "
+        f"{freed:,} bytes",
+        table=[
+            {
+                "root": str(each.root),
+                "step": verdict.step.step,
+                "run": verdict.step.run,
+                "kinds": ", ".join(verdict.step.kinds),
+                "bytes": f"{verdict.step.nbytes:,}",
+                "state": verdict.state,
+                "why": verdict.why,
+            }
+            for each in done
+            for verdict in verdicts(each.plan, each.removal)
+        ],
+    )

@@ -1,0 +1,174 @@
+"""Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.conftest import CommitStep
+from tests.integration.prefect_api import Api, until
+from tests.integration.test_cli import is_one_sentence, run
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.steps import newest, require_committed
+
+STATE = {"w": torch.arange(5000.0)}
+
+
+@pytest.fixture
+def api(stack: StackState) -> Api:
+    return Api()
+
+
+@pytest.fixture
+def saves(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> Iterator[CheckpointCoordinator]:
+    coordinator = CheckpointCoordinator(root, settings=stack_settings)
+    yield coordinator
+    coordinator.close()
+
+
+def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_removes_nothing(
+    saves: CheckpointCoordinator, api: Api, root: Path
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    saves.save(1, {"model": STATE})
+    saves.wait_all(90)
+    saves.save(2, {"model": STATE}, keep=1)
+    saves.wait_all(90)
+    api.ended(api.run_of(saves.request_key(2)).id)
+    assert steps_on_disk(root) == [2]
+    saves.save_async("lora", fails, 3)
+    saves.save(3, {"model": STATE}, keep=1)
+    with pytest.raises(SaveFailed, match="no room"):
+        saves.wait_all(90)
+    api.ended(api.run_of(saves.request_key(3)).id)
+    assert newest(root).step == 2
+    require_committed(root, 2)
+
+
+def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
+    saves: CheckpointCoordinator, api: Api, root: Path
+) -> None:
+    saves.save(1, {"model": STATE})
+    saves.wait_all(90)
+    (root / ".trinity_sync/trash").write_text("in the way")
+    saves.save(2, {"model": STATE}, keep=1)
+    saves.wait_all(90)
+    ended = api.ended(api.run_of(saves.request_key(2)).id)
+    assert ended.state is not None
+    assert ended.state.is_completed()
+    states = until(
+        lambda: [t.state for t in api.tasks_of(ended) if t.name.startswith("prune")],
+        "the prune task's run",
+    )
+    assert [state.is_failed() for state in states if state] == [True]
+    assert steps_on_disk(root) == [1, 2]
+
+
+def test_the_flow_shows_its_plan_and_then_carries_it_out(
+    api: Api, root: Path, commit_step: CommitStep
+) -> None:
+    for step in (1, 2, 3):
+        commit_step(step)
+    wanted = {"root": str(root), "keep": "last=1"}
+    trial = api.ended(api.start({**wanted, "dry_run": True}, "retention/retention"))
+    (artifact,) = api.artifacts_of(trial)
+    rows = json.loads(artifact.data)
+    assert [row["state"] for row in rows] == ["would be removed", "would be removed", "kept"]
+    assert steps_on_disk(root) == [1, 2, 3]
+    with take_lease(root, 2, "explorer"):
+        done = api.ended(api.start(wanted, "retention/retention"))
+    (artifact,) = api.artifacts_of(done)
+    rows = {row["step"]: row for row in json.loads(artifact.data)}
+    assert rows[2]["why"] == "leased by explorer"
+    assert "1 steps of 1 jobs removed, 2,000 bytes" in artifact.description
+    assert steps_on_disk(root) == [2, 3]
+
+
+def test_a_policy_that_is_not_understood_fails_the_flow_with_a_sentence(
+    api: Api, root: Path, commit_step: CommitStep
+) -> None:
+    commit_step(1)
+    ended = api.ended(api.start({"root": str(root), "keep": "most"}, "retention/retention"))
+    assert ended.state is not None
+    assert ended.state.is_failed()
+    assert "'most' is not understood" in str(ended.state.message)
+
+
+def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
+    with api.client as client:
+        deployment = client.read_deployment_by_name("retention/retention")
+    assert [schedule.schedule.cron for schedule in deployment.schedules] == ["41 * * * *"]
+    parameters = deployment.parameter_openapi_schema["properties"]
+    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run"}
+    assert "last=3,every=100" in parameters["keep"]["description"]
+
+
+def test_prune_shows_what_it_would_do_and_then_does_it(root: Path, commit_step: CommitStep) -> None:
+    for step in (1, 2, 3, 4):
+        commit_step(step)
+    assert "pinned" in run("pin", root, 1, "--reason", "the paper's").stdout
+    done = run("prune", root, "--keep", "last=1", "--dry-run", "--json")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["bytes_freed"] == 4000
+    assert {row["step"]: row["state"] for row in found["steps"]} == {
+        1: "kept",
+        2: "would be removed",
+        3: "would be removed",
+        4: "kept",
+    }
+    assert steps_on_disk(root) == [1, 2, 3, 4]
+    table = run("prune", root, "--keep", "last=1").stdout
+    assert "pinned: the paper's" in table
+    assert "4.0 kB freed" in table
+    assert steps_on_disk(root) == [1, 4]
+    assert "pinned: the paper's" in run("ls", root).stdout
+    assert "not pinned any more" in run("unpin", root, 1).stdout
+    assert "was not pinned" in run("unpin", root, 1).stdout
+
+
+def test_prune_keeps_all_checkpoints_unless_it_is_asked(
+    root: Path, commit_step: CommitStep
+) -> None:
+    for step in (1, 2, 3, 4):
+        commit_step(step, kind="state_dict" if step < 4 else "checkpoint")
+    commit_step(5)
+    run("prune", root)
+    assert steps_on_disk(root) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--keep", "least=3"], "'least=3' is not understood"),
+        (["--keep", "every=100"], "keeps none of the 2 steps"),
+        (["--keep", "best=1:reward:max"], "no step has the metric 'reward'"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_one_sentence_and_removes_nothing(
+    root: Path, commit_step: CommitStep, arguments: list[str], words: str
+) -> None:
+    commit_step(1)
+    commit_step(2)
+    done = run("prune", root, *arguments)
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert words in done.stderr
+    assert steps_on_disk(root) == [1, 2]
+
+
+def test_what_is_not_committed_cannot_be_pinned(root: Path) -> None:
+    done = run("pin", root, 7)
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)

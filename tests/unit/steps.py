@@ -1,0 +1,46 @@
+"""Committed steps of small files, without a training."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.layout import SERVES_AS, Kind, step_folder
+from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
+from trinity_sync.storage.policies import StepInfo
+from trinity_sync.storage.writer import digest_of
+
+MODEL = "actor/model_world_size_1_rank_0.pt"
+
+
+def commit_files(
+    root: Path,
+    step: int,
+    *,
+    run: int = 1,
+    kind: Kind = "checkpoint",
+    nbytes: int = 1000,
+    at: float | None = None,
+    pointer: bool = True,
+) -> Path:
+    """Commit a step of a model and a folder of metadata; returns the step's folder."""
+    folder = step_folder(root, step)
+    records = []
+    for path, content in ((MODEL, os.urandom(nbytes)), ("actor/huggingface/config.json", b"{}")):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+        digest = digest_of(folder / path)
+        component = "model" if path == MODEL else "metadata"
+        records.append(FileRecord(path, len(content), digest, "actor", component, 0, 1))
+    at = 1.7e9 + step if at is None else at
+    write_manifest(root, Manifest("job", run, step, SERVES_AS[kind], tuple(records), (), at))
+    if pointer:
+        for served in SERVES_AS[kind]:
+            advance_iteration(root, served, run, step)
+    return folder
+
+
+def info(step: int, **other: Any) -> StepInfo:
+    """What a policy sees of a checkpoint that was committed ``step`` seconds into the epoch."""
+    fields = {"run": 1, "kinds": SERVES_AS["checkpoint"], "committed_at": float(step), "nbytes": 1}
+    return StepInfo(step, **{**fields, **other})

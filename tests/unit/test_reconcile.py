@@ -1,0 +1,205 @@
+"""What crashes leave on disk and in memory, and what reconcile makes of it."""
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.layout import step_folder
+from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
+from trinity_sync.orchestration.roots import note_root
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.leftovers import Finding, remove_temporaries
+from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.steps import require_committed
+
+LATER_S = 7200.0
+
+
+@pytest.fixture
+def settings(job: Job, tmp_path: Path) -> Settings:
+    return Settings(spool=job.spool.folder.parent, home=tmp_path / "home")
+
+
+def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
+    """A reconciliation without a server, so many seconds from now."""
+    return asyncio.run(
+        reconcile(settings, [job.root], None, clock=lambda: time.time() + later_s),
+    )
+
+
+def save(job: Job, *steps: int, run: int = 1) -> None:
+    for step in steps:
+        job.stage(step, {"model": {"w": torch.arange(5000.0) * step}}, run=run)
+        job.commit(step, run=run)
+
+
+def written_but_never_committed(job: Job, step: int) -> Path:
+    """The temporary file of a save whose flow died, and whose image gave way to later ones."""
+    job.stage(step, {"model": {"w": torch.ones(10)}})
+    (written,) = job.persist(step)
+    for sealed in job.spool.tickets()[0]:
+        Path(f"{sealed.slot}.ticket").unlink()
+    return Path(written.temporary)
+
+
+def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    assert run(job, settings, later_s=LATER_S) == []
+
+
+def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("1")
+    (job.root / "latest_state_dict_iteration.txt").write_text("")
+    mended = run(job, settings)
+    assert [finding.state for finding in mended] == ["mended", "mended"]
+    assert "named step 1, names step 2 now" in mended[0].why
+    assert read_iteration(job.root, "checkpoint") == read_iteration(job.root, "state_dict") == 2
+    assert run(job, settings) == []
+
+
+def test_a_pointer_at_a_removed_step_moves_to_the_newest_that_is_left(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    shutil.rmtree(step_folder(job.root, 2))
+    run(job, settings)
+    assert read_iteration(job.root, "checkpoint") == 1
+
+
+def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (step_folder(job.root, 9) / "actor").mkdir(parents=True)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("9")
+    assert run(job, settings) == []
+    assert read_iteration(job.root, "checkpoint") == 9
+
+
+def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    (step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt").unlink()
+    found = run(job, settings)
+    assert {finding.state for finding in found} == {"left"}
+    assert "is missing" in found[0].why
+
+
+def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    note_root(settings, job.root)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    assert len(mend_known_roots(settings)) == 1
+    assert read_iteration(job.root, "checkpoint") == 1
+
+
+def test_temporary_files_go_once_nobody_can_need_them(job: Job, settings: Settings) -> None:
+    temporary = written_but_never_committed(job, 3)
+
+    def remove(**conditions: object) -> list[Finding]:
+        default = {"images": set(), "busy": set(), "before": time.time() + 1}
+        return list(remove_temporaries(job.root, **{**default, **conditions}))  # type: ignore[arg-type]
+
+    image = temporary.name.removesuffix(".tmp").rpartition(".")[2]
+    assert remove(images={image}) == []
+    assert remove(busy={3}) == []
+    assert remove(before=temporary.stat().st_mtime - 1) == []
+    assert [finding.state for finding in remove(busy=None)] == ["left"]
+    assert temporary.exists()
+    assert [finding.state for finding in remove(busy={4})] == ["mended"]
+    assert not temporary.exists()
+
+
+def test_temporary_files_are_left_while_no_server_can_be_asked(
+    job: Job, settings: Settings
+) -> None:
+    temporary = written_but_never_committed(job, 3)
+    assert run(job, settings) == []
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, temporary.exists()) == ("left", True)
+    assert "cannot be asked" in finding.why
+
+
+def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    left = job.root / ".trinity_sync/replacing/global_step_1"
+    shutil.copytree(step_folder(job.root, 1), left)
+    trash = job.root / ".trinity_sync/trash/global_step_0.x"
+    shutil.copytree(step_folder(job.root, 1), trash)
+    assert [finding.state for finding in run(job, settings)] == ["mended", "mended"]
+    assert not left.exists()
+    assert not trash.exists()
+    require_committed(job.root, 1)
+
+
+def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
+    job: Job, settings: Settings
+) -> None:
+    """Where the file system has no exchange there is a moment without the folder."""
+    save(job, 1)
+    replacing = job.root / ".trinity_sync/replacing"
+    replacing.mkdir(parents=True)
+    shutil.copytree(step_folder(job.root, 1), replacing / "global_step_1")
+    step_folder(job.root, 1).rename(replacing / "global_step_1.aside")
+    run(job, settings)
+    require_committed(job.root, 1)
+    assert list(replacing.iterdir()) == []
+
+
+def test_memory_of_a_job_that_is_gone_is_given_back(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    spool = open_job_spool(settings.spool, other)
+    slot = Slot(spool.slot("actor", "model", 0, 0))
+    slot.image(1 << 20)
+    other.rmdir()
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, finding.why) == ("left", "a process still has it open")
+    slot.close(remove=False)
+    assert run(job, settings) == []  # it is too young
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert finding.state == "mended"
+    assert "bytes of memory are free again" in finding.why
+    assert not spool.folder.exists()
+    assert job.spool.folder.exists()
+
+
+def test_memory_with_a_sealed_image_is_left_and_named(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    job.root.rename(tmp_path / "away")
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, len(job.spool.tickets()[0])) == ("left", 1)
+    assert "1 images wait in it" in finding.why
+
+
+def test_a_failed_save_whose_image_waits_is_named(job: Job, settings: Settings) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    mark_failed(job.spool, job.save(1), "disk full")
+    (finding,) = run(job, settings)
+    assert finding.state == "left"
+    assert "model of step 1" in finding.what
+
+
+def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    (other / ".trinity_sync/replacing").mkdir(parents=True)
+    (other / ".trinity_sync/commit.lock").mkdir()  # not even root can open it
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    found = asyncio.run(reconcile(settings, [other, job.root], None))
+    assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
+    assert read_iteration(job.root, "checkpoint") == 1

@@ -1,0 +1,293 @@
+"""Retention removes what policies let go of, never what somebody needs, and never half a step."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.dying import in_a_process
+from tests.unit.job import Job
+from tests.unit.steps import MODEL, commit_files, info
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.storage.claims import pin, take_lease
+from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.policies import StepInfo, parse_policy
+from trinity_sync.storage.recycling import WORTHWHILE, take_spare
+from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import newest, require_committed
+
+SPARE_PATTERN = ".trinity_sync/spare/*"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "ckpts"
+    made.mkdir()
+    return made
+
+
+def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
+    return Rules(parse_policy(checkpoints), parse_policy(syncs))
+
+
+def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> Plan:
+    return plan(survey(root), rules(checkpoints, syncs), now=2e9)
+
+
+def prune(root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path) -> Removal:
+    return carry_out(root, planned(root, checkpoints, syncs), **other)
+
+
+def numbers(steps: list[StepInfo]) -> list[int]:
+    return [each.step for each in steps]
+
+
+def spared(removal: Removal) -> dict[int, str]:
+    return {each.step: why for each, why in removal.spared}
+
+
+def test_a_plan_says_what_stays_and_why_and_what_goes(root: Path) -> None:
+    for step in range(1, 7):
+        commit_files(root, step)
+    pin(root, 2, "the paper's")
+    made = planned(root, "last=2,every=3")
+    reasons = {each.step: why for each, why in made.kept}
+    assert list(reasons) == [2, 3, 5, 6]
+    assert reasons[2] == "pinned: the paper's"
+    assert reasons[3] == "a multiple of 3"
+    assert reasons[5] == "one of the last 2"
+    assert reasons[6].startswith("newest checkpoint; newest state_dict; the iteration file of ")
+    assert numbers(list(made.removed)) == [1, 4]
+    assert made.nbytes == 2 * 1002
+    assert steps_on_disk(root) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_goes_leaves_nothing_behind(root: Path) -> None:
+    for step in range(1, 5):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": step})
+    done = prune(root, "last=2")
+    assert numbers(done.removed) == [1, 2]
+    assert (done.nbytes, done.spared) == (2004, [])
+    assert steps_on_disk(root) == [3, 4]
+    assert list((root / ".trinity_sync/trash").iterdir()) == []
+    assert [read_metrics(root, 1, step) for step in (2, 3)] == [{}, {"reward": 3.0}]
+    for step in (3, 4):
+        require_committed(root, step)
+    assert prune(root, "last=2").removed == []
+
+
+def test_checkpoints_and_syncs_are_judged_apart(root: Path) -> None:
+    for step in range(1, 9):
+        commit_files(root, step, kind="checkpoint" if step % 4 == 0 else "state_dict")
+    prune(root, "all", "last=2")
+    assert steps_on_disk(root) == [4, 6, 7, 8]
+
+
+def test_the_newest_of_each_kind_stays_whatever_a_policy_says(root: Path) -> None:
+    commit_files(root, 10)
+    commit_files(root, 20)
+    commit_files(root, 30, kind="state_dict")
+    commit_files(root, 40, kind="state_dict")
+    prune(root, "every=10", "last=1")
+    assert steps_on_disk(root) == [10, 20, 40]
+    prune(root, "last=1", "last=1")
+    assert steps_on_disk(root) == [20, 40]
+    assert newest(root).step == 20
+
+
+def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    open_run(root, "first", 0)
+    open_run(root, "second", 10)
+    commit_files(root, 20, run=2)
+    assert newest(root).step == 20
+    prune(root)
+    assert steps_on_disk(root) == [20]
+
+
+def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    open_run(root, "first", 0)
+    open_run(root, "second", 10)
+    prune(root)
+    assert steps_on_disk(root) == [10, 30]
+    commit_files(root, 15, run=2)
+    prune(root)
+    assert steps_on_disk(root) == [15]
+
+
+def test_a_damaged_step_is_no_successor_and_is_left_to_people(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    os.truncate(root / "global_step_3" / MODEL, 10)
+    made = planned(root)
+    assert {each.step: why for each, why in made.kept}[3].startswith("the iteration file")
+    assert "is damaged" in made.kept[-1][1]
+    carry_out(root, made)
+    assert steps_on_disk(root) == [2, 3]
+    assert newest(root).step == 2
+
+
+def test_what_is_no_commit_is_left_alone(root: Path) -> None:
+    (root / "global_step_1/actor").mkdir(parents=True)  # veRL's own, or a save on its way
+    commit_files(root, 2)
+    (root / "global_step_2/manifest.json").write_text("{torn")
+    commit_files(root, 3)
+    commit_files(root, 4)
+    prune(root)
+    assert steps_on_disk(root) == [1, 2, 4]
+
+
+def test_a_policy_that_keeps_nothing_is_refused(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    with pytest.raises(ConfigError, match=r"'every=100' keeps none of the 3 steps .* Add last=1"):
+        planned(root, "every=100")
+    assert steps_on_disk(root) == [1, 2, 3]
+
+
+def test_a_lone_step_needs_no_policy_to_stay(root: Path) -> None:
+    commit_files(root, 1)
+    assert prune(root, "every=100").removed == []
+
+
+# what happens between the plan and its end
+
+
+def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step)
+    made = planned(root)
+    pin(root, 1)
+    lease = take_lease(root, 2, "explorer 7")
+    done = carry_out(root, made)
+    assert numbers(done.removed) == [3]
+    assert spared(done) == {1: "pinned", 2: "leased by explorer 7"}
+    lease.release()
+    assert numbers(prune(root).removed) == [2]
+
+
+def test_nothing_goes_before_its_successor_is_seen_to_be_whole(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    made = planned(root)
+    os.truncate(root / "global_step_2" / MODEL, 10)
+    done = carry_out(root, made)
+    assert done.removed == []
+    assert "its successor is not whole" in spared(done)[1]
+    assert newest(root).step == 1
+
+
+def test_a_step_that_was_committed_anew_after_the_plan_is_spared(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    made = planned(root)
+    commit_files(root, 1, run=2)
+    assert spared(carry_out(root, made)) == {1: "it was committed anew meanwhile"}
+
+
+def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    made = planned(root)
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    assert "iteration file" in spared(carry_out(root, made))[1]
+
+
+def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
+    weight = {"w": torch.zeros(100)}
+    job.stage(3, {"model": weight}, kind="state_dict")
+    job.commit(3, kind="state_dict")
+    job.stage(3, {"optim": weight}, also=("model",))  # its model is the sync's file
+    for step in (4, 5):
+        job.stage(step, {"model": weight}, kind="state_dict")
+        job.commit(step, kind="state_dict")
+    spool = job.spool.folder.parent
+    assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is under way"}
+    job.commit(3, "model", "optim")
+    assert newest(job.root).step == 3
+
+
+def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
+    spool = job.spool.folder.parent
+    receipt = Receipt("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
+    write_receipt(job.spool, receipt)
+    assert list(spared(prune(job.root, spool=spool))) == [1, 2]
+    os.utime(job.root / "global_step_1/actor/.optim.pt.1a2b.tmp", (1.7e9, 1.7e9))
+    assert numbers(prune(job.root, spool=spool).removed) == [1]
+
+
+def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    prune(root)
+    assert len(list(root.glob(SPARE_PATTERN))) == 1
+    assert take_spare(root, root / "next", WORTHWHILE)
+
+
+def test_without_recycling_all_room_is_given_back(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    carry_out(root, planned(root), recycle=False)
+    assert list(root.glob(SPARE_PATTERN)) == []
+
+
+# crashes
+
+
+def history(root: Path) -> Path:
+    root.mkdir()
+    for step in (1, 2, 3):
+        commit_files(root, step, nbytes=WORTHWHILE)
+    return root
+
+
+def test_a_retention_that_dies_at_any_point_leaves_whole_steps_or_none(tmp_path: Path) -> None:
+    whole = history(tmp_path / "whole")
+    changes = in_a_process(lambda: prune(whole, "last=1"), tmp_path)
+    assert changes > 10
+    for moment in range(1, changes + 1):
+        root = history(tmp_path / str(moment))
+        in_a_process(lambda root=root: prune(root, "last=1"), tmp_path, die_before=moment)
+        for step in steps_on_disk(root):
+            require_committed(root, step)
+        assert newest(root).step == 3
+        prune(root)
+        assert steps_on_disk(root) == [3]
+        assert list((root / ".trinity_sync/trash").iterdir()) == []
+        for spare in root.glob(SPARE_PATTERN):
+            assert spare.stat().st_nlink == 1
+
+
+def test_planning_looks_at_nothing_but_what_it_is_given() -> None:
+    made = plan([info(step) for step in range(5)], rules("last=2"), now=0)
+    assert numbers(list(made.removed)) == [0, 1, 2]
+
+
+def test_metrics_of_two_calls_add_up_and_those_of_another_run_do_not_count(root: Path) -> None:
+    write_metrics(root, 1, 4, {"reward": 1.0, "loss": 3.0})
+    write_metrics(root, 1, 4, {"reward": 2.0})
+    assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
+    write_metrics(root, 2, 4, {"reward": 5.0})
+    assert read_metrics(root, 1, 4) == {}
+    assert read_metrics(root, 2, 4) == {"reward": 5.0}
+
+
+def test_the_best_checkpoint_stays(root: Path) -> None:
+    for step, reward in ((1, 0.1), (2, 0.8), (3, 0.2), (4, 0.3)):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": reward})
+    prune(root, "last=1,best=1:reward:max")
+    assert steps_on_disk(root) == [2, 4]
+    assert advance_iteration(root, "checkpoint", 1, 4)

@@ -1,0 +1,176 @@
+"""An earlier step becomes the newest; there is one to resume from at every instant."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import Abandoned, CommitError, StepClaimed
+from trinity_sync.layout import Kind
+from trinity_sync.storage.claims import pin, pins, take_lease
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.steps import newest, require_committed
+
+
+def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
+    for step in steps:
+        job.stage(step, {"model": {"w": torch.full((9,), step)}}, run=run, kind=kind)
+        job.commit(step, run=run, kind=kind)
+
+
+@pytest.fixture
+def trained(job: Job) -> Job:
+    """Steps 10, 20 and 30 of run 1, and step 40 handed over and not committed yet."""
+    open_run(job.root, "first", 0)
+    commit(job, 10, 20, 30)
+    job.stage(40, {"model": {"w": torch.zeros(9)}})
+    return job
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("global_step_*"))
+
+
+def test_the_step_is_the_newest_and_later_ones_lie_aside_whole(trained: Job) -> None:
+    before = {step: files(trained.root / f"global_step_{step}") for step in (20, 30)}
+    done = rewind(trained.root, 10)
+    assert newest(trained.root).step == 10
+    assert names(trained.root) == ["global_step_10"]
+    assert read_iteration(trained.root, "checkpoint") == 10
+    assert read_iteration(trained.root, "state_dict") == 10
+    assert done.aside == (30, 20)
+    assert {step: files(done.folder / f"global_step_{step}") for step in (20, 30)} == before
+
+
+def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
+    rewind(trained.root, 20)
+    with pytest.raises(Abandoned, match="step 40 of run 1"):
+        trained.commit(40)
+    assert newest(trained.root).step == 20
+
+
+def test_a_run_that_resumes_goes_on_from_the_step(trained: Job) -> None:
+    rewind(trained.root, 20)
+    run = open_run(trained.root, "resumed", 20)
+    commit(trained, 30, run=run.number)
+    assert (newest(trained.root).run, newest(trained.root).step) == (3, 30)
+    assert read_iteration(trained.root, "checkpoint") == 30
+
+
+def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) -> None:
+    open_run(trained.root, "second", 10)
+    commit(trained, 12, run=2)
+    trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
+    assert rewind(trained.root, 20).aside == (12, 30)
+    assert newest(trained.root).step == 20
+    with pytest.raises(Abandoned, match="step 15 of run 2"):
+        trained.commit(15, run=2)
+
+
+def test_going_back_to_a_sync_leaves_the_checkpoint_before_it(trained: Job) -> None:
+    commit(trained, 25, kind="state_dict")
+    rewind(trained.root, 25)
+    assert read_iteration(trained.root, "state_dict") == 25
+    assert read_iteration(trained.root, "checkpoint") == 20
+    assert newest(trained.root).step == 20
+
+
+def test_going_back_to_the_first_sync_leaves_no_checkpoint(job: Job) -> None:
+    commit(job, 5, kind="state_dict")
+    commit(job, 10)
+    rewind(job.root, 5)
+    assert read_iteration(job.root, "checkpoint") is None
+    assert newest(job.root) is None
+    assert newest(job.root, "state_dict").step == 5
+
+
+def test_renamed_back_a_step_counts_again(trained: Job) -> None:
+    done = rewind(trained.root, 20)
+    (done.folder / "global_step_30").rename(trained.root / "global_step_30")
+    assert newest(trained.root).step == 30
+    assert rewind(trained.root, 30).aside == ()
+    assert read_iteration(trained.root, "checkpoint") == 30
+
+
+def test_a_step_that_is_not_committed_or_damaged_changes_nothing(trained: Job) -> None:
+    (trained.root / "global_step_10/actor/model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(CommitError, match=r"step 40 .* is not committed"):
+        rewind(trained.root, 40)
+    with pytest.raises(CommitError, match=r"step 10 .* is damaged"):
+        rewind(trained.root, 10)
+    assert newest(trained.root).step == 30
+    assert newest_run(trained.root).number == 1
+
+
+def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
+    with (
+        take_lease(trained.root, 30, "explorer 7"),
+        pytest.raises(StepClaimed, match="step 30: explorer 7"),
+    ):
+        rewind(trained.root, 10, force=True)
+    assert newest(trained.root).step == 30
+    assert newest_run(trained.root).number == 1
+    with take_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
+        rewind(trained.root, 10)
+
+
+def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
+    pin(trained.root, 30, "the paper's")
+    with pytest.raises(StepClaimed, match="step 30: the paper's"):
+        rewind(trained.root, 10)
+    assert newest(trained.root).step == 30
+    assert 30 in rewind(trained.root, 10, force=True).aside
+    assert pins(trained.root) == {}
+
+
+DIE = """
+import os, signal, sys
+from pathlib import Path
+root, left = Path(sys.argv[1]), int(sys.argv[2])
+def count(event, arguments):
+    global left
+    if event in ("os.rename", "os.link") and str(root) in str(arguments[0]):
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+sys.addaudithook(count)
+from trinity_sync.storage.rewind import rewind
+rewind(root, 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("instant", "latest", "pointed_at"),
+    [
+        (0, 30, 30),  # before the run record
+        (1, 30, 30),  # before the first iteration file
+        (2, 30, 10),  # before the second one
+        (3, 30, 10),  # before step 30 is set aside
+        (4, 20, 10),  # before step 20 is
+    ],
+)
+def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
+    trained: Job, instant: int, latest: int, pointed_at: int
+) -> None:
+    died = subprocess.run([sys.executable, "-c", DIE, str(trained.root), str(instant)], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert newest(trained.root).step == latest
+    assert read_iteration(trained.root, "checkpoint") == pointed_at
+    for step in (latest, pointed_at):
+        require_committed(trained.root, step)
+
+    rewind(trained.root, 10)
+    assert newest(trained.root).step == read_iteration(trained.root, "checkpoint") == 10
+    assert newest_run(trained.root).number == 2
+    aside = {path.name for path in trained.root.glob(".trinity_sync/aside/*/*")}
+    assert aside == {"global_step_20", "global_step_30"}

@@ -1,0 +1,64 @@
+"""Which jobs scheduled flows look after."""
+
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.orchestration.roots import forget_root, known_roots, note_root, roots_of
+from trinity_sync.settings import Settings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path / "home")
+
+
+def job_at(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def test_jobs_that_committed_are_known_until_they_are_forgotten(
+    settings: Settings, tmp_path: Path
+) -> None:
+    one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
+    for root in (one, two, one):
+        note_root(settings, root)
+    assert sorted(known_roots(settings)) == [one, two]
+    forget_root(settings, one)
+    assert known_roots(settings) == [two]
+
+
+def test_a_root_that_is_away_is_left_out_until_it_is_back(
+    settings: Settings, tmp_path: Path
+) -> None:
+    root = job_at(tmp_path / "ckpts")
+    note_root(settings, root)
+    root.rename(tmp_path / "away")
+    assert known_roots(settings) == []
+    (tmp_path / "away").rename(root)
+    assert known_roots(settings) == [root]
+
+
+def test_a_torn_note_hides_no_other_root(settings: Settings, tmp_path: Path) -> None:
+    root = job_at(tmp_path / "ckpts")
+    note_root(settings, root)
+    (settings.home / "roots/torn.json").write_text("{")
+    assert known_roots(settings) == [root]
+
+
+def test_roots_that_are_configured_are_the_only_ones(tmp_path: Path) -> None:
+    noted, named = job_at(tmp_path / "noted"), job_at(tmp_path / "named")
+    settings = Settings(home=tmp_path / "home", maintain=(named,))
+    note_root(settings, noted)
+    assert known_roots(settings) == [named]
+    assert roots_of(None, settings) == [named]
+
+
+def test_a_root_that_is_named_is_the_only_one(settings: Settings, tmp_path: Path) -> None:
+    root = job_at(tmp_path / "ckpts")
+    assert roots_of(str(root), settings) == [root]
+    for wrong in ("ckpts", str(tmp_path / "nowhere")):
+        with pytest.raises(ConfigError, match="full path of a folder"):
+            roots_of(wrong, settings)

@@ -1,0 +1,242 @@
+"""Steps that are read again after their commit: what is found, marked, and pointed at."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.iteration import read_iteration, settle_iteration
+from trinity_sync.storage.manifest import read_manifest, write_manifest
+from trinity_sync.storage.reader import PIECE, READERS, digest_file
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.verify import Verdict, check, choose, judge, shares
+from trinity_sync.storage.writer import digest_of
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+def save(job: Job, *steps: int, run: int = 1, scale: float = 1.0) -> None:
+    for step in steps:
+        state = {"w": torch.arange(5000.0) * step * scale}
+        job.stage(step, {"model": state, "optim": state}, run=run)
+        job.commit(step, "model", "optim", run=run)
+
+
+def shard(job: Job, step: int) -> Path:
+    return step_folder(job.root, step) / SHARD
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-2000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def verify(job: Job, **what: int) -> list[Verdict]:
+    return judge(check(choose(job.root, **what)))
+
+
+def states(verdicts: list[Verdict]) -> dict[int, str]:
+    return {verdict.step: verdict.state for verdict in verdicts}
+
+
+def pointers(job: Job) -> tuple[int | None, int | None]:
+    return read_iteration(job.root, "checkpoint"), read_iteration(job.root, "state_dict")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, PIECE, PIECE * READERS * 3 + 17])
+def test_a_digest_in_pieces_is_that_of_the_whole_file(tmp_path: Path, nbytes: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(nbytes).randbytes(nbytes))
+    assert digest_file(path, nbytes) == digest_of(path)
+
+
+def test_whole_steps_stay_as_they_are(job: Job) -> None:
+    save(job, 1, 2)
+    assert states(verify(job, newest=5)) == {1: "whole", 2: "whole"}
+    assert not list(job.root.glob("*/damaged.json"))
+
+
+def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    require_committed(job.root, 2)  # its sizes are right: only reading can tell
+    (verdict,) = verify(job, newest=1)
+    assert (verdict.step, verdict.state) == (2, "damaged")
+    assert f"{SHARD} has digest xxh3-128:" in verdict.wrong
+    assert newest(job.root).step == 1
+    assert pointers(job) == (1, 1)
+    with pytest.raises(CommitError, match=r"step 2 .* is damaged: .* verified at 20"):
+        require_committed(job.root, 2)
+
+
+def test_a_cut_a_missing_and_a_linked_file_are_named(job: Job, tmp_path: Path) -> None:
+    save(job, 1, 2, 3)
+    os.truncate(shard(job, 1), 100)
+    shard(job, 2).unlink()
+    (tmp_path / "elsewhere").write_bytes(shard(job, 3).read_bytes())
+    shard(job, 3).unlink()
+    shard(job, 3).symlink_to(tmp_path / "elsewhere")
+    said = {verdict.step: verdict.wrong for verdict in verify(job, newest=3)}
+    assert "has 100 bytes instead of" in said[1]
+    assert "is missing" in said[2]
+    assert "leads out of the step's folder" in said[3]
+
+
+def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) -> None:
+    save(job, 1, 2)
+    shutil.copy(shard(job, 2), tmp_path / "copy")
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    assert states(verify(job, step=2)) == {2: "damaged"}
+    shutil.copy(tmp_path / "copy", shard(job, 2))
+    assert states(verify(job, step=2)) == {2: "restored"}
+    assert pointers(job) == (2, 2)
+    assert newest(job.root).step == 2
+
+
+def test_a_part_that_is_whole_does_not_make_up_for_another_that_is_not(job: Job) -> None:
+    save(job, 1)
+    flip_a_byte(shard(job, 1))
+    verify(job, step=1)
+    others = [file for file in choose(job.root, step=1) if file.record.path != SHARD]
+    (verdict,) = judge(check(others))
+    assert (verdict.state, SHARD in verdict.wrong) == ("damaged", True)
+
+
+def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
+    """A resume stops with an error then, and does not begin at zero without a word."""
+    save(job, 1)
+    flip_a_byte(shard(job, 1))
+    verify(job, newest=1)
+    assert pointers(job) == (1, 1)
+    assert newest(job.root) is None
+
+
+def test_a_pointer_does_not_go_back_to_what_a_resumed_run_left_behind(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    save(job, 1, 2, 3)
+    open_run(job.root, "second", 1)
+    save(job, 2, run=2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    assert pointers(job) == (1, 1)
+
+
+def test_a_late_finish_does_not_point_at_a_damaged_step(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    job.stage(2, {"model": {"w": torch.ones(3)}}, kind="state_dict")
+    job.commit(2, kind="state_dict")
+    assert pointers(job) == (1, 1)
+
+
+def test_saves_that_follow_move_the_pointer_on(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    save(job, 3)
+    assert pointers(job) == (3, 3)
+
+
+def test_a_run_that_comes_to_a_damaged_step_again_replaces_it_mark_and_all(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    verify(job, step=2)
+    save(job, 2, run=2, scale=3.0)
+    assert require_committed(job.root, 2).run == 2
+    assert pointers(job) == (2, 2)
+
+
+def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    checked = check(choose(job.root, step=2))
+    save(job, 2, run=2, scale=3.0)
+    assert states(judge(checked)) == {2: "replaced"}
+    shutil.rmtree(step_folder(job.root, 2))
+    assert states(judge(checked)) == {2: "replaced"}
+
+
+def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2))
+    script = textwrap.dedent(
+        f"""
+        import os, signal
+        from trinity_sync.storage import verify
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+        verify.settle_iteration = die
+        verify.judge(verify.check(verify.choose({str(job.root)!r}, step=2)))
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert pointers(job) == (2, 2)
+    assert newest(job.root).step == 1  # the manifests say so at every instant
+    with one_change_at_a_time(job.root):
+        assert settle_iteration(job.root, "checkpoint") == (2, 1)
+        assert settle_iteration(job.root, "checkpoint") is None
+    verify(job, step=2)
+    assert pointers(job) == (1, 1)
+
+
+def test_a_torn_mark_still_counts(job: Job) -> None:
+    save(job, 1, 2)
+    (step_folder(job.root, 2) / "damaged.json").write_text('{"files"')
+    assert newest(job.root).step == 1
+    assert states(verify(job, step=2)) == {2: "restored"}
+
+
+def test_every_file_has_its_turn_in_samples_of_consecutive_days(job: Job) -> None:
+    save(job, *range(1, 8))
+    files = {(file.step, file.record.path) for file in choose(job.root, newest=99)}
+    nbytes = sum(file.record.nbytes for file in choose(job.root, newest=99))
+    budget = nbytes // 5
+    days = [choose(job.root, sample_bytes=budget, seed=day) for day in range(20_000, 20_006)]
+    assert {(file.step, file.record.path) for day in days for file in day} == files
+    largest = max(file.record.nbytes for day in days for file in day)
+    assert all(sum(f.record.nbytes for f in day) <= budget + largest for day in days)
+    assert days[0] == choose(job.root, sample_bytes=budget, seed=20_000)
+    assert choose(job.root, sample_bytes=1, seed=3)
+
+
+def test_shares_hold_every_file_once_and_are_of_about_the_same_size(job: Job) -> None:
+    save(job, *range(1, 6))
+    files = choose(job.root, newest=9)
+    parts = shares(files, 3)
+    assert sorted(map(str, files)) == sorted(str(file) for part in parts for file in part)
+    sizes = [sum(file.record.nbytes for file in part) for part in parts]
+    assert max(sizes) - min(sizes) <= max(file.record.nbytes for file in files)
+    assert shares([], 3) == []
+
+
+def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:
+    with pytest.raises(CommitError, match="not committed, so there is nothing to compare"):
+        choose(job.root, step=9)
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
+    save(job, 1)
+    manifest = read_manifest(job.root, 1)
+    for path in ("../../secret", "/etc/passwd"):
+        record = type(manifest.files[0])(path, 1, "x")
+        write_manifest(job.root, type(manifest)(**{**vars(manifest), "files": (record,)}))
+        with pytest.raises(ManifestError, match="outside of the step's folder"):
+            choose(job.root, step=1)

@@ -1,0 +1,181 @@
+"""Commands that look after steps once they are committed: verify, reconcile, export."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import (
+    AsJson,
+    Root,
+    app,
+    existing,
+    output,
+    print_json,
+    read_settings,
+    size,
+)
+from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trinity_sync.storage.leftovers import Finding
+
+DAY_S = 86_400
+
+
+@app.command(
+    epilog="Exit code 0 if all that was read is whole, else 1.\n\n"
+    "Examples:  [bold]trinity-sync verify ckpts[/]  ·  [bold]trinity-sync verify ckpts --step 40[/]"
+    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]"
+)
+def verify(
+    root: Root,
+    step: Annotated[int | None, typer.Option(min=0, help="Read this step.")] = None,
+    newest: Annotated[
+        int | None, typer.Option(min=1, help="Read so many newest steps; 1 if nothing is asked.")
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(help="Read about so much of all steps, such as 50GB; other files each day."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which part a sample is; the number of the day if unset."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read files again and compare their digests; damaged steps are marked and loaded no more."""
+    from trinity_sync.storage.verify import check, choose, judge
+
+    if step is None and not sample:
+        newest = newest or 1
+    files = choose(
+        existing(root),
+        step=step,
+        newest=newest or 0,
+        sample_bytes=bytes_of(sample) if sample else 0,
+        seed=int(time.time()) // DAY_S if seed is None else seed,
+    )
+    verdicts = judge(check(files))
+    if as_json:
+        print_json([asdict(verdict) for verdict in verdicts])
+    elif not verdicts:
+        typer.echo(f"nothing is committed in {root}")
+    else:
+        table = Table("step", "files", "size", "GB/s", "state")
+        for column in range(4):
+            table.columns[column].justify = "right"
+        for verdict in verdicts:
+            speed = f"{verdict.nbytes / verdict.seconds / 1e9:.2f}" if verdict.seconds else ""
+            state = f"{verdict.state}: {verdict.wrong}" if verdict.wrong else verdict.state
+            row = (str(verdict.step), str(verdict.files), size(verdict.nbytes), speed, state)
+            table.add_row(*row)
+        output().print(table)
+    raise typer.Exit(1 if any(verdict.state == "damaged" for verdict in verdicts) else 0)
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync reconcile ckpts[/]  ·  "
+    "[bold]trinity-sync reconcile ckpts --json[/]"
+)
+def reconcile(
+    root: Root,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for which a file that nobody needs is left.")
+    ] = 3600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Mend what a crash left half done, here and now; safe at any time. Says what it did."""
+    import asyncio
+
+    found = asyncio.run(_reconciled(existing(root).resolve(), grace))
+    if as_json:
+        print_json([asdict(finding) for finding in found])
+        return
+    if not found:
+        typer.echo("all is as it should be")
+        return
+    table = Table("state", "what", "why", "where")
+    for finding in found:
+        table.add_row(finding.state, finding.what, finding.why, finding.where)
+    output().print(table)
+
+
+async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from trinity_sync.orchestration.reconcile import reconcile
+    from trinity_sync.orchestration.trigger import api_url_for
+
+    settings = read_settings()
+    if url := api_url_for(settings):
+        with temporary_settings({PREFECT_API_URL: url}):
+            async with get_client() as client:
+                if await client.api_healthcheck() is None:
+                    return await reconcile(settings, [root], client, grace_s=grace_s)
+    typer.echo("trinity-sync: no Prefect server answers; runs are not looked at", err=True)
+    return await reconcile(settings, [root], None, grace_s=grace_s)
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync export ckpts 40[/]  ·  "
+    "[bold]trinity-sync export ckpts 40 --to model --dtype bf16[/]"
+)
+def export(
+    root: Root,
+    step: Annotated[int, typer.Argument(min=0, help="Number of the step.")],
+    to: Annotated[
+        Path | None, typer.Option(help="New folder; the step's <role>/huggingface if unset.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="Whose model.")] = "actor",
+    dtype: Annotated[str, typer.Option(help="keep, bf16, fp16 or fp32; needs --to.")] = "keep",
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a step's FSDP shards as a Hugging Face model; goes on with one that broke off."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from trinity_sync.export.step import export_step
+
+    done = export_step(
+        existing(root),
+        step,
+        to=to,
+        role=role,
+        dtype=dtype,
+        max_shard_bytes=bytes_of(max_shard_size),
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
+    else:
+        typer.echo(f"{done.folder}: {len(done.files)} files, {size(done.nbytes)}")
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes as people write it: ``5GB``, ``500 MB``, ``2GiB``, ``1000``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units[f"{letter}b"] = units[letter] = 1000**power
+        units[f"{letter}ib"] = 1024**power
+    number = text.strip().lower().rstrip("bgikmt ")
+    unit = text.strip().lower().removeprefix(number).strip()
+    try:
+        nbytes = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise ConfigError(f"{text!r} is no size; write it like 500MB, 5GB or 2GiB")
+    return nbytes

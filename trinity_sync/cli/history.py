@@ -1,0 +1,42 @@
+"""Commands that change which step is the newest: rewind."""
+
+from typing import Annotated
+
+import typer
+
+from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json
+
+
+@app.command(
+    epilog="Exit code 1 if a newer step is leased or pinned, or the answer is no; nothing is "
+    "changed then.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
+    "Examples:  [bold]trinity-sync rewind ckpts --to 40[/]  ·  "
+    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]"
+)
+def rewind(
+    root: Root,
+    to: Annotated[int, typer.Option(min=0, help="The committed step to go back to.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Pinned steps, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make an earlier step the newest; newer ones are set aside, and nothing is deleted."""
+    from trinity_sync.storage.rewind import newer_steps
+    from trinity_sync.storage.rewind import rewind as carry_out
+
+    newer = newer_steps(existing(root), to)
+    if not yes:
+        what = f"set {len(newer)} newer steps aside ({_listed(newer)})" if newer else "point at it"
+        typer.confirm(f"rewind {root} to step {to}: {what}?", abort=True, err=True)
+    done = carry_out(root, to, force=force)
+    if as_json:
+        where = str(done.folder) if done.folder else None
+        print_json({"step": to, "run": done.run, "aside": done.aside, "folder": where})
+        return
+    typer.echo(f"{root} is at step {to}; a training that resumes goes on from there")
+    if done.folder:
+        typer.echo(f"set aside: steps {_listed(list(done.aside))}, in {done.folder}")
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))

@@ -1,0 +1,91 @@
+"""Commands that decide which steps stay: prune, pin, unpin."""
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import (
+    AsJson,
+    Root,
+    app,
+    existing,
+    output,
+    print_json,
+    read_settings,
+    size,
+)
+
+Step = Annotated[int, typer.Argument(min=0, help="Number of the step.")]
+
+
+@app.command(
+    epilog="Exit code 0 if it was done, also if nothing was to be removed; 1 if a policy is "
+    "refused.\n\nExamples:  [bold]trinity-sync prune ckpts --keep last=3 --dry-run[/]  ·  "
+    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]"
+)
+def prune(
+    root: Root,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Checkpoints to keep: all, last=3, every=100, hourly=24, newer=2d, ..."),
+    ] = None,
+    keep_syncs: Annotated[
+        str | None, typer.Option(help="Steps of weights only to keep, likewise.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove steps that no policy, pin, lease or pointer keeps, once newer ones are whole."""
+    from trinity_sync.storage.policies import parse_policy
+    from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
+
+    settings = read_settings()
+    rules = Rules(
+        parse_policy(settings.keep if keep is None else keep),
+        parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
+    )
+    made = plan(survey(existing(root)), rules, time.time())
+    done = None
+    if not dry_run:
+        done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+    found, freed = verdicts(made, done), (done or made).nbytes
+    if as_json:
+        steps = [
+            {"step": v.step.step, "state": v.state, "why": v.why, "bytes": v.step.nbytes}
+            for v in found
+        ]
+        print_json({"dry_run": dry_run, "bytes_freed": freed, "steps": steps})
+        return
+    table = Table("step", "size", "state", "why")
+    table.columns[0].justify = table.columns[1].justify = "right"
+    for each in found:
+        table.add_row(str(each.step.step), size(each.step.nbytes), each.state, each.why)
+    console = output()
+    console.print(table if found else f"nothing is committed in {root}")
+    console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
+
+
+@app.command(epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]")
+def pin(
+    root: Root,
+    step: Step,
+    reason: Annotated[str, typer.Option(help="Why, for who wonders later.")] = "",
+) -> None:
+    """Keep a committed step until it is unpinned, whatever policies say."""
+    from trinity_sync.storage import claims
+
+    claims.pin(existing(root), step, reason)
+    typer.echo(f"step {step} is pinned")
+
+
+@app.command(epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]")
+def unpin(root: Root, step: Step) -> None:
+    """Let the policies decide about a pinned step again."""
+    from trinity_sync.storage import claims
+
+    pinned = claims.unpin(existing(root), step)
+    typer.echo(f"step {step} is not pinned any more" if pinned else f"step {step} was not pinned")

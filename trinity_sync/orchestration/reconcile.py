@@ -1,0 +1,173 @@
+"""One call that brings disk, memory and Prefect back together; safe at any time, again and again.
+
+Everything that it does, something else does sooner where all is well: the worker sweeps the spool
+and mends runs at every poll, a commit finishes what the one before it left. This is for what falls
+between: a worker that was away, a root that nobody saves to any more, a machine that went down. It
+mends what it can prove, and says of the rest why it is left.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ObjectNotFound
+from pydantic import ValidationError
+
+from trinity_sync.errors import TrinitySyncError
+from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
+from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.orchestration.sweep import stranded
+from trinity_sync.orchestration.trigger import refusal_of
+from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.receipt import process_name
+from trinity_sync.snapshot.spool import job_spools
+from trinity_sync.storage.leftovers import (
+    FILE_REPAIRS,
+    Finding,
+    remove_dead_spool,
+    remove_temporaries,
+)
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3600.0
+"""Seconds for which a file that nobody seems to need is left alone."""
+
+
+async def reconcile(
+    settings: Settings,
+    roots: Sequence[Path],
+    client: PrefectClient | None,
+    *,
+    grace_s: float = GRACE_S,
+    clock: Callable[[], float] = time.time,
+) -> list[Finding]:
+    """Mend what was left half done in jobs and on this node, and say what was done.
+
+    Args:
+        settings: say where the spool of this node is, and in which pool runs are.
+        roots: of the jobs to look into.
+        client: of the Prefect server; None if there is none to be had: what a run may still need is
+            then left.
+        grace_s: seconds for which a file that nobody seems to need is left alone.
+        clock: seconds since the epoch.
+
+    Returns:
+        What was mended and what was left, in this order: runs, images, files, memory. Not what is
+        as it should be.
+    """
+    found: list[Finding] = []
+    runs: list[FlowRun] | None = None
+    if client:
+        found += await _mend_runs(client, settings)
+        found += await _ask_for_runs(client, settings)
+        runs = await runs_in(client, settings.work_pool, *UNDER_WAY, StateType.SCHEDULED)
+    found += await asyncio.to_thread(
+        lambda: list(_mend_files(settings, roots, runs, before=clock() - grace_s))
+    )
+    return found
+
+
+def mend_known_roots(settings: Settings) -> list[Finding]:
+    """The quick part, without a server: iteration files, and steps that lost their names."""
+    found = [finding for root in known_roots(settings) for finding in _files_of(root)]
+    for finding in found:
+        logger.warning("%s: %s %s: %s", finding.where, finding.state, finding.what, finding.why)
+    return found
+
+
+async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+    """Runs that Prefect shows as under way although their process on this node is dead."""
+    here = f"{socket.gethostname()}/{process_name(os.getpid())}"
+    found = []
+    with one_worker_a_node(settings.spool) as alone:
+        if not alone:
+            return []  # a worker is at it
+        for run in await runs_in(client, settings.work_pool, *UNDER_WAY):
+            try:
+                await mend(client, run, here, lambda _: False)
+                now = (await client.read_flow_run(run.id)).state
+            except (ObjectNotFound, httpx.HTTPStatusError) as error:
+                found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
+                continue
+            if now and run.state and now.type not in UNDER_WAY:
+                why = "its process is gone; it is begun again" if now.is_scheduled() else now.name
+                found.append(Finding("Prefect", f"run {run.name}", "mended", str(why)))
+    return found
+
+
+async def _ask_for_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+    """Images that were handed over, and that nobody asked a flow run for."""
+    requests = await asyncio.to_thread(stranded, settings.spool)
+    if not requests:
+        return []
+    deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+    found = []
+    for request in requests:
+        try:
+            run = await client.create_flow_run_from_deployment(deployment.id, **request.flow_run)
+        except httpx.HTTPStatusError as error:
+            why = refusal_of(error) or str(error)
+            found.append(Finding(request.root, request.run_name, "left", why))
+            continue
+        if run.state is None or run.state.is_scheduled():
+            why = "its images wait in the spool; a run is asked for"
+            found.append(Finding(request.root, request.run_name, "mended", why))
+        elif run.state.is_final():
+            why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
+            found.append(Finding(request.root, request.run_name, "left", why))
+    return found
+
+
+def _mend_files(
+    settings: Settings, roots: Sequence[Path], runs: Iterable[FlowRun] | None, *, before: float
+) -> Iterator[Finding]:
+    jobs = list(job_spools(settings.spool))
+    sealed = [image for job in jobs for image in job.tickets()[0]]
+    images = {image.ticket.image for image in sealed}
+    for image in sealed:
+        if image.failed:
+            why = "its save failed; retry its run in the Prefect UI, or a later save takes its room"
+            yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
+    busy = None if runs is None else _steps_of(runs)
+    for root in roots:
+        yield from _files_of(root)
+        steps = None if busy is None else busy[root]
+        try:
+            yield from remove_temporaries(root, images=images, busy=steps, before=before)
+        except OSError as error:
+            yield Finding(str(root), "temporary files", "left", str(error))
+    for job in jobs:
+        try:
+            yield from remove_dead_spool(job, before=before)
+        except OSError as error:
+            yield Finding(str(job.folder), "memory", "left", str(error))
+
+
+def _files_of(root: Path) -> Iterator[Finding]:
+    for repair in FILE_REPAIRS:
+        try:
+            yield from repair(root)
+        except (OSError, TrinitySyncError) as error:
+            yield Finding(str(root), repair.__name__.replace("_", " "), "left", str(error))
+
+
+def _steps_of(runs: Iterable[FlowRun]) -> dict[Path, set[int]]:
+    """Steps that a run is at or will be, by root."""
+    steps: dict[Path, set[int]] = defaultdict(set)
+    for run in runs:
+        try:
+            request = SaveRequest.model_validate(run.parameters["request"])
+        except (KeyError, ValidationError):
+            continue  # no save
+        steps[Path(request.root)].add(request.step)
+    return steps

@@ -1,0 +1,65 @@
+"""Which jobs the flows look after that nobody names one to: those of the nightly schedules.
+
+``TRINITY_SYNC_MAINTAIN`` names them. Without it they are all jobs that have committed something on
+this node: the commit task notes each root once, as a small file in ``TRINITY_SYNC_HOME/roots``.
+"""
+
+import json
+from pathlib import Path
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import job_id
+from trinity_sync.settings import Settings
+from trinity_sync.storage.durable import create_file, make_folder
+
+
+def note_root(settings: Settings, root: str | Path) -> None:
+    """Remember the root of a job that has committed something; again is harmless and costs a stat.
+
+    Raises:
+        OSError: ``TRINITY_SYNC_HOME`` cannot be written.
+    """
+    note = _folder(settings) / f"{job_id(root)}.json"
+    if not note.exists():
+        make_folder(note.parent)
+        create_file(note, json.dumps({"root": str(Path(root).resolve())}))
+
+
+def known_roots(settings: Settings) -> list[Path]:
+    """The roots to look after, by name; those that are no folder at the moment are left out."""
+    return [root for root in settings.maintain or _noted(settings) if root.is_dir()]
+
+
+def forget_root(settings: Settings, root: str | Path) -> None:
+    """Forget a root that was removed for good."""
+    (_folder(settings) / f"{job_id(root)}.json").unlink(missing_ok=True)
+
+
+def roots_of(root: str | None, settings: Settings) -> list[Path]:
+    """The root that was named, or all that are known.
+
+    Raises:
+        ConfigError: the one that was named is not an absolute path of a folder.
+    """
+    if root is None:
+        return known_roots(settings)
+    if not Path(root).is_absolute() or not Path(root).is_dir():
+        raise ConfigError(
+            f"root {root!r} is not the full path of a folder on this node; pass the job's root, or "
+            "none for all jobs that are known"
+        )
+    return [Path(root).resolve()]
+
+
+def _noted(settings: Settings) -> list[Path]:
+    roots = []
+    for note in sorted(_folder(settings).glob("*.json")):
+        try:
+            roots.append(Path(json.loads(note.read_text())["root"]))
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            continue  # forgotten meanwhile, or not ours
+    return roots
+
+
+def _folder(settings: Settings) -> Path:
+    return settings.home / "roots"

@@ -1,0 +1,197 @@
+"""What a crash leaves behind on disk and in memory, and what may be done about it at any time.
+
+Nothing here is needed for a step to be safe: a commit is whole or it is not one, whatever dies. It
+is needed so that disks and memory do not fill, and so that who reads an iteration file, and not
+the manifests, finds what was committed. Each function may be called while saves, readers and other
+calls of it are at work, and again and again.
+"""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trinity_sync.errors import CommitError
+from trinity_sync.layout import (
+    ITERATION_FILES,
+    KINDS,
+    PRIVATE_FOLDER,
+    step_folder,
+    steps_on_disk,
+)
+from trinity_sync.snapshot.reading import held
+from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
+from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
+from trinity_sync.storage.iteration import read_iteration, settle_iteration
+from trinity_sync.storage.recycling import is_ours_alone
+from trinity_sync.storage.steps import require_committed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was not as it should be."""
+
+    where: str
+    """The job's root, or its folder in the spool."""
+    what: str
+    state: Literal["mended", "left"]
+    why: str
+    """What was done, or why nothing was."""
+
+
+def settle_pointers(root: Path) -> Iterator[Finding]:
+    """Have the iteration files name the newest steps that can be loaded."""
+    if not (root / PRIVATE_FOLDER).is_dir():
+        return  # nothing of ours
+    for kind in KINDS:
+        name = ITERATION_FILES[kind]
+        with one_change_at_a_time(root):
+            moved = settle_iteration(root, kind)
+            named = read_iteration(root, kind)
+            wrong = None if moved or named is None else _why_not(root, named)
+        if moved:
+            before = "nothing" if moved[0] is None else f"step {moved[0]}"
+            yield Finding(str(root), name, "mended", f"named {before}, names step {moved[1]} now")
+        elif wrong:
+            yield Finding(
+                str(root), name, "left", f"names step {named}, and no other can be loaded: {wrong}"
+            )
+
+
+def remove_replaced(root: Path) -> Iterator[Finding]:
+    """Remove what the replacing of a step has left; put back a step that has lost its name."""
+    replacing = root / PRIVATE_FOLDER / "replacing"
+    if not replacing.is_dir():
+        return
+    with one_change_at_a_time(root):  # who replaces a step holds it, so these are nobody's
+        for aside in sorted(replacing.glob("*.aside")):
+            current = root / aside.name.removesuffix(".aside")
+            if not current.exists():  # died between two renames, where there is no exchange
+                aside.rename(current)
+                sync_folder(root)
+                yield Finding(str(root), current.name, "mended", "was put back in its place")
+        yield from _removed(root, replacing, "left by a step that was replaced")
+
+
+def empty_trash(root: Path) -> Iterator[Finding]:
+    """Remove folders that have lost their names in a removal that was broken off."""
+    trash = root / PRIVATE_FOLDER / "trash"
+    if not trash.is_dir():
+        return
+    with (trash.parent / "trash.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # somebody is removing them just now
+        yield from _removed(root, trash, "left by a removal that was broken off")
+
+
+def remove_temporaries(
+    root: Path, *, images: Container[str], busy: Container[int] | None, before: float
+) -> Iterator[Finding]:
+    """Remove temporary files that nobody will give a name any more.
+
+    A temporary file is of use to the flow run that writes it, and to no other: a retry writes it
+    again from the image.
+
+    Args:
+        root: the job's folder.
+        images: that still wait in the spool; files of theirs are left, and not worth a word.
+        busy: steps that a flow run is at or will be; None if that cannot be told, which leaves all.
+        before: files that changed after it (seconds since the epoch) are left.
+    """
+    folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
+    found = [(step, path) for step, folder in folders.items() for path in _temporaries(folder)]
+    for step, path in found:
+        image = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
+        with suppress(FileNotFoundError):
+            if path.lstat().st_mtime >= before or image in images:
+                continue
+            name = path.relative_to(root).as_posix()
+            if busy is None:
+                why = "the Prefect server cannot be asked whether a run writes it"
+                yield Finding(str(root), name, "left", why)
+            elif step not in busy:
+                path.unlink()
+                yield Finding(str(root), name, "mended", "a save that died wrote it; removed")
+
+
+def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
+    """Remove a job's folder in memory if its root is gone and nobody uses the folder.
+
+    Args:
+        job: the job's folder on this node.
+        before: a folder in which something changed after it (seconds since the epoch) is left.
+    """
+    root, where = job.root, str(job.folder)
+    if root is None or root.is_dir():
+        return
+    what = f"{job.folder.name}, whose root {root} is gone"
+    if sealed := job.tickets()[0]:
+        why = f"{len(sealed)} images wait in it; make the root again, or remove {where}"
+        yield Finding(where, what, "left", why)
+        return
+    with suppress(FileNotFoundError):
+        slots = list(job.folder.glob(f"*{SLOT_SUFFIX}"))
+        if any(path.lstat().st_mtime >= before for path in (job.folder, *slots)):
+            return
+        with _all_alone(slots) as alone:
+            if not alone:
+                yield Finding(where, what, "left", "a process still has it open")
+                return
+            nbytes = sum(slot.stat().st_blocks * 512 for slot in slots)
+            shutil.rmtree(job.folder)
+        yield Finding(where, what, "mended", f"removed, {nbytes:,} bytes of memory are free again")
+
+
+@contextmanager
+def _all_alone(slots: list[Path]) -> Iterator[bool]:
+    """Whether no other process has one of the slots open, and all of them are free."""
+    if not all(is_ours_alone(slot) for slot in slots):
+        yield False
+        return
+    if not slots:
+        yield True
+        return
+    with held(slots[0]), _all_alone(slots[1:]) as alone:
+        yield alone and not ticket_path(slots[0]).exists()
+
+
+def _removed(root: Path, folder: Path, why: str) -> Iterator[Finding]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        name = path.relative_to(root).as_posix()
+        yield Finding(str(root), name, "mended", f"{why}; removed")
+
+
+def _temporaries(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+        if path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _why_not(root: Path, step: int) -> str | None:
+    folder = step_folder(root, step)
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        return None  # another system's
+    try:
+        require_committed(root, step)
+    except CommitError as error:
+        return str(error)
+    return None
+
+
+FILE_REPAIRS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+    remove_replaced,
+    settle_pointers,
+    empty_trash,
+)
+"""What asks nobody, and is quick: in the order in which one makes the next possible."""

@@ -1,0 +1,83 @@
+"""What a training measured at a step: ``root/.trinity_sync/metrics/{step}.json``, for retention.
+
+A file of its own, because an evaluation may end before the step's commit or long after it.
+"""
+
+import fcntl
+import json
+import logging
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.durable import make_folder, replace_file
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Writes the metrics of a process in a thread of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._writer: ThreadPoolExecutor | None = None
+
+    def record(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Take metrics over to be written; see `CheckpointCoordinator.record_metrics`."""
+        if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
+            raise ConfigError(
+                f"metric {bad[0]!r} of step {step} cannot be named in a retention policy; give it "
+                "a name without ':', '=' and ','"
+            )
+        try:
+            numbers = {name: float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"metrics {sorted(metrics)} of step {step}: a value is no number ({error}); pass "
+                "numbers"
+            ) from error
+        self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
+        self._writer.submit(self._write, run, step, numbers)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._writer:
+            self._writer.shutdown()
+
+    def _write(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            write_metrics(self._root, run, step, metrics)
+        except OSError as error:
+            logger.warning("the metrics of step %d are not recorded: %s", step, error)
+
+
+def write_metrics(root: str | Path, run: int, step: int, metrics: Mapping[str, float]) -> None:
+    """Add to the metrics of a step; those of an earlier run of the job are replaced."""
+    folder = _folder(root)
+    make_folder(folder)
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        body = {"run": run, "metrics": {**read_metrics(root, run, step), **metrics}}
+        replace_file(folder / f"{step}.json", json.dumps(body))
+
+
+def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
+    """The metrics that a run recorded at a step; a torn file counts as none."""
+    try:
+        body = json.loads((_folder(root) / f"{step}.json").read_text())
+        same_run = body["run"] == run
+        return {name: float(value) for name, value in body["metrics"].items()} if same_run else {}
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def forget_metrics(root: str | Path, step: int) -> None:
+    """Remove the metrics of a step that is gone."""
+    (_folder(root) / f"{step}.json").unlink(missing_ok=True)
+
+
+def _folder(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "metrics"

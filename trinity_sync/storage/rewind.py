@@ -1,0 +1,160 @@
+"""Make an earlier committed step the newest one again; nothing is deleted.
+
+::
+
+    root/.trinity_sync/aside/20260102T030405Z/
+      global_step_50/                   as it was; rename it back to undo
+
+What is newer than the step (a later number, or any step of a later run) is set aside. The order is
+the promise; all of it happens under the commit lock and the lock of ``claims``:
+
+1. A run record that resumed from the step. Dies everything now: what earlier runs have in flight
+   beyond the step is refused, and every step can still be loaded.
+2. The iteration files name the step. Now: who goes by them resumes from the step, who goes by
+   manifests (``coordinator.latest``) from the newest one.
+3. The newest step is renamed, both folders synced; then the next one. Now: the newest of those
+   that are left is what ``latest`` answers. With the last rename it is the step that was wanted.
+
+So resuming finds a whole step at every instant, and a rewind that was broken off is finished by
+the same call again: it finds its own run record, and sets aside what is left.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.errors import ManifestError, StepClaimed
+from trinity_sync.layout import (
+    ITERATION_FILES,
+    KINDS,
+    PRIVATE_FOLDER,
+    Kind,
+    step_folder,
+    steps_on_disk,
+)
+from trinity_sync.storage.claims import leases, nobody_claims, pins, unpin
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import committed_steps, require_committed
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """What a rewind did."""
+
+    step: int
+    run: int
+    """Number of the run record that begins at the step."""
+    aside: tuple[int, ...]
+    """Steps that were set aside."""
+    folder: Path | None
+    """Where they lie now; None if there were none."""
+
+
+def newer_steps(root: str | Path, step: int) -> list[int]:
+    """The steps that a rewind to ``step`` sets aside, in that order: the newest first.
+
+    Raises:
+        CommitError: the step is not committed, or damaged.
+    """
+    target = require_committed(root, step)
+    runs = {other: _run_of(root, other) for other in steps_on_disk(root)}
+    newer = [other for other, run in runs.items() if other > step or run > target.run]
+    return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
+
+
+def rewind(
+    root: str | Path,
+    step: int,
+    *,
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Rewound:
+    """Make ``step`` the newest one; waits for a commit that is under way.
+
+    A training that still runs goes on, and its saves beyond the step are refused (`Abandoned`):
+    stop it first.
+
+    Args:
+        root: the job's root.
+        step: a committed one.
+        force: set pinned steps aside, too; their pins are removed.
+        clock: seconds since the epoch.
+
+    Raises:
+        CommitError: the step is not committed, or damaged; nothing was changed.
+        StepClaimed: a newer step is leased, or pinned without ``force``; nothing was changed.
+    """
+    base = Path(root)
+    target = require_committed(base, step)  # before any lock file is made
+    with one_change_at_a_time(base), nobody_claims(base):
+        newer = newer_steps(base, step)
+        pinned = _refuse_claimed(base, step, newer, force=force)
+        key = f"rewind-to-step-{step}-of-run-{target.run}"
+        run = open_run(base, key, step, resumed_run=target.run)
+        _point_at(base, target, newer)
+        folder = _fresh_folder(base, clock()) if newer else None
+        for other in newer:
+            assert folder is not None  # there are newer ones
+            step_folder(base, other).rename(step_folder(folder, other))
+            sync_folder(folder)
+            sync_folder(base)
+        for other in pinned:
+            unpin(base, other)
+    return Rewound(step, run.number, tuple(newer), folder)
+
+
+def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[int]:
+    """The pinned ones among the newer steps, if nothing forbids to set them aside."""
+    readers = [f"step {held.step}: {held.holder}" for held in leases(root) if held.step in newer]
+    if readers:
+        raise StepClaimed(
+            f"cannot rewind {root} to step {step}: newer steps are being read "
+            f"({'; '.join(readers)}). Let the readers end, or their leases, and repeat."
+        )
+    pinned = {other: pin for other, pin in pins(root).items() if other in newer}
+    if pinned and not force:
+        named = "; ".join(f"step {other}: {pin.reason}" for other, pin in pinned.items())
+        raise StepClaimed(
+            f"cannot rewind {root} to step {step}: newer steps are pinned ({named}). Unpin them, "
+            "or pass --force, which sets them aside and removes their pins."
+        )
+    return sorted(pinned)
+
+
+def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:
+    """Have each iteration file name the newest of what stays that serves as its kind."""
+    for kind in KINDS:
+        wanted = target.step if kind in target.kinds else _newest_kept(root, kind, newer)
+        path = root / ITERATION_FILES[kind]
+        if wanted is not None:
+            replace_file(path, str(wanted))
+        elif path.exists():
+            path.unlink()
+            sync_folder(root)
+
+
+def _newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
+    kept = [m for m in committed_steps(root) if m.step not in newer and kind in m.kinds]
+    return max(((m.run, m.step) for m in kept), default=(0, None))[1]
+
+
+def _fresh_folder(root: Path, now: float) -> Path:
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    folder = root / PRIVATE_FOLDER / "aside" / name
+    while folder.exists():
+        folder = folder.with_name(folder.name + "_")
+    make_folder(folder)
+    return folder
+
+
+def _run_of(root: str | Path, step: int) -> int:
+    """Run that committed the step; 0 if none did."""
+    try:
+        manifest = read_manifest(root, step)
+    except ManifestError:
+        manifest = None
+    return manifest.run if manifest else 0
