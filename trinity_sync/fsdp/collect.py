@@ -5,7 +5,7 @@ next optimizer step.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,9 +73,9 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
     return adapters
 
 
-def adapters_only(names: Iterable[str]) -> bool:
+def adapters_only(names: Collection[str]) -> bool:
     """Whether a state with these names was saved with ``save_lora_only``."""
-    return all(_is_adapter(name) for name in names)
+    return bool(names) and all(_is_adapter(name) for name in names)
 
 
 def _is_adapter(name: str) -> bool:

@@ -228,6 +228,10 @@ class Stager:
                 finally:
                     slot.unlock()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on wait no longer than this for a slot: the process is about to end."""
+        self._wait_s = min(self._wait_s, seconds)
+
     def close(self) -> None:
         """Unmap all slots and delete those in which no image waits."""
         self._slots.close()
