@@ -59,6 +59,10 @@ class Slots:
         self._clock = clock
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on wait no longer than this for a slot."""
+        self._wait_s = min(self._wait_s, seconds)
+
     def close(self) -> None:
         """Unmap all slots and delete those in which no image waits."""
         for slots in self._slots.values():

@@ -230,7 +230,7 @@ class Stager:
 
     def wait_at_most(self, seconds: float) -> None:
         """From now on wait no longer than this for a slot: the process is about to end."""
-        self._wait_s = min(self._wait_s, seconds)
+        self._slots.wait_at_most(seconds)
 
     def close(self) -> None:
         """Unmap all slots and delete those in which no image waits."""
