@@ -16,6 +16,7 @@
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
+     ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -76,6 +77,10 @@ class ManifestError(CommitError):
 
 class StepClaimed(TrinitySyncError):
     """A lease or a pin holds a step that was to be taken away."""
+
+
+class CatalogError(TrinitySyncError):
+    """The SQL index of steps is away, refuses, or is of a newer version; files do not need it."""
 
 
 class StackError(TrinitySyncError):

@@ -47,6 +47,11 @@ def newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
+def all_runs(root: str | Path) -> list[Run]:
+    """All runs of the job, the first one first."""
+    return sorted(_later_runs(root, 0), key=lambda run: run.number)
+
+
 def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
     """Let nothing of a run be committed that a later run has left behind.
 

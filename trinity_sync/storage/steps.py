@@ -51,12 +51,22 @@ def require_committed(root: str | Path, step: int) -> Manifest:
             it damaged.
     """
     manifest = read_manifest(root, step)
-    folder = step_folder(root, step)
     if manifest is None:
         raise CommitError(
-            f"step {step} in {root} is not committed: {folder} has no manifest. Load a committed "
-            "step (trinity-sync ls shows them)."
+            f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
+            "Load a committed step (trinity-sync ls shows them)."
         )
+    require_whole(root, manifest)
+    return manifest
+
+
+def require_whole(root: str | Path, manifest: Manifest) -> None:
+    """See that the files of a manifest are there in their full size, and not known as bad.
+
+    Raises:
+        CommitError: they are not.
+    """
+    step, folder = manifest.step, step_folder(root, manifest.step)
     for record in manifest.files:
         path = folder / record.path
         found = path.stat().st_size if path.is_file() else None
@@ -72,4 +82,3 @@ def require_committed(root: str | Path, step: int) -> Manifest:
             f"them), or restore the files from a copy and run: trinity-sync verify {root} --step "
             f"{step}"
         )
-    return manifest
