@@ -17,6 +17,7 @@ TASK_NAMES: dict[Component, str] = {
     "optim": "optimizer",
     "extra_state": "extras",
     "metadata": "metadata",
+    "attachments": "attachments",
 }
 
 

@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from trinity_sync.attachments import Attachments
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
-from trinity_sync.layout import COMPONENTS, Component, Kind, check_name, step_folder
+from trinity_sync.layout import COMPONENTS, FOLDERS, Component, Kind, check_name, step_folder
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import METADATA, Origin, Staged, Stager
+from trinity_sync.snapshot.stager import Origin, Staged, Stager
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
@@ -100,6 +102,7 @@ class CheckpointCoordinator:
         self._states = StateSaves(
             self._stager, self._ask_for, check_overlap=self.settings.check_overlap
         )
+        self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
@@ -192,6 +195,7 @@ class CheckpointCoordinator:
         metadata: str | Path | None = None,
         overlap: bool = False,
         keep: int = 0,
+        export: Export = "",
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -211,6 +215,8 @@ class CheckpointCoordinator:
                 for you with `wait_staged_before`. Until then the save is not handed over.
             keep: checkpoints that are left once this one is committed, older ones being removed
                 after it and never before; 0 leaves all. See `storage.retention`.
+            export: have the FSDP shards of the model written as a Hugging Face model, too, into
+                ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -236,8 +242,41 @@ class CheckpointCoordinator:
             world_size=self.world_size,
             node_ranks=self._node_ranks,
             keep=keep if kind == "checkpoint" else 0,
+            export=export,
         )
-        return self._states.save(origin, components, metadata=metadata, overlap=overlap)
+        attached = self._attachments.take(step) if kind == "checkpoint" else None
+        return self._states.save(
+            origin, components, metadata=metadata, attachments=attached, overlap=overlap
+        )
+
+    def attach(self, name: str, content: str | Path | bytes, *, step: int) -> None:
+        """Commit something small with the checkpoint of a step: a dataloader's position, say.
+
+        Call it before `save` of that step (or the engine's ``save_checkpoint``), which stages it
+        with the states; it becomes ``global_step_{N}/attachments/{name}``, and
+        ``attachments/rank_{R}/{name}`` for a rank other than 0. Where any rank attaches, rank 0
+        does, too. With several roles, it goes with the one that is saved first.
+
+        Args:
+            name: of the file; again for the same step replaces what was attached.
+            content: bytes, or the path of a file, which is read here and now.
+            step: training step.
+
+        Raises:
+            ConfigError: the name or the path cannot be used, or the step was handed over already.
+        """
+        if self._states.has_handed_over(step):
+            raise ConfigError(f"step {step} was handed over; attach {name!r} before it is saved")
+        self._attachments.add(step, name, content)
+
+    def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
+        """What a rank, this one by default, attached to a committed step.
+
+        Raises:
+            CommitError: the step is not committed or damaged, or has no such attachment.
+            ConfigError: the name cannot be used.
+        """
+        return self._attachments.read(step, name, self.rank if rank is None else rank)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -432,7 +471,7 @@ class CheckpointCoordinator:
     def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
-        unknown = set(components) - (set(COMPONENTS) - {METADATA})
+        unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
                 f"step {step}: components {sorted(components)}; known are model, optim, extra_state"
@@ -450,7 +489,8 @@ class CheckpointCoordinator:
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         run = self._begin(0)
         request = self._request(run, origin.step, origin.kind, origin.roles, components)
-        self._hand_over(request.model_copy(update={"keep": origin.keep}))
+        request = request.model_copy(update={"keep": origin.keep})
+        self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
         self,
@@ -474,10 +514,10 @@ class CheckpointCoordinator:
             expected=expected,
         )
 
-    def _hand_over(self, request: SaveRequest, *, always: bool = False) -> None:
+    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
         if self.rank == 0 or always:
             self._trigger.submit(request)
-        self._watch.add(request)
+        self._watch.add(request, exports=exports)
 
 
 def _own_run_key() -> str:

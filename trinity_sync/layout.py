@@ -14,6 +14,8 @@
           fsdp_config.json
           huggingface/config.json ...
         critic/...
+        attachments/dataloader.json           what rank 0 attached
+        attachments/rank_1/...                what the others did
       .trinity_sync/runs/3.json                   one small file a run of the job
 """
 
@@ -32,8 +34,10 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
 }
 """What a commit of a kind is good for: a checkpoint holds the weights too, and so serves syncs."""
 
-Component = Literal["model", "optim", "extra_state", "metadata"]
+Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
+FOLDERS: tuple[Component, ...] = ("metadata", "attachments")
+"""Those that are small files in a folder and not one shard a rank."""
 
 MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"

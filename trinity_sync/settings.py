@@ -55,6 +55,10 @@ class Settings(BaseSettings):
     recycle: bool = True
     """Keep large files of removed steps for the next saves to write over: about twice as fast."""
 
+    replicate_to: str = ""
+    """URL of a store (``s3://bucket/job``) that every checkpoint is copied to after its commit, by
+    a flow run of its own; empty for none. It holds no credentials. One job a URL."""
+
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
 

@@ -52,6 +52,7 @@ class StateSaves:
         components: Mapping[str, Any],
         *,
         metadata: str | Path | None = None,
+        attachments: bytes | None = None,
         overlap: bool = False,
     ) -> Staged:
         """Stage what was not staged at this step before, and hand it over.
@@ -65,12 +66,12 @@ class StateSaves:
         role, step, kind = origin.role, origin.step, origin.kind
         earlier = self._staged.get((role, step), [])
         states = {name: state for name, state in components.items() if name not in earlier}
-        if not states:
+        if not states and attachments is None:
             return NOTHING_STAGED
         if (role, step, kind) in self._handed_over:
             raise ConfigError(
-                f"step {step}, role {role}: {', '.join(states)} comes after the {kind} was handed "
-                "over; hand all components of a step over in one call"
+                f"step {step}, role {role}: {', '.join(states) or 'attachments'} comes after the "
+                f"{kind} was handed over; hand all components of a step over in one call"
             )
         packed = None
         if metadata is not None and origin.rank == 0 and METADATA not in earlier:
@@ -82,6 +83,7 @@ class StateSaves:
                 states,
                 also=earlier,
                 metadata=packed,
+                attachments=attachments,
                 overlap=overlap,
                 check=self._check_overlap,
             )
@@ -105,6 +107,10 @@ class StateSaves:
         overlapping, self._overlapping = self._overlapping, None
         overlapping.result()
         return time.perf_counter() - start
+
+    def has_handed_over(self, step: int) -> bool:
+        """Whether the checkpoint of this step, of any role, is on its way."""
+        return any(key[1:] == (step, "checkpoint") for key in self._handed_over)
 
     def take_failures(self) -> list[str]:
         """What could not be staged since the last call."""

@@ -1,11 +1,13 @@
 """Steps on disk to look at, without a training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit.job import Job
 from trinity_sync.layout import Kind, step_folder
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.iteration import advance_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
 
@@ -17,6 +19,15 @@ def root(tmp_path: Path) -> Path:
     made = tmp_path / "ckpts"
     made.mkdir()
     return made
+
+
+@pytest.fixture
+def job(root: Path, spool_folder: Path) -> Iterator[Job]:
+    """A job whose real images and files the test makes itself, without Prefect."""
+    made = Job(root, open_job_spool(spool_folder, root))
+    yield made
+    for stager in made.stagers.values():
+        stager.close()
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
+from tests.unit.job import Job
 from trinity_sync.layout import MANIFEST
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
@@ -43,7 +45,21 @@ def test_help_comes_at_once_and_shows_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "down", "status", "deploy", "worker", "ls", "show", "rewind"]
+    "command",
+    [
+        "up",
+        "down",
+        "status",
+        "deploy",
+        "worker",
+        "ls",
+        "show",
+        "rewind",
+        "replicate",
+        "fetch",
+        "diff",
+        "doctor",
+    ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
     done = run(command, "--help")
@@ -157,6 +173,44 @@ def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: C
     assert is_one_sentence(refused.stderr)
 
 
+def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
+    root: Path, tmp_path: Path, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    url = f"file://{tmp_path}/store"
+    done = json.loads(run("replicate", root, url, "--newest", "--json").stdout)
+    assert (done["step"], done["uploaded"]) == (4, 1)
+    (row,) = json.loads(run("ls", url, "--json").stdout)
+    assert (row["step"], row["state"]) == (4, "whole")
+    assert "is committed in" in run("fetch", url, "newest", tmp_path / "back").stdout
+    assert json.loads(run("ls", tmp_path / "back", "--json").stdout)[0]["pointers"]
+    for wrong in (
+        ["replicate", root, url],
+        ["replicate", root, url, "--step", "5"],
+        ["replicate", root, "nowhere", "--newest"],
+        ["fetch", url, "5", tmp_path / "back"],
+        ["ls", "nonsense://x/y"],
+    ):
+        refused = run(*wrong)
+        assert refused.returncode == 1
+        assert is_one_sentence(refused.stderr)
+    assert run("fetch", url, "five", tmp_path / "back").returncode == 2
+
+
+def test_diff_shows_what_changed(root: Path, job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.full((4,), step), "b": torch.zeros(2)}})
+        job.commit(step)
+    table = run("diff", root, 1, 2).stdout
+    assert all(word in table for word in ("w", "100.00 %", "1 of 2 tensors are the same"))
+    first = json.loads(run("diff", root, 1, 2, "--json").stdout)[0]
+    assert (first["name"], first["changed"], first["relative_l2"]) == ("w", 4, 1.0)
+    refused = run("diff", root, 1, 3)
+    assert refused.returncode == 1
+    assert is_one_sentence(refused.stderr)
+
+
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
     done = run("worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS="")
     assert done.returncode == 1
@@ -188,6 +242,19 @@ def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
         "worker": "running",
     }
     assert found["workers_online"] >= 1
+
+
+def test_doctor_finds_a_working_stack_and_a_job_in_order(
+    stack: StackState, root: Path, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    done = run("doctor", root, "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk"):
+        assert checks[name]["state"] == "ok", checks[name]
+    assert checks["latest checkpoint"]["found"] == "names step 4"
 
 
 def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:

@@ -150,7 +150,7 @@ def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
 def test_a_closed_trainer_leaves_no_note(job: Job) -> None:
     save(job, 1, 1)
     job.stagers.pop(0).close()
-    assert list(job.spool.folder.iterdir()) == []
+    assert [path.name for path in job.spool.folder.iterdir()] == ["root"]
     assert load(job, 1).source == "disk"
 
 

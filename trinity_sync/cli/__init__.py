@@ -1,6 +1,17 @@
-"""The ``trinity-sync`` command; a module for each group of its commands."""
+"""The ``trinity-sync`` command; a module for each group of its commands, each registers its own."""
 
-from trinity_sync.cli import care, catalog, history, retention, stack, steps
+from trinity_sync.cli import (  # noqa: F401
+    care,
+    catalog,
+    compare,
+    copies,
+    doctor,
+    history,
+    retention,
+    stack,
+    steps,
+    weights,
+)
 from trinity_sync.cli.frame import app
 
-__all__ = ["app", "care", "catalog", "history", "retention", "stack", "steps"]
+__all__ = ["app"]

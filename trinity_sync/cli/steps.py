@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
 @app.command(
     "ls",
-    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync ls ckpts --json[/]",
+    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  "
+    "[bold]trinity-sync ls ckpts --json[/]  ·  [bold]trinity-sync ls s3://bucket/job[/]",
 )
-def list_steps(root: Root, as_json: AsJson = False) -> None:
+def list_steps(
+    root: Annotated[
+        str, typer.Argument(help="The job's folder, or the URL of its copies in a store.")
+    ],
+    as_json: AsJson = False,
+) -> None:
     """List the steps of a job: what is committed, whole, and pointed at."""
-    rows = _steps(existing(root))
+    rows = _remote_steps(root) if "://" in root else _steps(existing(Path(root)))
     if as_json:
         print_json(rows)
         return
@@ -113,6 +119,15 @@ def _steps(root: Path) -> list[dict[str, Any]]:
         row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
         rows.append({**row, "state": state})
     return rows
+
+
+def _remote_steps(url: str) -> list[dict[str, Any]]:
+    from trinity_sync.storage.remote import Remote
+
+    return [
+        {"step": step.step, **_summary(step.manifest), "pointers": [], "state": step.state}
+        for step in Remote(url).steps()
+    ]
 
 
 def _summary(manifest: "Manifest | None") -> dict[str, Any]:

@@ -21,11 +21,12 @@ from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, seal, ticket_path
 
 logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
+ATTACHMENTS: Component = "attachments"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Origin:
     node_ranks: tuple[int, ...]
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
 
 
 @dataclass(frozen=True)
@@ -119,12 +121,14 @@ class Stager:
         *,
         also: Sequence[str] = (),
         metadata: bytes | None = None,
+        attachments: bytes | None = None,
     ) -> Staged:
         """Copy ``states`` into slots and seal them; afterwards they survive this process.
 
         Args and errors are those of `plan` and `carry_out`, one after the other.
         """
-        return self.carry_out(self.plan(origin, states, also=also, metadata=metadata))
+        plan = self.plan(origin, states, also=also, metadata=metadata, attachments=attachments)
+        return self.carry_out(plan)
 
     def plan(
         self,
@@ -133,6 +137,7 @@ class Stager:
         *,
         also: Sequence[str] = (),
         metadata: bytes | None = None,
+        attachments: bytes | None = None,
         overlap: bool = False,
         check: bool = False,
     ) -> Plan:
@@ -143,6 +148,7 @@ class Stager:
             states: state by component; each becomes one ``.pt`` file of this rank.
             also: components of this save that were handed over earlier, at the same step.
             metadata: a folder of small files, as packed by `pack_folder`.
+            attachments: files of the step itself, as packed by `pack`.
             overlap: whether training goes on before the plan is carried out, see ``overlap``.
             check: as in `Watch`.
 
@@ -159,12 +165,15 @@ class Stager:
             watch = Watch(state, storages, layout, check=check) if overlap else None
             storages = watch.storages if watch else storages
             parts.append(_Part(component, path, "file", layout, storages, watch))
-        if metadata is not None:
-            layout = Layout(len(metadata), [(0, metadata)], [], None)
-            parts.append(_Part(METADATA, origin.role, "folder", layout, [], None))
+        own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
+        folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
+        for folder, (path, packed) in folders.items():
+            if packed is not None:
+                layout = Layout(len(packed), [(0, packed)], [], None)
+                parts.append(_Part(folder, path, "folder", layout, [], None))
         return Plan(
             origin=origin,
-            components=(*states, *also, *((METADATA,) if metadata is not None else ())),
+            components=(*dict.fromkeys((*states, *also, *(part.component for part in parts))),),
             parts=parts,
             computed=computed_now(storage for part in parts for storage in part.storages),
             began=began,
@@ -292,12 +301,17 @@ class Stager:
 
 
 def pack_folder(folder: Path) -> bytes:
-    """The files below ``folder`` as one tar, in a fixed order and without owners and times."""
+    """The files below ``folder`` as `pack` takes them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return pack({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Files by name as one tar, in the given order and without owners and times."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
-            entry.size = path.stat().st_size
-            with path.open("rb") as content:
-                tar.addfile(entry, content)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()

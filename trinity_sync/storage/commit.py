@@ -12,12 +12,13 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
     DAMAGE_MARK,
+    FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     PRIVATE_FOLDER,
@@ -133,7 +134,7 @@ def commit(
             _sync_folders(save.folder, written)
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
-        _finish(save.root, manifest)
+        announce(save.root, manifest)
         if earlier and earlier.run < save.run:
             for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 settle_iteration(save.root, kind)
@@ -157,11 +158,11 @@ def finish_interrupted(save: Save) -> None:
         except Abandoned as error:
             logger.info("%s", error)
         else:
-            _finish(save.root, manifest)
+            announce(save.root, manifest)
 
 
-def _finish(root: str, manifest: Manifest) -> None:
-    """Mark a committed step, and point at it."""
+def announce(root: str | Path, manifest: Manifest) -> None:
+    """Mark a committed step, and point at it; under the commit lock."""
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
         (folder / FULL_CHECKPOINT_MARK).touch()
@@ -188,7 +189,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
     problems = [] if written or receipts else ["nothing was handed over"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
-        shards = [file for file in files if file.record.component != "metadata"]
+        shards = [file for file in files if file.record.component not in FOLDERS]
         sizes = {file.record.world_size for file in shards}
         if len(sizes) > 1:
             problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
@@ -196,7 +197,11 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
         for file in files:
             have[file.record.component].add(file.record.rank)
         for component in {name for file in files for name in file.components}:
-            ranks = range(1) if component == "metadata" else range(max(sizes, default=1))
+            ranks: Iterable[int] = range(max(sizes, default=1))
+            if component == "metadata":
+                ranks = range(1)
+            elif component == "attachments":  # a rank has some or none
+                ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
                 problems.append(f"role {role} lacks {component} of ranks {absent}")

@@ -103,9 +103,25 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
     """
     path = step_folder(root, step) / MANIFEST
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return parse_manifest(content, path, step)
+
+
+def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
+    """The manifest in a file's bytes.
+
+    Args:
+        content: of the file.
+        path: where it was found, for messages.
+        step: the step whose folder that is.
+
+    Raises:
+        ManifestError: as `read_manifest`.
+    """
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise _bad(path, "is not text") from error
     try:
@@ -155,7 +171,7 @@ def _digest(body: dict[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _bad(path: Path, why: str) -> ManifestError:
+def _bad(path: Path | str, why: str) -> ManifestError:
     return ManifestError(
         f"manifest {path} {why}; the step does not count as committed. "
         "Restore the file from a copy, or remove the step's folder."

@@ -19,7 +19,7 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.reader import READERS, read_file, read_open
 from trinity_sync.storage.steps import require_committed
 
@@ -65,15 +65,7 @@ def load_shards(
     """
     manifest = require_committed(root, step)
     folder = step_folder(root, step)
-    records = []
-    for path in paths:
-        record = manifest.file(path)
-        if record is None:
-            raise CommitError(
-                f"step {step} in {root} has no file {path}; trinity-sync show {root} {step} lists "
-                "what it has"
-            )
-        records.append(record)
+    records = [_record(root, manifest, path) for path in paths]
     with ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
         reads = [ahead.submit(_read, folder, record, spool) for record in records]
         while reads:  # of what was yielded, nothing is kept here while the next one is waited for
@@ -106,6 +98,26 @@ def load_states(
         )
     shards = load_shards(root, step, list(mine.values()), spool=spool)
     return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
+
+
+def load_bytes(root: str | Path, step: int, path: str) -> bytes:
+    """The bytes of one file of a committed step, below its folder, with its digest compared.
+
+    Raises:
+        CommitError: as `load_shards`.
+    """
+    record = _record(root, require_committed(root, step), path)
+    return bytes(_from_disk(step_folder(root, step) / path, record))
+
+
+def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
+    record = manifest.file(path)
+    if record is None:
+        raise CommitError(
+            f"step {manifest.step} in {root} has no file {path}; trinity-sync show {root} "
+            f"{manifest.step} lists what it has"
+        )
+    return record
 
 
 def _unpickled(image: memoryview, source: Source) -> Restored:

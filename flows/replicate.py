@@ -1,0 +1,51 @@
+"""``replicate-step``: copy a committed step into a store, on Ray."""
+
+import logging
+
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect_ray.context import remote_options
+from prefect_ray.task_runners import RayTaskRunner
+
+from flows.on_ray import results
+from tasks.replicate import replicate_step as send
+from trinity_sync.request import SaveRequest
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "replicate-step/replicate-step"
+
+
+@flow(name="replicate-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
+    """Copy one step.
+
+    Args:
+        root: the job's root folder, absolute; on a file system that all Ray nodes see.
+        step: a committed one.
+        url: the job's folder in the store, without credentials: those are in Ray's environment.
+        keep_last: so many of the newest steps stay in the store; 0 keeps all.
+    """
+    with remote_options(num_cpus=0, max_retries=0):
+        await results([send.submit(root, step, url, keep_last)])
+
+
+async def ask_for_copy(request: SaveRequest, url: str) -> None:
+    """Have a checkpoint that was just committed copied by a run of its own, if there is a URL.
+
+    The save is committed whatever becomes of this: a server that refuses is logged.
+    """
+    if not url or request.kind != "checkpoint":
+        return
+    try:
+        async with get_client() as client:
+            deployment = await client.read_deployment_by_name(DEPLOYMENT)
+            await client.create_flow_run_from_deployment(
+                deployment.id,
+                parameters={"root": request.root, "step": request.step, "url": url},
+                name=f"replicate step {request.step}",
+                tags=request.tags,
+                idempotency_key=f"{request.key}/replicate",
+            )
+    except Exception as error:
+        logger.warning("%s is committed; its copy is not asked for: %r", request.run_name, error)

@@ -1,0 +1,107 @@
+"""What is wrong is found and comes with what to do; looking changes nothing."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import environment
+from tests.unit.job import Job
+from trinity_sync.orchestration.doctor import Check, examine, packages_check
+from trinity_sync.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs() -> Iterator[None]:
+    with environment({}):
+        yield
+
+
+@pytest.fixture
+def committed(job: Job) -> Job:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    return job
+
+
+def checks(job: Job, spool: Path | None = None) -> dict[str, Check]:
+    settings = Settings(home=job.root / "no home", spool=spool or job.spool.folder.parent)
+    return {check.name: check for check in examine(settings, job.root)}
+
+
+def states(job: Job) -> dict[str, str]:
+    return {name: check.state for name, check in checks(job).items()}
+
+
+def test_a_job_in_order_is_ok_and_is_left_as_it_was(committed: Job) -> None:
+    before = sorted(committed.root.rglob("*"))
+    found = states(committed)
+    for name in ("python", "spool", "disk", "steps", "latest checkpoint", "room for images"):
+        assert found[name] == "ok"
+    assert sorted(committed.root.rglob("*")) == before
+
+
+def test_what_is_away_fails_with_what_to_do(committed: Job) -> None:
+    found = checks(committed)
+    for name in ("prefect server", "ray"):
+        assert found[name].state == "fail"
+        assert "trinity-sync up" in found[name].todo
+    with environment({"PREFECT_API_URL": "http://127.0.0.1:9/api", "RAY_ADDRESS": "127.0.0.1:9"}):
+        found = checks(committed)
+    assert "127.0.0.1:9" in found["prefect server"].found
+    assert "127.0.0.1:9" in found["ray"].found
+
+
+def test_a_spool_that_is_open_to_others_fails(committed: Job) -> None:
+    spool = committed.spool.folder.parent
+    spool.chmod(0o755)
+    found = checks(committed)["spool"]
+    assert (found.state, found.todo.startswith(f"run: chmod 700 {spool}")) == ("fail", True)
+
+
+def test_a_spool_on_a_disk_is_a_warning_and_a_missing_one_is_not(
+    committed: Job, tmp_path: Path
+) -> None:
+    assert checks(committed, spool=tmp_path / "none")["spool"].state == "ok"
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "spool").mkdir(mode=0o700)
+    assert checks(committed, spool=tmp_path / "spool")["spool"].state == "warn"
+
+
+def test_a_pointer_that_lags_and_a_step_that_is_cut_are_warnings(committed: Job) -> None:
+    (committed.root / "latest_checkpointed_iteration.txt").write_text("3")
+    (committed.root / "global_step_9").mkdir()
+    found = checks(committed)
+    assert "the newest is step 4" in found["latest checkpoint"].found
+    assert "reconcile" in found["latest checkpoint"].todo
+    assert (found["steps"].state, "[9]" in found["steps"].found) == ("warn", True)
+
+
+def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    name = f"images of {committed.spool.folder.name}"
+    assert states(committed)[name] == "ok"
+    settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
+    later = {c.name: c for c in examine(settings, clock=lambda: time.time() + 3600)}
+    assert (later[name].state, "steps [5]" in later[name].found) == ("warn", True)
+    (ticket,) = committed.spool.folder.glob("*.ticket")
+    ticket.write_text("{")
+    assert states(committed)[name] == "fail"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_root_that_cannot_be_written_fails(committed: Job) -> None:
+    committed.root.chmod(0o500)
+    assert states(committed)["root"] == "fail"
+
+
+def test_packages_out_of_their_range_or_missing_are_named() -> None:
+    found = packages_check(["typer<0.1", "no-such-package>=1", "rich>=1", "x; extra == 'dev'"])
+    assert found.state == "fail"
+    assert "typer is " in found.found
+    assert "no-such-package is missing" in found.found
+    assert "rich" not in found.found
+    assert packages_check(["rich>=1"]).state == "ok"

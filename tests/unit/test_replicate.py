@@ -1,0 +1,266 @@
+"""Copies in a store that speaks S3, and in a folder: whole or not committed, whatever dies."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
+
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError, ConfigError, RemoteError
+from trinity_sync.layout import MANIFEST
+from trinity_sync.storage.claims import leases
+from trinity_sync.storage.fetch import fetch
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.remote import UPLOADED, Remote
+from trinity_sync.storage.replicate import replicate
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import newest
+
+SECRET = "not-to-be-seen"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[boto3.client]:
+    """A server that speaks S3, which the environment names."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    S3FileSystem.clear_instance_cache()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        yield boto3.client("s3")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3: boto3.client, request: pytest.FixtureRequest) -> str:
+    name = f"bucket-{abs(hash(request.node.name))}"
+    s3.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/job"
+
+
+@pytest.fixture(params=["s3", "file"])
+def any_url(request: pytest.FixtureRequest, url: str) -> str:
+    return url if request.param == "file" else f"s3://{request.getfixturevalue('bucket')}/job"
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), value)}
+
+
+@pytest.fixture
+def commit(job: Job) -> Callable[..., Job]:
+    def commit(step: int, *, run: int = 1, value: float | None = None) -> Job:
+        states = {"model": state(step if value is None else value), "optim": state(0)}
+        job.stage(step, states, run=run)
+        job.commit(step, "model", "optim", run=run)
+        return job
+
+    return commit
+
+
+def file_of(step: int, component: str = "model") -> str:
+    return f"actor/{component}_world_size_1_rank_0.pt"
+
+
+def test_a_copy_is_the_step_file_by_file_and_back_again(
+    commit: Callable[..., Job], any_url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    done = replicate(job.root, any_url, 4, read_back=True)
+    assert (done.uploaded, done.nbytes) == (2, read_manifest(job.root, 4).nbytes)
+    (there,) = Remote(any_url).steps()
+    assert (there.manifest, there.state) == (read_manifest(job.root, 4), "whole")
+    assert set(Remote(any_url).sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
+    assert leases(job.root) == []
+
+    back = tmp_path / "another machine"
+    assert fetch(any_url, None, back)[1]
+    assert newest(back) == read_manifest(job.root, 4)
+    assert torch.equal(load_states(back, 4, "actor")["model"]["w"], state(4)["w"])
+    assert read_iteration(back, "checkpoint") == read_iteration(back, "state_dict") == 4
+    assert not fetch(any_url, 4, back)[1]
+
+
+def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    assert replicate(job.root, url, 4).uploaded == 0
+
+
+KILLED = """
+import os, signal, sys
+from trinity_sync.storage import remote, replicate
+note = remote.Remote.note_upload
+def note_and_die(self, step, record):
+    note(self, step, record)
+    os.kill(os.getpid(), signal.SIGKILL)
+remote.Remote.note_upload = note_and_die
+replicate.replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
+"""
+
+
+def kill_after_the_first_file(job: Job, url: str) -> None:
+    died = subprocess.run([sys.executable, "-c", KILLED, str(job.root), url], check=False)
+    assert died.returncode == -signal.SIGKILL
+
+
+def test_an_upload_that_was_killed_is_not_committed_and_goes_on_where_it_was(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    kill_after_the_first_file(job, any_url)
+    assert [(step.step, step.state) for step in Remote(any_url).steps()] == [(4, "not committed")]
+    assert replicate(job.root, any_url, 4).uploaded == 1
+    assert Remote(any_url).step(4).state == "whole"
+    assert not any(UPLOADED in name for name in Remote(any_url).sizes(4))
+
+
+def test_a_file_that_was_written_over_since_is_sent_again(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    kill_after_the_first_file(job, any_url)
+    size = read_manifest(job.root, 4).file(file_of(4)).nbytes
+    Remote(any_url).write(4, file_of(4), b"x" * size)
+    assert replicate(job.root, any_url, 4).uploaded == 2
+
+
+def test_a_step_that_a_later_run_committed_anew_replaces_the_old_copy(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 0)
+    commit(4, run=2, value=-4)
+    assert replicate(job.root, url, 4).uploaded == 1  # the optimizer's file is the same
+    fetch(url, 4, tmp_path / "back")
+    again = load_states(tmp_path / "back", 4, "actor")["model"]["w"]
+    assert torch.equal(again, state(-4)["w"])
+    assert open_run(tmp_path / "back", "resumed", 4).number == 3
+
+
+def test_a_file_that_is_damaged_here_is_not_copied(commit: Callable[..., Job], url: str) -> None:
+    job = commit(4)
+    path = job.root / "global_step_4" / file_of(4)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CommitError, match="is damaged"):
+        replicate(job.root, url, 4)
+    assert Remote(url).step(4).state == "not committed"
+
+
+def test_a_step_that_is_not_committed_is_not_copied(job: Job, url: str) -> None:
+    with pytest.raises(CommitError, match="is not committed"):
+        replicate(job.root, url, 4)
+    assert Remote(url).steps() == []
+
+
+def test_the_newest_copies_stay_and_the_one_just_made(
+    commit: Callable[..., Job], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    for step in (1, 2, 3, 4):
+        job = commit(step)
+        replicate(job.root, url, step)
+    assert replicate(job.root, url, 1, keep_last=2).removed == (2,)
+    assert [step.step for step in Remote(url).steps()] == [1, 3, 4]
+
+
+def test_a_damaged_copy_is_not_committed_here_and_a_good_one_goes_on(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    job = commit(4)
+    replicate(job.root, url, 4)
+    good = Remote(url).read(4, file_of(4))
+    Remote(url).write(4, file_of(4), bytes(len(good)))
+    with pytest.raises(RemoteError, match="is damaged"):
+        fetch(url, 4, tmp_path / "back")
+    assert newest(tmp_path / "back") is None
+    Remote(url).write(4, file_of(4), good)
+    assert fetch(url, 4, tmp_path / "back")[0] == newest(tmp_path / "back")
+
+
+def test_a_copy_never_takes_the_place_of_another_step(
+    commit: Callable[..., Job], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    job = commit(4)
+    replicate(job.root, url, 4)
+    shutil.rmtree(job.root / "global_step_4")
+    commit(4, value=9)
+    before = read_manifest(job.root, 4)
+    with pytest.raises(CommitError, match="Move it away"):
+        fetch(url, 4, job.root)
+    assert read_manifest(job.root, 4) == before
+
+
+def test_a_bucket_that_refuses_writes_is_a_sentence(
+    commit: Callable[..., Job], s3: boto3.client, bucket: str
+) -> None:
+    deny = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": ["s3:PutObject"],
+        "Resource": f"arn:aws:s3:::{bucket}/*",
+    }
+    policy = {"Version": "2012-10-17", "Statement": [deny]}
+    s3.put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
+    job = commit(4)
+    with pytest.raises(RemoteError, match=r"cannot write .* of step 4 .*") as refused:
+        replicate(job.root, f"s3://{bucket}/job", 4)
+    assert SECRET not in str(refused.value)
+    assert leases(job.root) == []
+
+
+def test_a_bucket_that_is_missing_is_a_sentence(commit: Callable[..., Job], s3: object) -> None:
+    with pytest.raises(RemoteError, match="bucket does not exist"):
+        replicate(commit(4).root, "s3://no-such-bucket/job", 4)
+
+
+def test_a_store_that_is_away_is_a_sentence(
+    commit: Callable[..., Job], s3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match=r"127\.0\.0\.1:9"):
+        replicate(commit(4).root, "s3://bucket/job", 4)
+    S3FileSystem.clear_instance_cache()
+
+
+def test_urls_that_hold_credentials_are_refused_without_repeating_them() -> None:
+    with pytest.raises(ConfigError, match="environment") as refused:
+        Remote(f"s3://key:{SECRET}@bucket/job")
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["bucket/job", "s3://", "nonsense://x/y"])
+def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Remote(url)

@@ -1,0 +1,63 @@
+"""Small files that are committed with a step: the position of a dataloader, an explorer's state.
+
+They are kept in memory until the step is saved, and then staged like its states: what was handed
+over is committed with the step or not at all, and outlives the trainer.
+"""
+
+import re
+from pathlib import Path
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.snapshot.stager import ATTACHMENTS, pack
+from trinity_sync.storage.restore import load_bytes
+
+_NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Attachments:
+    """Those of one rank of the job at ``root``."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._root = root
+        self._rank = rank
+        self._pending: dict[int, dict[str, bytes]] = {}
+
+    def add(self, step: int, name: str, content: str | Path | bytes) -> None:
+        """Keep a copy of what belongs to a step that is yet to be saved.
+
+        Raises:
+            ConfigError: the name or the path cannot be used.
+        """
+        path = _path(name, self._rank)
+        try:
+            whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
+        except OSError as error:
+            raise ConfigError(
+                f"step {step}: {error.filename} cannot be attached as {path}: {error.strerror}; "
+                "pass bytes, or the path of a file"
+            ) from error
+        self._pending.setdefault(step, {})[name] = bytes(whole)
+
+    def take(self, step: int) -> bytes | None:
+        """All that was attached to a step, packed; what belongs to earlier ones is dropped."""
+        mine = self._pending.get(step)
+        self._pending = {other: files for other, files in self._pending.items() if other > step}
+        return pack(mine) if mine else None
+
+    def read(self, step: int, name: str, rank: int) -> bytes:
+        """What a rank attached to a committed step.
+
+        Raises:
+            CommitError: the step is not committed or damaged, or has no such attachment.
+            ConfigError: the name cannot be used.
+        """
+        return load_bytes(self._root, step, _path(name, rank))
+
+
+def _path(name: str, rank: int) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"attachment {name!r}: a name holds letters, digits, '.', '_' and '-' only, begins "
+            "with a letter or digit, and is not rank_<number>"
+        )
+    return f"{ATTACHMENTS}/rank_{rank}/{name}" if rank else f"{ATTACHMENTS}/{name}"

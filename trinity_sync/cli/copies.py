@@ -1,0 +1,78 @@
+"""Commands for copies in a store: replicate, fetch."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, size
+from trinity_sync.errors import CommitError, ConfigError
+
+Url = Annotated[
+    str,
+    typer.Argument(help="The job's folder in the store: s3://bucket/job, file:///copies/job."),
+]
+
+
+@app.command(
+    epilog="Credentials come from the environment, for S3: AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.\n\n"
+    "Examples:  [bold]trinity-sync replicate ckpts s3://bucket/job --step 40[/]  ·  "
+    "[bold]trinity-sync replicate ckpts file:///backup/job --newest --keep-last 5[/]"
+)
+def replicate(
+    root: Root,
+    url: Url,
+    step: Annotated[int | None, typer.Option(min=0, help="A committed step.")] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest checkpoint.")] = False,
+    keep_last: Annotated[
+        int, typer.Option(min=0, help="Keep so many steps there, remove older ones; 0 keeps all.")
+    ] = 0,
+    read_back: Annotated[
+        bool, typer.Option("--read-back", help="Read what was sent again, and compare digests.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a committed step into a store, its manifest last; what is there is not sent again."""
+    from trinity_sync.storage.replicate import replicate as carry_out
+    from trinity_sync.storage.steps import newest as newest_in
+
+    if newest == (step is not None):
+        raise ConfigError("say which step: --step N or --newest, one of the two")
+    if step is None:
+        manifest = newest_in(existing(root))
+        if manifest is None:
+            raise CommitError(f"no checkpoint is committed in {root}")
+        step = manifest.step
+    done = carry_out(existing(root), url, step, keep_last=keep_last, read_back=read_back)
+    if as_json:
+        print_json(asdict(done))
+        return
+    typer.echo(
+        f"step {step} is at {done.url}: {done.uploaded} files, {size(done.nbytes)} sent in "
+        f"{done.seconds:.1f} s"
+    )
+    if done.removed:
+        typer.echo(f"removed there: steps {', '.join(map(str, done.removed))}")
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync fetch s3://bucket/job 40 ckpts[/]  ·  "
+    "[bold]trinity-sync fetch s3://bucket/job newest ckpts[/]"
+)
+def fetch(
+    url: Url,
+    step: Annotated[str, typer.Argument(help="Number of the step, or newest.")],
+    root: Annotated[Path, typer.Argument(help="The job's folder; made if it is missing.")],
+) -> None:
+    """Download a step, compare every digest, and commit it here."""
+    from trinity_sync.storage.fetch import fetch as carry_out
+
+    if step != "newest" and not step.isdecimal():
+        raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
+    manifest, fetched = carry_out(url, None if step == "newest" else int(step), root)
+    if fetched:
+        typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
+    else:
+        typer.echo(f"step {manifest.step} is in {root} already")

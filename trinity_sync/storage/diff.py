@@ -1,0 +1,198 @@
+"""What changed between two committed steps, tensor by tensor.
+
+The shards are mapped, not read: each tensor is compared in pieces, so memory stays small whatever
+the size of the model. Shards of a tensor count as one tensor. Two files of the same digest are not
+compared at all.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.steps import require_committed
+
+PIECE = 1 << 20
+"""Elements that are compared at a time."""
+
+
+@dataclass
+class Change:
+    """How one tensor of the later step differs from that of the earlier one."""
+
+    name: str
+    state: str = "same"
+    """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped`` (another dtype)."""
+    shape: str = ""
+    """As of the later step, else the earlier one; both where they differ."""
+    elements: int = 0
+    changed: int = 0
+    """Elements that are not equal."""
+    max_abs: float = 0.0
+    nonfinite: int = 0
+    """Elements of the later step that are infinite or no numbers, where the files differ at all."""
+    _difference: float = field(default=0.0, repr=False)
+    _before: float = field(default=0.0, repr=False)
+
+    @property
+    def changed_percent(self) -> float:
+        """Share of the elements that are not equal."""
+        return 100 * self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def relative_l2(self) -> float:
+        """Length of the difference by that of the tensor before; infinite if that was zero."""
+        if not self._before:
+            return math.inf if self._difference else 0.0
+        return math.sqrt(self._difference / self._before)
+
+
+def diff(
+    root: str | Path, before: int, after: int, *, role: str = "actor", component: str = "model"
+) -> list[Change]:
+    """Compare a component of two committed steps of one job; the greatest change comes first.
+
+    Files are unpickled, which runs what they say: compare steps of your own jobs only.
+
+    Raises:
+        CommitError: a step is not committed or damaged, or has no such component.
+        ConfigError: the two were saved by different numbers of ranks.
+    """
+    with take_lease(root, before, "diff"), take_lease(root, after, "diff"):
+        old = _shards(root, before, role, component)
+        new = _shards(root, after, role, component)
+        if len(old) != len(new):
+            raise ConfigError(
+                f"{component} of {role} was saved by {len(old)} ranks at step {before} and by "
+                f"{len(new)} at step {after}; shards of different cuts cannot be compared. Merge "
+                "both (python -m verl.model_merger), and compare what comes out."
+            )
+        changes: dict[str, Change] = {}
+        for rank in sorted(old):
+            same_file = old[rank].digest == new[rank].digest
+            a = dict(_tensors(_load(step_folder(root, before) / old[rank].path)))
+            b = dict(_tensors(_load(step_folder(root, after) / new[rank].path)))
+            for name in {**a, **b}:
+                change = changes.setdefault(name, Change(name))
+                _compare(change, a.get(name), b.get(name), same_file=same_file)
+    return sorted(changes.values(), key=_by_change)
+
+
+def _shards(root: str | Path, step: int, role: str, component: str) -> dict[int, FileRecord]:
+    files = require_committed(root, step).files
+    found = {
+        record.rank: record
+        for record in files
+        if (record.role, record.component) == (role, component)
+        and record.path.endswith(shard_file(component, record.world_size, record.rank))
+    }
+    if not found:
+        named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}
+        raise CommitError(
+            f"step {step} in {root} has no {component} of role {role}; it has "
+            f"{', '.join(sorted(named)) or 'none'}"
+        )
+    return found
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise CommitError(f"{path} cannot be read as a file of torch.save: {error}") from error
+
+
+def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested containers, by the path to each."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, (list, tuple)):
+        for number, value in enumerate(state):
+            yield from _tensors(value, f"{name}.{number}" if name else str(number))
+
+
+def _compare(
+    change: Change, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
+) -> None:
+    """Add one shard of a tensor to what is known of its change."""
+    shapes = [str(list(tensor.shape)) for tensor in (a, b) if tensor is not None]
+    change.shape = " -> ".join(dict.fromkeys(shapes))
+    if a is None or b is None:
+        change.state = "new" if a is None else "missing"
+        return
+    x, y = _local(a), _local(b)
+    if a.shape != b.shape or x.shape != y.shape:
+        change.state = "reshaped"
+        return
+    change.elements += x.numel()
+    x, y = x.reshape(-1), y.reshape(-1)
+    for start in range(0, 0 if same_file else len(x), PIECE):
+        _compare_piece(change, x[start : start + PIECE], y[start : start + PIECE])
+    if a.dtype != b.dtype:
+        change.state = "retyped"
+        change.shape += f" {a.dtype} -> {b.dtype}".replace("torch.", "")
+    elif change.changed:
+        change.state = "changed"
+
+
+def _compare_piece(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+    if not _compare_narrow(change, x, y):
+        _compare_wide(change, x, y)
+
+
+def _compare_narrow(change: Change, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """In 32 bits, some six times as fast; False where that could overflow, lose or hide a thing."""
+    if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
+        return False
+    x, y = x.float(), y.float()
+    distance = y - x
+    difference, before = float(torch.dot(distance, distance)), float(torch.dot(x, x))
+    count = int(distance.count_nonzero())
+    if not math.isfinite(difference + before) or before < 1e-30 or (count and difference < 1e-30):
+        return False
+    change.changed += count
+    change.max_abs = max(change.max_abs, float(distance.abs_().max()))
+    change._difference += difference
+    change._before += before
+    return True
+
+
+def _compare_wide(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+    """In 64 bits, whatever the values are."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
+    both_nan = x.isnan() & y.isnan()
+    unequal = (x != y) & ~both_nan
+    change.nonfinite += int((~y.isfinite()).sum())
+    change._before += float(x.abs().square().nansum())
+    if unequal.any():
+        change.changed += int(unequal.sum())
+        distance = (y - x).abs().where(unequal, 0.0)
+        greatest = float(distance.max())
+        if math.isnan(greatest) or greatest > change.max_abs:
+            change.max_abs = greatest
+        change._difference += float(distance.square().sum())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+_ORDER = {"missing": 0, "new": 1, "reshaped": 2, "retyped": 3, "changed": 4, "same": 5}
+
+
+def _by_change(change: Change) -> tuple[int, bool, float, str]:
+    size = change.relative_l2
+    return _ORDER[change.state], not math.isnan(size), -size, change.name

@@ -1,0 +1,148 @@
+"""Bring a step from a store back: download, compare digests, commit here by one rename.
+
+The files gather in ``root/.trinity_sync/fetching/global_step_N``, where a download that broke off
+goes on; the folder gets its name, with the manifest inside, when all of it is whole and durable.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from trinity_sync.errors import CommitError, ManifestError, RemoteError
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.storage.commit import announce
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.manifest import (
+    FileRecord,
+    Manifest,
+    read_manifest,
+    write_manifest_into,
+)
+from trinity_sync.storage.remote import Remote
+from trinity_sync.storage.replicate import PARALLEL
+from trinity_sync.storage.runs import Run, know_run
+from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.writer import DIGEST, digest_of
+
+
+def fetch(
+    url: str, step: int | None, root: str | Path, *, parallel: int = PARALLEL
+) -> tuple[Manifest, bool]:
+    """Have a step of the store committed under ``root``; again is harmless.
+
+    Take the root of the same job, or a new one: a step of a later run than any that is known here
+    is the newest from then on, and what earlier runs have in flight beyond it lapses.
+
+    Args:
+        url: the job's folder in the store.
+        step: which step; None for the newest that is whole there.
+        root: a job's root; made if it is missing.
+        parallel: files at a time.
+
+    Returns:
+        Its manifest, and whether anything had to be fetched.
+
+    Raises:
+        CommitError: the step is not committed there, its bytes are not those of its manifest, or
+            there is another step of its number here.
+        RemoteError: the store cannot be reached or read.
+        ConfigError: the URL cannot be used.
+    """
+    base, remote = Path(root).resolve(), Remote(url)
+    manifest = _manifest(remote, step)
+    if _is_here(base, manifest):
+        return manifest, False
+    make_folder(base / PRIVATE_FOLDER)
+    with _alone(base):
+        folder = base / PRIVATE_FOLDER / "fetching" / f"global_step_{manifest.step}"
+        make_folder(folder)
+        with ThreadPoolExecutor(parallel, "fetch") as pool:
+            jobs = [pool.submit(_download, remote, manifest, r, folder) for r in manifest.files]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for path in [*folder.rglob("*"), folder]:
+            if path.is_dir():
+                sync_folder(path)
+        _commit(base, manifest, folder)
+    return manifest, True
+
+
+def _manifest(remote: Remote, step: int | None) -> Manifest:
+    manifest = next(reversed(remote.committed()), None) if step is None else remote.manifest(step)
+    if manifest is None:
+        what = "there is no committed step" if step is None else f"step {step} is not committed"
+        raise CommitError(f"{what} at {remote.url}; trinity-sync ls {remote.url} shows what is")
+    for record in manifest.files:
+        path = PurePosixPath(record.path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ManifestError(
+                f"the manifest of step {manifest.step} at {remote.url} is not fetched: it names "
+                f"{record.path!r}, which lies outside of the step's folder"
+            )
+    return manifest
+
+
+def _is_here(root: Path, manifest: Manifest) -> bool:
+    """Whether this very commit is here and whole.
+
+    Raises:
+        CommitError: something else has its place.
+    """
+    folder = step_folder(root, manifest.step)
+    if not folder.exists():
+        return False
+    try:
+        if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
+            return True
+        why = "is another commit than that of the store"
+    except CommitError as error:
+        why = f"cannot be used: {error}"
+    raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")
+
+
+def _download(remote: Remote, manifest: Manifest, record: FileRecord, folder: Path) -> None:
+    path = folder / record.path
+    make_folder(path.parent)
+    if path.is_file() and digest_of(path) == record.digest:
+        return
+    digest = xxhash.xxh3_128()
+    with path.open("wb") as file:
+        for chunk in remote.chunks(manifest.step, record.path):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
+        path.unlink()
+        raise RemoteError(
+            f"{remote.url}/global_step_{manifest.step}/{record.path} is damaged: its digest is not "
+            "that of the manifest. Fetch another step, or replicate this one again."
+        )
+
+
+def _commit(root: Path, manifest: Manifest, folder: Path) -> None:
+    write_manifest_into(folder, manifest)
+    with one_change_at_a_time(root):
+        if not _is_here(root, manifest):
+            know_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
+            folder.rename(step_folder(root, manifest.step))
+            sync_folder(root)
+        announce(root, manifest)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One fetch into a root at a time."""
+    with (root / PRIVATE_FOLDER / "fetching.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,236 @@
+"""A store of copies behind an fsspec URL: ``s3://bucket/job``, ``file:///backup/job``, and others.
+
+::
+
+    url/global_step_40/manifest.json        its appearance commits the copy
+    url/global_step_40/actor/...            the files that it names
+    url/global_step_40/.uploaded/...        while it is uploaded: what each whole file holds
+
+Bytes are streamed in chunks, whatever the size of a file. Credentials and the store's address come
+from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for S3), so that no
+parameter, log or message can hold them.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractBufferedFile
+
+from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
+from trinity_sync.layout import MANIFEST
+from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
+
+CHUNK = 16 << 20
+"""Bytes of a part; a file in flight takes about three of them in memory."""
+UPLOADED = ".uploaded"
+_MOST_PARTS = 9_000  # S3 takes 10,000
+_STEP = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class RemoteStep:
+    """A step as it lies in the store."""
+
+    step: int
+    manifest: Manifest | None
+    state: str
+    """``whole``, ``damaged``, ``damaged manifest`` or ``not committed``, by names and sizes."""
+
+
+class Remote:
+    """The steps of one job in a store.
+
+    Raises:
+        ConfigError: the URL cannot be used, or a package is needed for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.username or parts.password or parts.query:
+            raise ConfigError(
+                f"the URL of {parts.scheme}://.../{parts.path.strip('/')} holds a user, a password "
+                "or a query; put credentials into the environment, where logs do not see them"
+            )
+        if "://" not in url or not (parts.netloc + parts.path).strip("/"):
+            raise ConfigError(
+                f"{url!r} is no URL of a folder; pass one like s3://bucket/job or file:///copies"
+            )
+        self.url = url.rstrip("/")
+        local = {"auto_mkdir": True} if parts.scheme in ("file", "local") else {}
+        options = {"use_listings_cache": False, **local}
+        try:
+            self._fs: fsspec.AbstractFileSystem
+            self._fs, self._base = url_to_fs(self.url, **options)
+        except ImportError as error:
+            raise ConfigError(
+                f"{parts.scheme}:// needs a package that is not installed ({error}); for S3: "
+                "pip install 'trinity-sync[s3]'"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{url!r} cannot be used: {error}") from error
+
+    # ---------------------------------------------------------------- steps
+
+    def steps(self) -> list[RemoteStep]:
+        """All steps in the store, committed or not, by number."""
+        with self._reaching("list the steps of"):
+            try:
+                names = self._fs.ls(self._base, detail=False)
+            except FileNotFoundError:
+                names = []
+        found = (_STEP.fullmatch(name.rstrip("/").rpartition("/")[2]) for name in names)
+        return [self.step(number) for number in sorted(int(match[1]) for match in found if match)]
+
+    def step(self, step: int) -> RemoteStep:
+        """One step, which need not be there."""
+        try:
+            manifest = self.manifest(step)
+        except ManifestError:
+            return RemoteStep(step, None, "damaged manifest")
+        if manifest is None:
+            return RemoteStep(step, None, "not committed")
+        sizes = self.sizes(step)
+        whole = all(sizes.get(record.path) == record.nbytes for record in manifest.files)
+        return RemoteStep(step, manifest, "whole" if whole else "damaged")
+
+    def committed(self) -> list[Manifest]:
+        """The committed steps that are whole, oldest first: by run, then by number."""
+        found = [step.manifest for step in self.steps() if step.state == "whole"]
+        return sorted((m for m in found if m), key=lambda manifest: (manifest.run, manifest.step))
+
+    def manifest(self, step: int) -> Manifest | None:
+        """The manifest of a step; None if it is not committed.
+
+        Raises:
+            ManifestError: it is torn, altered or of another version.
+        """
+        content = self.read(step, MANIFEST)
+        where = f"{self.url}/global_step_{step}/{MANIFEST}"
+        return None if content is None else parse_manifest(content, where, step)
+
+    def sizes(self, step: int) -> dict[str, int]:
+        """Bytes of every file of a step, by its path below the step's folder."""
+        folder = self._path(step, "")
+        with self._reaching(f"list step {step} in"):
+            found: dict[str, Any] = self._fs.find(folder, detail=True)
+        return {path.removeprefix(folder): info["size"] for path, info in found.items()}
+
+    def remove(self, step: int) -> None:
+        """Remove a step, its manifest first: what is left of it is never taken for a step."""
+        self.uncommit(step)
+        with self._reaching(f"remove step {step} from"):
+            self._fs.rm(self._path(step, ""), recursive=True)
+
+    def uncommit(self, step: int) -> None:
+        """Remove the manifest of a step."""
+        with self._reaching(f"remove the manifest of step {step} from"):
+            self._fs.rm_file(self._path(step, MANIFEST))
+
+    # ---------------------------------------------------------------- bytes
+
+    def read(self, step: int, name: str) -> bytes | None:
+        """All bytes of a small file; None if there is none."""
+        with self._reaching(f"read {name} of step {step} in"):
+            try:
+                content: bytes = self._fs.cat_file(self._path(step, name))
+            except FileNotFoundError:
+                return None
+        return content
+
+    def write(self, step: int, name: str, content: bytes) -> None:
+        """Write a small file in one request."""
+        with self._reaching(f"write {name} of step {step} to"):
+            self._fs.pipe_file(self._path(step, name), content)
+
+    def chunks(self, step: int, name: str) -> Iterator[bytes]:
+        """The bytes of a file, in order, each chunk as it arrives."""
+        with (
+            self._reaching(f"read {name} of step {step} in"),
+            self._fs.open(
+                self._path(step, name), "rb", block_size=CHUNK, cache_type="readahead"
+            ) as file,
+        ):
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def upload(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
+        """Write a file as its chunks come; one that fails is given up, not left as a part.
+
+        Raises:
+            RemoteError: it cannot be written, or has another size afterwards.
+        """
+        path = self._path(step, name)
+        part = max(CHUNK, nbytes // _MOST_PARTS)
+        with self._reaching(f"write {name} of step {step} to"):
+            file = self._fs.open(path, "wb", block_size=part)
+            try:
+                for chunk in chunks:
+                    file.write(chunk)
+            except BaseException:
+                if isinstance(file, AbstractBufferedFile):  # closing would complete a half file
+                    file.closed = True
+                    file.discard()
+                raise
+            file.close()
+            found = self._fs.info(path)["size"]
+        if found != nbytes:
+            raise RemoteError(
+                f"{self.url}/global_step_{step}/{name} has {found:,} bytes after its upload and "
+                f"should have {nbytes:,}; repeat the upload"
+            )
+
+    # ---------------------------------------------------------------- uploads that broke off
+
+    def note_upload(self, step: int, record: FileRecord) -> None:
+        """Write down what a whole file holds, so that an upload that breaks off goes on there."""
+        with self._reaching(f"look at {record.path} of step {step} in"):
+            state = self._fs.ukey(self._path(step, record.path))
+        note = {"nbytes": record.nbytes, "digest": record.digest, "state": state}
+        self.write(step, f"{UPLOADED}/{record.path}", json.dumps(note).encode())
+
+    def is_uploaded(self, step: int, record: FileRecord) -> bool:
+        """Whether the file is there with these bytes and was not written since it was noted."""
+        content = self.read(step, f"{UPLOADED}/{record.path}")
+        try:
+            note = json.loads(content or b"{}")
+        except ValueError:
+            return False
+        with self._reaching(f"look at {record.path} of step {step} in"):
+            try:
+                state = self._fs.ukey(self._path(step, record.path))
+            except FileNotFoundError:
+                return False
+        expected = {"nbytes": record.nbytes, "digest": record.digest, "state": state}
+        return bool(note == expected)
+
+    def forget_uploads(self, step: int) -> None:
+        """Remove the notes of a step whose manifest says it all."""
+        with self._reaching(f"clean up step {step} in"):
+            try:
+                self._fs.rm(self._path(step, UPLOADED), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def _path(self, step: int, name: str) -> str:
+        return f"{self._base}/global_step_{step}/{name}"
+
+    @contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        """Every library's own errors, as a sentence; each store has others."""
+        try:
+            yield
+        except TrinitySyncError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise RemoteError(
+                f"cannot {what} {self.url}: {reason}. Check the URL, and the store's address and "
+                "credentials in the environment, then repeat; what is there is used again."
+            ) from error
