@@ -10,7 +10,7 @@ from prefect.artifacts import create_table_artifact
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import rebuild, try_mirror
-from trinity_sync.errors import CatalogError, ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.orchestration.roots import roots_of
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -85,8 +85,8 @@ def _look_again(root: Path, settings: Settings) -> None:
     try:
         with opened(url_of(settings)) as engine:
             rebuild(engine, root)
-    except CatalogError as error:
-        logger.warning("%s", error)
+    except Exception as error:  # whatever is wrong with it, the files are as they should be
+        logger.warning("the catalog does not know of all changes of %s: %s", root, error)
 
 
 def show(done: list[Pruned], *, dry_run: bool) -> None:
