@@ -4,6 +4,7 @@ Whatever happened, the newest commit loads with its own state, what is claimed i
 policy keeps is there, and the iteration files name steps that are whole.
 """
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -179,8 +180,8 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=12,
-    stateful_step_count=20,
+    max_examples=int(os.environ.get("HISTORIES", "20")),
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
