@@ -27,6 +27,7 @@ from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
@@ -229,20 +230,8 @@ class CheckpointCoordinator:
         self._check(step, components, role, kind)
         if keep < 0:
             raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
-        run = self._begin(0)
-        origin = Origin(
-            root=str(self.root),
-            run=run.number,
-            run_key=run.key,
-            step=step,
-            kind=kind,
-            role=role,
-            roles=self._roles_of(role, kind),
-            rank=self.rank,
-            world_size=self.world_size,
-            node_ranks=self._node_ranks,
-            keep=keep if kind == "checkpoint" else 0,
-            export=export,
+        origin = self._origin(
+            step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
@@ -277,6 +266,30 @@ class CheckpointCoordinator:
             ConfigError: the name cannot be used.
         """
         return self._attachments.read(step, name, self.rank if rank is None else rank)
+
+    def upload(
+        self, step: int, collect: Callable[[], Any], *, role: str = "actor"
+    ) -> tuple[Published | None, Staged]:
+        """Let readers of this node have the model of a step, from shared memory; it is not saved.
+
+        Every rank calls it with the same ``step``. Where the step was saved before, its image is
+        the one that they get, and nothing is copied; a save that follows takes the image over.
+
+        Args:
+            step: training step, the version of the weights.
+            collect: gives the model's state; called only if it has to be staged.
+            role: whose weights these are.
+
+        Returns:
+            What readers may read; None where it could not be staged, which `wait_all` raises. And
+            what staging cost the caller.
+
+        Raises:
+            ConfigError: an argument cannot work.
+            SpoolFull: the very first image does not fit into the spool.
+        """
+        origin = self._origin(step, role, "state_dict")
+        return self._states.upload(origin, collect)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -468,9 +481,28 @@ class CheckpointCoordinator:
 
     # ---------------------------------------------------------------- details
 
-    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
+    def _origin(
+        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
+    ) -> Origin:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
+        run = self._begin(0)
+        return Origin(
+            root=str(self.root),
+            run=run.number,
+            run_key=run.key,
+            step=step,
+            kind=kind,
+            role=check_name("role", role),
+            roles=self._roles_of(role, kind),
+            rank=self.rank,
+            world_size=self.world_size,
+            node_ranks=self._node_ranks,
+            keep=keep,
+            export=export,
+        )
+
+    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
@@ -481,7 +513,6 @@ class CheckpointCoordinator:
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
-        check_name("role", role)
 
     def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
         return self.roles if kind == "checkpoint" else (role,)

@@ -14,6 +14,8 @@ from verl.utils.fsdp_utils import get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
 
+_WRAPPED = "_fsdp_wrapped_module."
+
 
 def unwrapped(model: Any) -> Any:
     """The Hugging Face model inside an FSDP1 or FSDP2 model."""
@@ -27,7 +29,23 @@ def model_state(model: Any) -> dict[str, Any]:
     needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
     """
     with sharded(model):
-        return dict(model.state_dict())
+        state = dict(model.state_dict())
+    for name, first in _tied_under_fsdp1(model):
+        state[name] = state[first]
+    return state
+
+
+def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
+    """Names of parameters that are others, whose shards FSDP1 hands out as copies."""
+    for name, module in model.named_modules():
+        handle = getattr(module, "_handle", None)
+        for tied in getattr(getattr(handle, "flat_param", None), "_shared_param_infos", ()):
+            inner = (
+                (tied.module_name, tied.param_name),
+                (tied.prim_module_name, tied.prim_param_name),
+            )
+            mine, first = (".".join(filter(None, (name, *parts))) for parts in inner)
+            yield mine.replace(_WRAPPED, ""), first.replace(_WRAPPED, "")
 
 
 @contextmanager

@@ -61,13 +61,31 @@ def copy_into(
                 target = image[offset : offset + storage.nbytes()]
                 target.copy_(bytes_of(storage), non_blocking=True)
             continue
-        nbytes, source = storage.nbytes(), storage.data_ptr()
-        if nbytes <= SMALL:
-            small.append((base + offset, source, nbytes))
-            continue
-        for start in range(0, nbytes, PIECE):
-            size = min(PIECE, nbytes - start)
-            pieces.append((base + offset + start, source + start, size))
+        _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
+    _copy_all(pieces, small, threads)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:
+    """Copy between addresses, of any length each; ``threads`` as in `copy_into`."""
+    pieces: deque[Piece] = deque()
+    small: list[Piece] = []
+    for each in whole:
+        _cut(pieces, small, each)
+    _copy_all(pieces, small, threads)
+
+
+def _cut(pieces: "deque[Piece]", small: list[Piece], whole: Piece) -> None:
+    target, source, nbytes = whole
+    if nbytes <= SMALL:
+        small.append(whole)
+        return
+    for start in range(0, nbytes, PIECE):
+        pieces.append((target + start, source + start, min(PIECE, nbytes - start)))
+
+
+def _copy_all(pieces: "deque[Piece]", small: list[Piece], threads: int) -> None:
     helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
     running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
     for piece in small:
@@ -75,8 +93,6 @@ def copy_into(
     _copy_until_empty(pieces)
     for helper in running:
         helper.result()
-    for stream in streams.values():
-        stream.synchronize()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
