@@ -13,11 +13,19 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
 from trinity_sync.fsdp.collect import model_state
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
+
+__all__ = [
+    "estimated_image_bytes",
+    "fsdp_save_state_dict",
+    "fsdp_sync_weight_nccl",
+    "use_trinity_sync",
+]
 
 
 def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:

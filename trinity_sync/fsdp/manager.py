@@ -7,6 +7,7 @@ veRL does, and gets it faster: from the node's memory if it is still there.
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +274,10 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
-        shards = load_shards(root, step, files, spool=spool)
-        with sharded(self.model):
+        # the model's state is copied into the live one; the optimizer keeps what it is given
+        borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
+        shards = load_shards(root, step, files, spool=spool, borrow=borrow)
+        with closing(shards), sharded(self.model):
             for component in components:
                 self._take_over(component, next(shards).state)
         dist.barrier()

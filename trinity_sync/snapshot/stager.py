@@ -235,7 +235,7 @@ class Stager:
     def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
         slot.forget()
         image = slot.image(part.layout.nbytes)
-        if any(storage.device.type == "cuda" for storage in part.storages):
+        if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
         headers = slot.laid_out is not part.layout
         slot.laid_out = None  # until it is whole
