@@ -8,8 +8,10 @@ from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
+from prefect.runtime import flow_run
 
 from tasks.persist import save_of
+from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.export.wishes import Wish, make_wish, wishes
 from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
@@ -49,6 +51,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         note_root(settings, request.root)
     except OSError as error:
         logger.warning("scheduled flows do not know of %s: %s", request.root, error)
+    try_mirror(settings, request.root, [request.step], flow_run=flow_run.id)
     try:
         show(request, manifest, written)
         show_weights(request)

@@ -8,6 +8,8 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_table_artifact
 
+from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.orchestration.roots import roots_of
 from trinity_sync.request import SaveRequest
@@ -50,6 +52,8 @@ def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
     for each in roots_of(root, settings):
         try:
             done.append(prune_root(each, rules, settings, dry_run=dry_run))
+            if not dry_run:
+                _look_again(each, settings)
         except (TrinitySyncError, OSError) as error:
             refused.append(f"{each}: {error}")
     show(done, dry_run=dry_run)
@@ -62,6 +66,8 @@ def prune_after_commit(request: SaveRequest) -> None:
     """Remove the checkpoints that a save's ``keep`` lets go of; its own is committed by now."""
     rules = Rules(checkpoints=LastN(request.keep), syncs=All())
     done = prune_root(Path(request.root), rules, Settings())
+    removed = [each.step for each in done.plan.removed]
+    try_mirror(Settings(), request.root, removed)
     for each, why in done.removal.spared if done.removal else ():
         logger.info("step %d in %s stays: %s", each.step, request.root, why)
 
@@ -72,6 +78,15 @@ def prune_root(root: Path, rules: Rules, settings: Settings, *, dry_run: bool = 
     if dry_run:
         return Pruned(root, made, None)
     return Pruned(root, made, carry_out(root, made, spool=settings.spool, recycle=settings.recycle))
+
+
+def _look_again(root: Path, settings: Settings) -> None:
+    """Have the catalog say what the files say, whoever has changed them since the last time."""
+    try:
+        with opened(url_of(settings)) as engine:
+            rebuild(engine, root)
+    except Exception as error:  # whatever is wrong with it, the files are as they should be
+        logger.warning("the catalog does not know of all changes of %s: %s", root, error)
 
 
 def show(done: list[Pruned], *, dry_run: bool) -> None:

@@ -18,6 +18,7 @@
      ├─ ExportError          shards that cannot be written as a Hugging Face model
      ├─ RemoteError          a store of copies cannot be reached, read or written
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
+     ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
      │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
@@ -88,6 +89,10 @@ class RemoteError(TrinitySyncError):
 
 class StepClaimed(TrinitySyncError):
     """A lease or a pin holds a step that was to be taken away."""
+
+
+class CatalogError(TrinitySyncError):
+    """The SQL index of steps is away, refuses, or is of a newer version; files do not need it."""
 
 
 class WeightSyncError(TrinitySyncError):

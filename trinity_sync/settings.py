@@ -84,6 +84,9 @@ class Settings(BaseSettings):
     schedules: bool = True
     """Whether the schedules of the deployments run when they are deployed first, or are paused."""
 
+    catalog_url: str = ""
+    """SQLAlchemy URL of the catalog; SQLite in ``home`` if it is empty."""
+
     keep_events_h: float = Field(default=6.0, ge=0)
     """Hours for which the embedded server keeps its event feed; 0 keeps none. Runs, tasks, logs
     and artifacts do not need it."""

@@ -49,6 +49,9 @@ def test_help_comes_at_once_and_shows_examples() -> None:
     [
         "up",
         "down",
+        "prune",
+        "pin",
+        "unpin",
         "status",
         "deploy",
         "worker",

@@ -9,8 +9,10 @@ import torch
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files, info
+from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, write_receipt
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.iteration import advance_iteration
@@ -291,3 +293,19 @@ def test_the_best_checkpoint_stays(root: Path) -> None:
     prune(root, "last=1,best=1:reward:max")
     assert steps_on_disk(root) == [2, 4]
     assert advance_iteration(root, "checkpoint", 1, 4)
+
+
+def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:
+    settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
+    saves = CheckpointCoordinator(job.root, settings=settings)
+    saves.record_metrics(4, {"reward": torch.tensor(0.25)})
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    saves.record_metrics(4, {"loss": 2})
+    with pytest.raises(ConfigError, match="cannot be named in a retention policy"):
+        saves.record_metrics(4, {"eval:reward": 1.0})
+    with pytest.raises(ConfigError, match="is no number"):
+        saves.record_metrics(4, {"reward": "high"})
+    saves.close()
+    (step,) = survey(job.root)
+    assert step.metrics == {"reward": 0.25, "loss": 2.0}

@@ -2,6 +2,7 @@
 
 from trinity_sync.cli import (  # noqa: F401
     care,
+    catalog,
     compare,
     copies,
     doctor,

@@ -29,7 +29,7 @@ from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import newest_run
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.steps import require_committed, require_whole
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
@@ -102,18 +102,17 @@ def survey(root: str | Path) -> list[StepInfo]:
     held = _held(root)
     found = []
     for step in steps_on_disk(root):
-        damage = ""
         try:
-            manifest = require_committed(root, step)
+            manifest = read_manifest(root, step)
+        except ManifestError:
+            continue
+        if manifest is None:
+            continue
+        try:
+            require_whole(root, manifest)
+            damage = ""
         except CommitError as error:
             damage = str(error)
-            try:
-                readable = read_manifest(root, step)
-            except ManifestError:
-                continue
-            if readable is None:
-                continue
-            manifest = readable
         metrics = read_metrics(root, manifest.run, step)
         found.append(info_of(manifest, metrics=metrics, held=held[step], damage=damage))
     return sorted(found, key=lambda each: each.age)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import Kind, step_folder, steps_on_disk
@@ -51,15 +52,34 @@ def require_committed(root: str | Path, step: int) -> Manifest:
             it damaged.
     """
     manifest = read_manifest(root, step)
-    folder = step_folder(root, step)
     if manifest is None:
         raise CommitError(
-            f"step {step} in {root} is not committed: {folder} has no manifest. Load a committed "
-            "step (trinity-sync ls shows them)."
+            f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
+            "Load a committed step (trinity-sync ls shows them)."
         )
+    require_whole(root, manifest)
+    return manifest
+
+
+def _size_of(path: Path) -> int | None:
+    """Bytes of a regular file; None if there is none, or no longer."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if S_ISREG(found.st_mode) else None
+
+
+def require_whole(root: str | Path, manifest: Manifest) -> None:
+    """See that the files of a manifest are there in their full size, and not known as bad.
+
+    Raises:
+        CommitError: they are not.
+    """
+    step, folder = manifest.step, step_folder(root, manifest.step)
     for record in manifest.files:
         path = folder / record.path
-        found = path.stat().st_size if path.is_file() else None
+        found = _size_of(path)
         if found != record.nbytes:
             state = "is missing" if found is None else f"has {found:,} bytes"
             raise CommitError(
@@ -72,4 +92,3 @@ def require_committed(root: str | Path, step: int) -> Manifest:
             f"them), or restore the files from a copy and run: trinity-sync verify {root} --step "
             f"{step}"
         )
-    return manifest

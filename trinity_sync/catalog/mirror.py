@@ -1,0 +1,186 @@
+"""From files to rows: a commit's step, or all of a job again; and whether the two agree.
+
+Each writer takes the job's row first and reads the files only then. So of any number of writers the
+last one has seen the newest files, and what it writes is right whatever the others wrote.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from trinity_sync.catalog.database import opened, reading, url_of
+from trinity_sync.catalog.models import Base, Claim, Job, Metric, Run, Shard, Step
+from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.layout import job_id, steps_on_disk
+from trinity_sync.settings import Settings
+from trinity_sync.storage.claims import leases, pins
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.steps import require_whole
+
+logger = logging.getLogger(__name__)
+
+Rows = dict[type[Base], list[dict[str, Any]]]
+
+
+def mirror(
+    engine: sa.Engine,
+    root: str | Path,
+    steps: Iterable[int],
+    *,
+    flow_run: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Have the catalog say of some steps what the files say, and of the job's runs and claims.
+
+    Args:
+        engine: the catalog, `database.opened`.
+        root: the job's root.
+        steps: committed or gone.
+        flow_run: Prefect's id of the flow run that has just committed them.
+        clock: seconds since the epoch.
+    """
+    job, chosen = job_id(root), list(steps)
+    with engine.begin() as connection:
+        _take(connection, job, root, clock())
+        known = _flow_runs(connection, job, chosen)
+        connection.execute(sa.delete(Step).where(Step.job == job, Step.step.in_(chosen)))
+        _refill(connection, job, root, chosen, known, flow_run)
+
+
+def try_mirror(
+    settings: Settings, root: str | Path, steps: Iterable[int], *, flow_run: str | None = None
+) -> None:
+    """As `mirror`, of the catalog that the settings name; a failure is logged and no more.
+
+    What was missed is in the files, and comes with the next `rebuild`.
+    """
+    try:
+        with opened(url_of(settings)) as engine:
+            mirror(engine, root, steps, flow_run=flow_run)
+    except Exception as error:  # whatever is wrong with it, the files are as they should be
+        logger.warning("the catalog misses a change of %s: %s", root, error)
+
+
+def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] = time.time) -> int:
+    """Read all of a job from its files again; returns how many steps are committed."""
+    job = job_id(root)
+    with engine.begin() as connection:
+        _take(connection, job, root, clock())
+        known = _flow_runs(connection, job, None)
+        connection.execute(sa.delete(Step).where(Step.job == job))
+        return _refill(connection, job, root, steps_on_disk(root), known, None)
+
+
+def differences(engine: sa.Engine, root: str | Path) -> list[str]:
+    """In what the catalog and the files of a job differ; empty if they agree."""
+    job = job_id(root)
+    found = []
+    with reading(engine) as connection:
+        for model, rows in _rows_of(job, root, steps_on_disk(root), {}, None).items():
+            columns = [c for c in model.__table__.columns if c.name not in ("job", "flow_run")]
+            of_job = model.__table__.columns["job"] == job
+            have = {tuple(row) for row in connection.execute(sa.select(*columns).where(of_job))}
+            want = {tuple(row[column.name] for column in columns) for row in rows}
+            for what, some in (("lacks", want - have), ("has too much:", have - want)):
+                if some:
+                    example = ", ".join(str(value) for value in min(some)[:3])
+                    found.append(f"{what} {len(some)} {model.__tablename__}, such as {example}")
+    return found
+
+
+def _take(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
+    """Make the job's row, or touch it; either way no other writer has it until the end."""
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    row = insert(Job).values(id=job, root=str(Path(root).resolve()), mirrored_at=now)
+    connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"mirrored_at": now}))
+
+
+def _flow_runs(
+    connection: sa.Connection, job: str, steps: list[int] | None
+) -> dict[tuple[int, float], str]:
+    """Flow runs by step and time of its commit: what no file says."""
+    wanted = sa.select(Step.step, Step.committed_at, Step.flow_run).where(Step.job == job)
+    if steps is not None:
+        wanted = wanted.where(Step.step.in_(steps))
+    rows = connection.execute(wanted.where(Step.flow_run.is_not(None)))
+    return {(step, at): str(flow_run) for step, at, flow_run in rows}
+
+
+def _refill(
+    connection: sa.Connection,
+    job: str,
+    root: str | Path,
+    steps: Iterable[int],
+    known: dict[tuple[int, float], str],
+    flow_run: str | None,
+) -> int:
+    connection.execute(sa.delete(Run).where(Run.job == job))
+    connection.execute(sa.delete(Claim).where(Claim.job == job))
+    rows = _rows_of(job, root, steps, known, flow_run)
+    for model, some in rows.items():
+        if some:
+            connection.execute(sa.insert(model), some)
+    return len(rows[Step])
+
+
+def _rows_of(
+    job: str,
+    root: str | Path,
+    steps: Iterable[int],
+    known: dict[tuple[int, float], str],
+    flow_run: str | None,
+) -> Rows:
+    """The rows that the files ask for, those first that others refer to."""
+    rows: Rows = {Step: [], Shard: [], Metric: [], Run: [], Claim: []}
+    for step in steps:
+        try:
+            manifest = read_manifest(root, step)
+        except ManifestError:
+            continue
+        if manifest is None:
+            continue
+        run_id = flow_run or known.get((step, manifest.committed_at))
+        rows[Step].append(_step_row(job, root, manifest, run_id))
+        for record in manifest.files:
+            rows[Shard].append({"job": job, "step": step, **asdict(record)})
+        for name, value in read_metrics(root, manifest.run, step).items():
+            rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
+    for run in all_runs(root):
+        rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
+    for step, pin in pins(root).items():
+        rows[Claim].append(_claim(job, f"{step}.json", step, "pin", pin.reason))
+    for lease in leases(root):
+        rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
+    return rows
+
+
+def _step_row(
+    job: str, root: str | Path, manifest: Manifest, flow_run: str | None
+) -> dict[str, Any]:
+    try:
+        require_whole(root, manifest)
+        damage = ""
+    except CommitError as error:
+        damage = str(error)
+    return {
+        "job": job,
+        "step": manifest.step,
+        "run": manifest.run,
+        "kinds": ",".join(manifest.kinds),
+        "nbytes": manifest.nbytes,
+        "committed_at": manifest.committed_at,
+        "damage": damage,
+        "flow_run": flow_run,
+    }
+
+
+def _claim(job: str, name: str, step: int, kind: str, holder: str) -> dict[str, Any]:
+    return {"job": job, "name": name, "step": step, "kind": kind, "holder": holder}

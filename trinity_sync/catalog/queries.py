@@ -1,0 +1,75 @@
+"""Questions that span jobs, answered without a look at their files."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from trinity_sync.catalog.database import reading
+from trinity_sync.catalog.models import Claim, Job, Metric, Step
+from trinity_sync.layout import KINDS
+from trinity_sync.storage.policies import StepInfo
+
+WORDS = {"pin": "pinned", "lease": "leased by"}
+
+
+@dataclass(frozen=True)
+class JobSteps:
+    """A job and its committed steps, oldest first."""
+
+    job: str
+    root: str
+    mirrored_at: float
+    steps: tuple[StepInfo, ...]
+    flow_runs: dict[int, str]
+    """Prefect's id of the flow run that committed a step, where that is known."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all steps."""
+        return sum(each.nbytes for each in self.steps)
+
+
+def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
+    """All jobs, or one by its id, with their steps: four questions, however many steps there are.
+
+    What a step is held by is what pinned or leased it when its job was last looked at.
+    """
+    steps: dict[str, list[StepInfo]] = defaultdict(list)
+    metrics: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    held: dict[tuple[str, int], list[str]] = defaultdict(list)
+    flow_runs: dict[str, dict[int, str]] = defaultdict(dict)
+    with reading(engine) as connection:
+        of_job = [] if job is None else [Metric.job == job]
+        for each in connection.execute(sa.select(Metric.__table__).where(*of_job)):
+            metrics[each.job, each.step][each.name] = each.value
+        of_job = [] if job is None else [Claim.job == job]
+        for each in connection.execute(sa.select(Claim.__table__).where(*of_job)):
+            held[each.job, each.step].append(f"{WORDS[each.kind]} {each.holder}".strip())
+        of_job = [] if job is None else [Step.job == job]
+        wanted = sa.select(Step.__table__).where(*of_job).order_by(Step.run, Step.step)
+        for each in connection.execute(wanted):
+            key = each.job, each.step
+            if each.flow_run:
+                flow_runs[each.job][each.step] = each.flow_run
+            steps[each.job].append(
+                StepInfo(
+                    each.step,
+                    each.run,
+                    tuple(kind for kind in KINDS if kind in each.kinds.split(",")),
+                    each.committed_at,
+                    each.nbytes,
+                    metrics.get(key, {}),
+                    tuple(held.get(key, ())),
+                    each.damage,
+                )
+            )
+        of_job = [] if job is None else [Job.id == job]
+        return [
+            JobSteps(
+                each.id, each.root, each.mirrored_at, tuple(steps[each.id]), flow_runs[each.id]
+            )
+            for each in connection.execute(
+                sa.select(Job.__table__).where(*of_job).order_by(Job.root)
+            )
+        ]

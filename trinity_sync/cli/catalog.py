@@ -1,0 +1,119 @@
+"""Commands of the catalog: ls, rebuild, check."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import (
+    AsJson,
+    app,
+    existing,
+    output,
+    print_json,
+    read_settings,
+    size,
+    when,
+)
+
+catalog = typer.Typer(
+    no_args_is_help=True,
+    help="The SQL index of all jobs; it can be made from their files at any time.",
+)
+app.add_typer(catalog, name="catalog")
+
+Roots = Annotated[list[Path], typer.Argument(help="Folders of jobs.")]
+
+
+@catalog.command(
+    "ls",
+    epilog="Examples:  [bold]trinity-sync catalog ls[/]  ·  "
+    "[bold]trinity-sync catalog ls --keep last=3[/]  ·  [bold]trinity-sync catalog ls --json[/]",
+)
+def list_jobs(
+    keep: Annotated[
+        str | None, typer.Option(help="Show what this policy of checkpoints would free.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all jobs that the catalog knows, without a look at their files; --json has the steps."""
+    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.queries import jobs
+    from trinity_sync.storage.policies import parse_policy
+    from trinity_sync.storage.retention import Rules, plan
+
+    settings = read_settings()
+    rules = Rules(parse_policy(keep or settings.keep), parse_policy(settings.keep_syncs))
+    with opened(url_of(settings)) as engine:
+        found = jobs(engine)
+    rows: list[dict[str, Any]] = []
+    for job in found:
+        steps = [{**asdict(each), "flow_run": job.flow_runs.get(each.step)} for each in job.steps]
+        freed = plan(job.steps, rules, time.time()).nbytes
+        rows.append({"job": job.job, "root": job.root, "bytes": job.nbytes, "would_free": freed})
+        rows[-1].update(steps=steps, newest=job.steps[-1].step if job.steps else None)
+    if as_json:
+        print_json(rows)
+    else:
+        table = Table("root", "steps", "newest", "size", "would be freed", "looked at")
+        for column in range(1, 5):
+            table.columns[column].justify = "right"
+        for job, row in zip(found, rows, strict=True):
+            newest = "" if row["newest"] is None else str(row["newest"])
+            sizes = size(job.nbytes), size(row["would_free"])
+            seen = when(job.mirrored_at).replace("T", " ")
+            table.add_row(job.root, str(len(job.steps)), newest, *sizes, seen)
+        output().print(table)
+    for job in found:
+        if outdated := _outdated(Path(job.root), {each.step for each in job.steps}):
+            typer.echo(outdated, err=True)
+
+
+@catalog.command(epilog="Example:  [bold]trinity-sync catalog rebuild ckpts[/]")
+def rebuild(roots: Roots) -> None:
+    """Read jobs from their files again, and have the catalog say just that."""
+    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.mirror import rebuild
+
+    with opened(url_of(read_settings())) as engine:
+        for root in roots:
+            count = rebuild(engine, existing(root))
+            typer.echo(f"{root}: {count} steps")
+
+
+@catalog.command(
+    epilog="Exit code 0 if catalog and files agree, else 1.\n\n"
+    "Example:  [bold]trinity-sync catalog check ckpts[/]"
+)
+def check(roots: Roots) -> None:
+    """Compare the catalog with the files of jobs."""
+    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.mirror import differences
+
+    agree = True
+    with opened(url_of(read_settings())) as engine:
+        for root in roots:
+            found = differences(engine, existing(root))
+            agree = agree and not found
+            typer.echo(f"{root}: the catalog {'; '.join(found) or 'agrees with the files'}")
+            if found:
+                typer.echo(f"to mend it: trinity-sync catalog rebuild {root}")
+    raise typer.Exit(0 if agree else 1)
+
+
+def _outdated(root: Path, known: set[int]) -> str:
+    """A sentence if the catalog's steps of a job are not those on disk; no file is read for it."""
+    from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
+
+    if not root.is_dir():
+        return f"{root} cannot be seen from here, so the catalog cannot be compared with it"
+    there = {step for step in steps_on_disk(root) if (step_folder(root, step) / MANIFEST).exists()}
+    if there == known:
+        return ""
+    return (
+        f"the catalog lacks {len(there - known)} steps of {root} and has {len(known - there)} that "
+        f"are gone; run: trinity-sync catalog rebuild {root}"
+    )
