@@ -4,6 +4,8 @@ The flow's completion is the gate that Trinity's CheckpointMonitor used to be: e
 is asked for before the commit begins. Only after it may older steps go, if the save asks for that.
 """
 
+import time
+
 from prefect import flow, get_run_logger
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
@@ -13,6 +15,7 @@ from flows.replicate import ask_for_copy
 from tasks.commit import commit_step, note_failure
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
+from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 
@@ -24,6 +27,7 @@ async def save_step(request: SaveRequest) -> None:
     Args:
         request: the step, and the spools in which its images wait.
     """
+    began = time.perf_counter()
     try:
         parts = []
         for node, spool in request.spools.items():
@@ -33,12 +37,16 @@ async def save_step(request: SaveRequest) -> None:
                     for component in request.components
                 ]
         written = [file for files in await results(parts) for file in files]
+        persisted = time.perf_counter()
         node, spool = next(iter(request.spools.items()))
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
         await results([commit])
+        committed = time.perf_counter()
+        METRICS.committed(request, written, persisted - began, committed - persisted)
         await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
+        METRICS.failed(request)
         await _note_failure(request, str(error))
         raise
     if request.keep:

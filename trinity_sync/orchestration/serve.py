@@ -14,6 +14,7 @@ from prefect.settings import (
 )
 
 from trinity_sync.layout import COMPONENTS
+from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
@@ -23,6 +24,8 @@ def serve(settings: Settings) -> None:
     """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C."""
     import ray
 
+    if settings.metrics_port:
+        METRICS.serve(settings)
     load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
