@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import anyio
@@ -13,6 +14,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import COMPONENTS
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
@@ -54,4 +56,7 @@ async def _until_stopped(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    serve(Settings())
+    try:
+        serve(Settings())
+    except TrinitySyncError as error:
+        sys.exit(f"trinity-sync: {error}")
