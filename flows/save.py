@@ -1,7 +1,8 @@
 """``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
-is asked for before the commit begins. Only after it may older steps go, if the save asks for that.
+is asked for before the commit begins. What comes after it (the export of models that the trainer
+asked for, the removal of older steps) may fail and be retried without touching the commit.
 """
 
 import time
@@ -13,6 +14,7 @@ from prefect_ray.task_runners import RayTaskRunner
 from flows.on_ray import on_node, results
 from flows.replicate import ask_for_copy
 from tasks.commit import commit_step, note_failure
+from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
 from trinity_sync.orchestration.metrics import METRICS
@@ -22,12 +24,12 @@ from trinity_sync.settings import Settings
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> None:
-    """Write one step's images and commit them.
+    """Write one step's images and commit them; then export models, if that was asked for.
 
     Args:
         request: the step, and the spools in which its images wait.
     """
-    began = time.perf_counter()
+    began, committed = time.perf_counter(), 0.0
     try:
         parts = []
         for node, spool in request.spools.items():
@@ -41,12 +43,18 @@ async def save_step(request: SaveRequest) -> None:
         node, spool = next(iter(request.spools.items()))
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
-        await results([commit])
+            (exports,) = await results([commit])
         committed = time.perf_counter()
         METRICS.committed(request, written, persisted - began, committed - persisted)
-        await ask_for_copy(request, Settings().replicate_to)
+        try:
+            if exports:  # the step counts already, whatever becomes of them
+                with remote_options(**on_node(node)):
+                    await results([export_wished.submit(request)])
+        finally:
+            await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
-        METRICS.failed(request)
+        if not committed:
+            METRICS.failed(request)
         await _note_failure(request, str(error))
         raise
     if request.keep:

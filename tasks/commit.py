@@ -1,6 +1,8 @@
 """The last task of a save, and the one that notes its failure."""
 
 import logging
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,21 +10,28 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from tasks.persist import save_of
-from trinity_sync.layout import FOLDERS
+from trinity_sync.export.wishes import Wish, make_wish, wishes
+from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.persist import Written, mark_failed
+from trinity_sync.storage.persist import Save, Written, mark_failed
+from trinity_sync.weights.notice import tell_committed
+from trinity_sync.weights.report import report
 
 logger = logging.getLogger(__name__)
 
 
 @task(name="commit", retries=2, retry_delay_seconds=2, persist_result=False)
-def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> None:
-    """Wait for save functions, write manifest and iteration files, then free the slots."""
+def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> bool:
+    """Wait for save functions, write manifest and iteration files, then free the slots.
+
+    Returns:
+        Whether models of the step are to be exported.
+    """
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
     shards = sum(file.record.component not in FOLDERS for file in written)
@@ -32,7 +41,9 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         at_least=max(0, request.expected - shards),
         gather_s=settings.gather_s,
     )
+    note_wishes(save, written)
     manifest = commit(save, written, receipts, recycle=settings.recycle)
+    tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:
         note_root(settings, request.root)
@@ -40,8 +51,18 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         logger.warning("scheduled flows do not know of %s: %s", request.root, error)
     try:
         show(request, manifest, written)
+        show_weights(request)
     except Exception as error:  # the server is away, and the step is committed all the same
-        logger.warning("%s is committed; its table cannot be shown: %r", request.run_name, error)
+        logger.warning("%s is committed; its tables cannot be shown: %r", request.run_name, error)
+    return bool(wishes(request.root, step=request.step))
+
+
+def note_wishes(save: Save, written: Sequence[Written]) -> None:
+    """Note which models the trainer wants to have exported; a retry finds it, whatever dies."""
+    asked = {(file.record.role, file.export) for file in written if file.export}
+    for role, export in asked:
+        trusted = export == "hf_model with remote code"
+        make_wish(save.root, Wish(save.run, save.step, role, trusted))
 
 
 @task(name="note failure", persist_result=False)
@@ -67,5 +88,27 @@ def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -
                 "digest": file.digest,
             }
             for file in manifest.files
+        ],
+    )
+
+
+def show_weights(request: SaveRequest) -> None:
+    """Put who serves which version into the Prefect UI, if the job has a Synchronizer."""
+    found = report(request.root, time.time())
+    if found is None or not found.readers:
+        return
+    job = re.sub(r"[^a-z0-9]+", "-", job_id(request.root).lower())
+    newest = found.newest.step if found.newest else "none"
+    create_table_artifact(
+        key=f"weights-{job}",
+        description=f"Who serves which version of `{request.root}`; the newest is {newest}",
+        table=[
+            {
+                "reader": reader.name,
+                "version": reader.step,
+                "steps behind": reader.behind,
+                "stale for": f"{reader.stale_s:.0f} s",
+            }
+            for reader in found.readers
         ],
     )

@@ -30,6 +30,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
@@ -194,6 +195,7 @@ class CheckpointCoordinator:
         metadata: str | Path | None = None,
         overlap: bool = False,
         keep: int = 0,
+        export: Export = "",
     ) -> Staged:
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
@@ -213,6 +215,8 @@ class CheckpointCoordinator:
                 for you with `wait_staged_before`. Until then the save is not handed over.
             keep: checkpoints that are left once this one is committed, older ones being removed
                 after it and never before; 0 leaves all. See `storage.retention`.
+            export: have the FSDP shards of the model written as a Hugging Face model, too, into
+                ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
 
         Returns:
             What was copied, and how long the caller stood still.
@@ -238,6 +242,7 @@ class CheckpointCoordinator:
             world_size=self.world_size,
             node_ranks=self._node_ranks,
             keep=keep if kind == "checkpoint" else 0,
+            export=export,
         )
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
@@ -484,7 +489,8 @@ class CheckpointCoordinator:
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         run = self._begin(0)
         request = self._request(run, origin.step, origin.kind, origin.roles, components)
-        self._hand_over(request.model_copy(update={"keep": origin.keep}))
+        request = request.model_copy(update={"keep": origin.keep})
+        self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
         self,
@@ -508,10 +514,10 @@ class CheckpointCoordinator:
             expected=expected,
         )
 
-    def _hand_over(self, request: SaveRequest, *, always: bool = False) -> None:
+    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
         if self.rank == 0 or always:
             self._trigger.submit(request)
-        self._watch.add(request)
+        self._watch.add(request, exports=exports)
 
 
 def _own_run_key() -> str:

@@ -15,8 +15,11 @@
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     ├─ ExportError          shards that cannot be written as a Hugging Face model
      ├─ RemoteError          a store of copies cannot be reached, read or written
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
+     ├─ WeightSyncError      weights that did not get from the trainer to a reader
+     │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
@@ -75,12 +78,24 @@ class ManifestError(CommitError):
     """A manifest that is torn, corrupted or of another version."""
 
 
+class ExportError(TrinitySyncError):
+    """Shards that cannot be written as a Hugging Face model."""
+
+
 class RemoteError(TrinitySyncError):
     """A store of copies cannot be reached, read or written."""
 
 
 class StepClaimed(TrinitySyncError):
     """A lease or a pin holds a step that was to be taken away."""
+
+
+class WeightSyncError(TrinitySyncError):
+    """Weights that did not get from the trainer to a reader, or not completely."""
+
+
+class DeltaError(WeightSyncError):
+    """A delta that is torn, or does not fit the weights that it is applied to."""
 
 
 class StackError(TrinitySyncError):

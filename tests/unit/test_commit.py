@@ -284,6 +284,20 @@ def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(j
     assert newest(job.root).step == 10
 
 
+def test_a_checkpoint_that_a_resumed_run_replaces_with_a_sync_is_pointed_at_no_more(
+    job: Job,
+) -> None:
+    open_run(job.root, "first", 0)
+    for step in (10, 20):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    open_run(job.root, "second", 10)
+    job.stage(20, {"model": state(2)}, run=2, kind="state_dict")
+    job.commit(20, run=2, kind="state_dict")
+    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 10
+    assert read_iteration(job.root, "state_dict") == 20
+
+
 def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:
     open_run(job.root, "first", 0)
     for step in (10, 11, 12):

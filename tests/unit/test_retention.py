@@ -1,15 +1,12 @@
 """Retention removes what policies let go of, never what somebody needs, and never half a step."""
 
-import json
 import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files, info
 from trinity_sync.errors import ConfigError
@@ -249,45 +246,6 @@ def test_without_recycling_all_room_is_given_back(root: Path) -> None:
 # crashes
 
 
-CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
-
-
-def in_a_process(body: Callable[[], object], *, die_before: int | None) -> int:
-    """Run ``body`` in a child that dies before it changes names for that many-th time.
-
-    Returns:
-        How often it changed names.
-    """
-    counts = Path(f"/dev/shm/changes-{os.getpid()}")
-    child = os.fork()
-    if child == 0:
-        seen = 0
-
-        def count(event: str, _arguments: object) -> None:
-            nonlocal seen
-            if event in CHANGES:
-                seen += 1
-                if seen == die_before:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        status = 1
-        try:
-            body()
-            counts.write_text(json.dumps(seen))
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    if die_before is not None:
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return die_before
-    assert status == 0
-    seen = json.loads(counts.read_text())
-    counts.unlink()
-    return seen
-
-
 def history(root: Path) -> Path:
     root.mkdir()
     for step in (1, 2, 3):
@@ -297,11 +255,11 @@ def history(root: Path) -> Path:
 
 def test_a_retention_that_dies_at_any_point_leaves_whole_steps_or_none(tmp_path: Path) -> None:
     whole = history(tmp_path / "whole")
-    changes = in_a_process(lambda: prune(whole, "last=1"), die_before=None)
+    changes = in_a_process(lambda: prune(whole, "last=1"), tmp_path)
     assert changes > 10
     for moment in range(1, changes + 1):
         root = history(tmp_path / str(moment))
-        in_a_process(lambda root=root: prune(root, "last=1"), die_before=moment)
+        in_a_process(lambda root=root: prune(root, "last=1"), tmp_path, die_before=moment)
         for step in steps_on_disk(root):
             require_committed(root, step)
         assert newest(root).step == 3

@@ -1,6 +1,6 @@
-"""The ``trinity-sync`` command; a module for each group of its commands."""
+"""The ``trinity-sync`` command; a module for each group of its commands, each registers its own."""
 
-from trinity_sync.cli import (
+from trinity_sync.cli import (  # noqa: F401
     care,
     compare,
     copies,
@@ -10,18 +10,8 @@ from trinity_sync.cli import (
     retention,
     stack,
     steps,
+    weights,
 )
 from trinity_sync.cli.frame import app
 
-__all__ = [
-    "app",
-    "care",
-    "compare",
-    "copies",
-    "doctor",
-    "history",
-    "report",
-    "retention",
-    "stack",
-    "steps",
-]
+__all__ = ["app"]

@@ -121,6 +121,45 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
     return await reconcile(settings, [root], None, grace_s=grace_s)
 
 
+@app.command(
+    epilog="Examples:  [bold]trinity-sync export ckpts 40[/]  ·  "
+    "[bold]trinity-sync export ckpts 40 --to model --dtype bf16[/]"
+)
+def export(
+    root: Root,
+    step: Annotated[int, typer.Argument(min=0, help="Number of the step.")],
+    to: Annotated[
+        Path | None, typer.Option(help="New folder; the step's <role>/huggingface if unset.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="Whose model.")] = "actor",
+    dtype: Annotated[str, typer.Option(help="keep, bf16, fp16 or fp32; needs --to.")] = "keep",
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a step's FSDP shards as a Hugging Face model; goes on with one that broke off."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from trinity_sync.export.step import export_step
+
+    done = export_step(
+        existing(root),
+        step,
+        to=to,
+        role=role,
+        dtype=dtype,
+        max_shard_bytes=bytes_of(max_shard_size),
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
+    else:
+        typer.echo(f"{done.folder}: {len(done.files)} files, {size(done.nbytes)}")
+
+
 def bytes_of(text: str) -> int:
     """A number of bytes as people write it: ``5GB``, ``500 MB``, ``2GiB``, ``1000``.
 

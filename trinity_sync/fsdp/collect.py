@@ -5,19 +5,12 @@ next optimizer step.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
-from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_id
-from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
+from verl.utils.fsdp_utils import get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
 
@@ -62,33 +55,10 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
     return adapters
 
 
+def adapters_only(names: Iterable[str]) -> bool:
+    """Whether a state with these names was saved with ``save_lora_only``."""
+    return all(_is_adapter(name) for name in names)
+
+
 def _is_adapter(name: str) -> bool:
     return "lora_" in name or ".adapter_" in name
-
-
-@torch.no_grad()
-def full_model_state(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """The whole model as CPU tensors of their own; every rank takes part.
-
-    Args:
-        model: an FSDP1, FSDP2 or plain model.
-        keep: whether this rank wants the result; others get an empty dict, and under FSDP2 hold
-            one whole tensor at a time.
-    """
-    full: dict[str, torch.Tensor] = {}
-    if fsdp_version(model) == 1:
-        # rank0_only and offload_to_cpu go together, and gloo ranks cannot do the latter
-        on_cpu = torch.device(get_device_id()).type == "cpu"
-        config = FullStateDictConfig(offload_to_cpu=not on_cpu, rank0_only=not on_cpu)
-        with get_fsdp_state_ctx(model, StateDictType.FULL_STATE_DICT, config, None):
-            state = model.state_dict()
-    else:
-        state = model.state_dict()
-    value: Any
-    for name, value in state.items():
-        whole = value
-        if isinstance(value, DTensor):
-            whole = cast(DTensor, value.to(get_device_id())).full_tensor()
-        if keep:
-            full[name] = whole.detach().to("cpu", copy=True)
-    return full

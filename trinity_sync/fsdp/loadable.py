@@ -11,8 +11,8 @@ from trinity_sync.storage.steps import require_committed
 _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
 
 
-def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> None:
-    """See that ``role_folder`` is committed and was saved by as many ranks as load it now.
+def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
+    """See that ``role_folder`` is committed and complete; by how many ranks it was saved.
 
     Folders of jobs that trinity_sync never saved are asked for their files only.
 
@@ -21,9 +21,12 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
         world_size: number of ranks that want to load.
         components: what they want to load.
 
+    Returns:
+        ``world_size`` where the folder has shards of as many ranks, else the number that it has.
+
     Raises:
-        CommitError: the step was never committed, or a component is not part of it.
-        ConfigError: the folder is missing, or its shards are those of another number of ranks.
+        CommitError: the step was never committed, or a component or a rank's part is missing.
+        ConfigError: the folder is missing.
     """
     if not role_folder.is_dir():
         raise ConfigError(f"there is no checkpoint folder {role_folder}; check the path to resume")
@@ -31,24 +34,28 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
     if names is None:
         names = [path.name for path in role_folder.iterdir()]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
-    for component in components:
-        sizes = {int(shard["world_size"]) for shard in shards if shard["component"] == component}
-        if not sizes:
+    sizes: dict[str, set[int]] = {component: set() for component in components}
+    for shard in shards:
+        if shard["component"] in sizes:
+            sizes[shard["component"]].add(int(shard["world_size"]))
+    for component, found in sizes.items():
+        if not found:
             raise CommitError(
                 f"{role_folder} holds no {component!r}, so it cannot be loaded; resume from a "
                 "step that latest_checkpointed_iteration.txt names, or take the component out of "
                 "checkpoint.load_contents"
             )
-        if world_size not in sizes:
-            raise ConfigError(
-                f"{role_folder} was saved by {min(sizes)} ranks, and {world_size} want to load it; "
-                "resume with as many ranks, or merge it (python -m verl.model_merger merge) and "
-                "start from the merged model"
-            )
-        missing = {shard_file(component, world_size, rank) for rank in range(world_size)}
-        missing.difference_update(names)
-        if missing:
-            raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; take another")
+    common = set.intersection(*sizes.values()) if sizes else {world_size}
+    if not common:
+        raise CommitError(
+            f"{role_folder} holds no two components of the same number of ranks; take another step"
+        )
+    saved_by = world_size if world_size in common else max(common)
+    missing = {shard_file(name, saved_by, rank) for name in components for rank in range(saved_by)}
+    missing.difference_update(names)
+    if missing:
+        raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; take another")
+    return saved_by
 
 
 def _committed(role_folder: Path) -> list[str] | None:

@@ -5,7 +5,6 @@ no file is written, nothing is deleted and no barrier is taken here. Loading doe
 veRL does, and gets it faster: from the node's memory if it is still there.
 """
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,13 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collect import (
-    full_model_state,
-    lora_only,
-    model_state,
-    sharded,
-    unwrapped,
-)
-from trinity_sync.fsdp.export import export_weights
+from trinity_sync.fsdp.collect import lora_only, model_state, sharded
 from trinity_sync.fsdp.loadable import check_loadable
-from trinity_sync.fsdp.metadata import HUGGINGFACE, metadata_folder
+from trinity_sync.fsdp.metadata import metadata_folder
+from trinity_sync.fsdp.reshard import resharded
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.restore import load_shards
 
 logger = logging.getLogger(__name__)
@@ -96,7 +90,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             global_step: training step, the N of the path.
             max_ckpt_to_keep: checkpoints that are left once this one is committed; None and 0
                 leave all. Nothing is deleted here: the save's flow does it, after the commit.
-            save_as_hf: save the whole model in Hugging Face format, too, whatever the contents.
+            save_as_hf: have the model written in Hugging Face format, too, whatever the contents:
+                from the shards, by the save's flow, after the commit.
             hdfs_path: unused; veRL's engine passes it.
 
         Returns:
@@ -113,17 +108,32 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         coordinator = self._coordinator_of(root)
         self.previous_global_step = global_step
         states: dict[str, Any] = {}
-        if self.should_save_model and self._is_new("model", global_step):
+        export = save_as_hf or self.should_save_hf_model
+        if (self.should_save_model or export) and self._is_new("model", global_step):
             states["model"] = self._model_state()
         if self.should_save_optimizer and self._is_new("optim", global_step):
             states["optim"] = self.optimizer.state_dict()
         if self.should_save_extra and self._is_new("extra_state", global_step):
             schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
-        if save_as_hf or self.should_save_hf_model:
-            self._export(coordinator, Path(local_path), global_step, joins_a_save=bool(states))
-        keep = max_ckpt_to_keep or 0
-        staged = self._stage(coordinator, role, global_step, "checkpoint", states, keep=keep)
+        if export and not states and self._is_new("hf_model", global_step):
+            logger.warning(
+                "step %d was handed over already without hf_model; once it is committed, run: "
+                "trinity-sync export %s %d --role %s",
+                global_step,
+                root,
+                global_step,
+                role,
+            )
+        staged = self._stage(
+            coordinator,
+            role,
+            global_step,
+            "checkpoint",
+            states,
+            keep=max_ckpt_to_keep or 0,
+            export=export and bool(states),
+        )
         if self.rank == 0:
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
         return staged
@@ -171,7 +181,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Load this rank's part of a committed step, as veRL does, and continue from there.
 
         It is read from the spool if this node still holds it, else from disk; the log says which.
-        Either way its digests are those of the manifest. veRL loads what has none.
+        Either way its digests are those of the manifest. veRL loads what has none. A step of
+        another number of ranks is resharded, see ``reshard``.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
@@ -181,21 +192,29 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             del_local_after_load: remove what was downloaded; local files are never removed.
 
         Raises:
-            ConfigError: the step was saved by another number of ranks, or this run has saved
-                already: load with the manager of a new run.
+            ConfigError: this run has saved already: load with the manager of a new run. Or the
+                step is that of another model or optimizer, which resharding sees.
             CommitError: the step is not committed, no checkpoint, or damaged.
         """
         if local_path is None:
             return
         self._require(model=self.should_load_model, optimizer=self.should_load_optimizer)
-        check_loadable(Path(local_path), self.world_size, self._components_to_load())
+        components = self._components_to_load()
+        saved_by = check_loadable(Path(local_path), self.world_size, components)
         folder = Path(local_path).resolve()
         self._begin_run_at(folder)
+        if saved_by != self.world_size:
+            states = resharded(
+                folder, saved_by, components, model=self.model, optimizer=self.optimizer
+            )
+            with sharded(self.model):
+                for component, state in states:
+                    self._take_over(component, state)
+            return
         if not (folder.parent / MANIFEST).exists():
             super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
             return
         root, step, role = split_role_path(folder)
-        components = self._components_to_load()
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
@@ -293,6 +312,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         states: dict[str, Any],
         *,
         keep: int = 0,
+        export: bool = False,
     ) -> Staged | None:
         if not states:
             return None
@@ -309,41 +329,18 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)
             self._waits_before_steps = True
+        how: Export = "hf_model with remote code" if self.trust_remote_code else "hf_model"
         staged = coordinator.save(
-            step, states, role=role, kind=kind, metadata=metadata, overlap=overlap, keep=keep
+            step,
+            states,
+            role=role,
+            kind=kind,
+            metadata=metadata,
+            overlap=overlap,
+            keep=keep,
+            export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))
+        if export:
+            self._saved["hf_model"] = step
         return staged
-
-    def _export(
-        self,
-        coordinator: CheckpointCoordinator,
-        role_folder: Path,
-        step: int,
-        *,
-        joins_a_save: bool,
-    ) -> None:
-        """Gather the whole model on rank 0 and hand it over to be written as Hugging Face files."""
-        if not self._is_new("hf_model", step):
-            return
-        if not joins_a_save:
-            logger.warning(
-                "step %d was handed over already, so its commit cannot take hf_model in; ask for "
-                "it in the step's first save, or run: python -m verl.model_merger merge "
-                "--backend fsdp --local_dir %s --target_dir %s",
-                step,
-                role_folder,
-                role_folder / HUGGINGFACE,
-            )
-            return
-        state = full_model_state(self.model, keep=self.rank == 0)
-        self._saved["hf_model"] = step
-        if self.rank != 0:
-            return
-        config = copy.deepcopy(unwrapped(self.model).config)
-        folder, trust = role_folder / HUGGINGFACE, self.trust_remote_code
-        coordinator.save_async(
-            "hf_model",
-            lambda: export_weights(state, config, folder, trust_remote_code=trust),
-            step,
-        )

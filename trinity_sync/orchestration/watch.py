@@ -10,12 +10,13 @@ import threading
 import time
 from dataclasses import dataclass
 
-from trinity_sync.errors import SaveTimeout
+from trinity_sync.errors import ManifestError, SaveTimeout
+from trinity_sync.export.wishes import is_exported
 from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import is_committed, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class _Pending:
     request: SaveRequest
     since: float
     ask_at: float
+    exports: set[str]
+    """Roles whose models are to be exported after the commit."""
 
 
 class SaveWatch:
@@ -43,11 +46,13 @@ class SaveWatch:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, request: SaveRequest) -> None:
-        """Follow a save; returns at once."""
+    def add(self, request: SaveRequest, *, exports: str = "") -> None:
+        """Follow a save, and the export of a role's model; returns at once."""
         now = time.monotonic()
         with self._changed:
-            self._pending.setdefault(request.key, _Pending(request, now, now + ASK_S))
+            new = _Pending(request, now, now + ASK_S, set())
+            save = self._pending.setdefault(request.key, new)
+            save.exports |= {exports} - {""}
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._follow, name="save-watch", daemon=True)
@@ -95,22 +100,36 @@ class SaveWatch:
 
     def _settled(self, save: _Pending) -> bool:
         request = save.request
-        if _committed(request):
-            self.commit_seconds[request.key] = time.monotonic() - save.since
-            return True
+        committed = _committed(request)
+        if committed:
+            self.commit_seconds.setdefault(request.key, time.monotonic() - save.since)
+            if _exported(save):
+                return True
         if time.monotonic() < save.ask_at:
             return False
         outcome = self._trigger.outcome(request)
         save.ask_at = time.monotonic() + ASK_S
-        if outcome.state == "failed" or (outcome.state == "completed" and not _committed(request)):
-            why = outcome.message or "its flow run completed without a commit"
+        done = _committed(request) and _exported(save)
+        if outcome.state == "failed" or (outcome.state == "completed" and not done):
+            what = "exported, but is committed" if committed else "committed"
+            why = outcome.message or f"its flow run completed without that step being {what}"
             where = f" ({outcome.url})" if outcome.url else ""
-            failure = f"{request.run_name} of {request.root} was not committed: {why}{where}"
+            failure = f"{request.run_name} of {request.root} was not {what}: {why}{where}"
             logger.error("%s", failure)
             with self._changed:
                 self._failures.append(failure)
             return True
         return False
+
+
+def _exported(save: _Pending) -> bool:
+    if not save.exports:
+        return True
+    try:
+        manifest = read_manifest(save.request.root, save.request.step)
+    except (ManifestError, OSError):
+        return False
+    return all(is_exported(manifest, role) for role in save.exports)
 
 
 def _committed(request: SaveRequest) -> bool:

@@ -21,7 +21,7 @@ from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, failure_path, seal, ticket_path
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, seal, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Origin:
     node_ranks: tuple[int, ...]
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
 
 
 @dataclass(frozen=True)

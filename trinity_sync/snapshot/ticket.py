@@ -19,6 +19,10 @@ TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
 
 
+Export = Literal["", "hf_model", "hf_model with remote code"]
+"""Whether this role's model is exported once the step is committed."""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """What an image is and where it belongs."""
@@ -49,6 +53,7 @@ class Ticket:
     """Seconds since the epoch."""
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
 
     @property
     def what(self) -> str:

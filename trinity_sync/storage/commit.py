@@ -32,7 +32,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.iteration import advance_iteration, settle_iteration
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -135,6 +135,9 @@ def commit(
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
         announce(save.root, manifest)
+        if earlier and earlier.run < save.run:
+            for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
+                settle_iteration(save.root, kind)
     return manifest
 
 

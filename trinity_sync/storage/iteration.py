@@ -61,7 +61,7 @@ def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | N
     """
     current = read_iteration(root, kind)
     best = _best(root, kind)
-    if best is None or (current is not None and _stays(root, current, best)):
+    if best is None or (current is not None and _stays(root, kind, current, best)):
         return None
     replace_file(Path(root) / ITERATION_FILES[kind], str(best.step))
     logger.warning(
@@ -88,7 +88,7 @@ def _best(root: str | Path, kind: Kind) -> Manifest | None:
     return None
 
 
-def _stays(root: str | Path, current: int, best: Manifest) -> bool:
+def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
     folder = step_folder(root, current)
     if folder.is_dir() and not (folder / MANIFEST).exists():
         return True  # another system's
@@ -96,7 +96,7 @@ def _stays(root: str | Path, current: int, best: Manifest) -> bool:
         found = require_committed(root, current)
     except CommitError:
         return False
-    return (found.run, found.step) >= (best.run, best.step)
+    return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)
 
 
 def _run_of(root: str | Path, step: int) -> int:

@@ -21,7 +21,7 @@ from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveEr
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
-from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.recycling import remove_spares, take_spare
@@ -62,6 +62,7 @@ class Written:
     components: tuple[str, ...]
     """All that the rank hands over in this save."""
     seconds: float
+    export: Export = ""
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,7 @@ def _write_one(
         slot=os.fspath(sealed.slot),
         components=ticket.components,
         seconds=time.perf_counter() - start,
+        export=ticket.export,
     )
 
 

@@ -41,6 +41,11 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
             return run
 
 
+def all_runs(root: str | Path) -> list[Run]:
+    """Every run of the job, in no order."""
+    return _later_runs(root, 0)
+
+
 def know_run(root: str | Path, run: Run) -> None:
     """Write down a run that wrote elsewhere, so that runs begun here get later numbers."""
     newest = newest_run(root)
@@ -51,7 +56,7 @@ def know_run(root: str | Path, run: Run) -> None:
 
 def newest_run(root: str | Path) -> Run | None:
     """The run that began last, or None."""
-    runs = _later_runs(root, 0)
+    runs = all_runs(root)
     return max(runs, key=lambda run: run.number) if runs else None
 
 

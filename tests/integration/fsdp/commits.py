@@ -7,8 +7,10 @@ import queue
 import threading
 from pathlib import Path
 
+from tasks.commit import note_wishes
 from tasks.persist import persist_component, save_of
 from tasks.prune import prune_after_commit
+from trinity_sync.export.wishes import grant, wishes
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool
@@ -51,7 +53,10 @@ def _save_step(request: SaveRequest) -> None:
     spool, save = JobSpool(Path(folder)), save_of(request)
     parts = [persist_component(request, component, folder) for component in request.components]
     written = [file for part in parts for file in part]
+    note_wishes(save, written)
     commit(save, written, await_receipts(spool, save))
     release_slots(spool, save, written)
+    for wish in wishes(save.root, step=save.step):
+        grant(save.root, wish)
     if request.keep:
         prune_after_commit.fn(request)

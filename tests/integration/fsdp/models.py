@@ -20,10 +20,13 @@ from verl.utils.fsdp_utils import apply_fsdp2
 class Trained:
     """Model, optimizer and schedule of one rank."""
 
-    def __init__(self, folder: Path, version: int, *, seed: int = 0) -> None:
+    def __init__(self, folder: Path, version: int, *, seed: int = 0, replicas: int = 1) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed + dist.get_rank())
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        shape, names = (replicas, dist.get_world_size() // replicas), ("ddp", "fsdp")
+        if replicas == 1:
+            shape, names = shape[1:], names[1:]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if version == 1:
             # not sync_module_states, which veRL asks for: FSDP1 refuses it on CPU

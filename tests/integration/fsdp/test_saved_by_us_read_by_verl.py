@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.export.step import export_step
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.steps import require_committed
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
@@ -150,8 +152,18 @@ def test_verls_merger_restores_the_model_bit_for_bit(saved: Saved, tmp_path: Pat
         # the merger casts to bfloat16, whatever was trained
         assert torch.equal(merged_by_verl[name], tensor.bfloat16())
 
+    export_step(saved.role_folder.parents[1], STEP, to=tmp_path / "ours", dtype="bf16")
+    exported = load_file(tmp_path / "ours/model.safetensors")
+    assert exported.keys() == merged_by_verl.keys()
+    assert all(torch.equal(exported[name], merged_by_verl[name]) for name in exported)
+    assert {path.name for path in (tmp_path / "ours").glob("*.json")} >= {
+        path.name for path in tmp_path.glob("*.json") if path.name != "generation_config.json"
+    }
 
-def test_an_exported_model_is_the_model_of_its_step(saved: Saved) -> None:
+
+def test_a_model_that_was_saved_as_hf_is_the_model_of_its_step(saved: Saved) -> None:
+    manifest = require_committed(saved.exported.parents[2], EXPORTED_STEP)
+    assert manifest.file("actor/huggingface/model.safetensors")
     exported = load_file(saved.exported / "model.safetensors")
     trained = merged(saved.exported.parent)
     assert exported.keys() == trained.keys()

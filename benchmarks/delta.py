@@ -1,0 +1,140 @@
+"""What a delta of the weights costs, beside other encodings and a full copy in the same run.
+
+::
+
+    python -m benchmarks.delta [MIB]
+
+A random bf16 tensor of MIB (256 by default), a share of whose elements is changed at random places.
+All figures are beside a copy of the whole tensor into touched memory: *bytes* of the full bytes,
+*encode* and *apply* in times of that copy, medians of seven, all in turn. ``delta`` is what
+``trinity_sync.weights.delta`` does, checksum and digest of the result included; the alternatives
+have neither, and work in pieces of the same size.
+"""
+
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trinity_sync.weights.delta import PIECE, apply, encode
+
+SHARES = (0.0, 0.001, 0.01, 0.05, 0.3, 1.0)
+TURNS = 7
+Bits = np.ndarray[Any, np.dtype[Any]]
+
+
+def _indices(old: Bits, new: Bits) -> tuple[Bits, ...]:
+    at = np.flatnonzero(old != new)
+    return at.astype(np.uint32), new[at]
+
+
+def _from_indices(into: Bits, at: Bits, values: Bits) -> None:
+    into[at] = values
+
+
+def _mask(old: Bits, new: Bits) -> tuple[Bits, ...]:
+    differs = old != new
+    return np.packbits(differs), new[np.flatnonzero(differs)]
+
+
+def _from_mask(into: Bits, mask: Bits, values: Bits) -> None:
+    into[np.flatnonzero(np.unpackbits(mask, count=len(into)))] = values
+
+
+def _xor(old: Bits, new: Bits) -> tuple[Bits, ...]:
+    return (np.frombuffer(zlib.compress((old ^ new).tobytes(), 1), np.uint8),)
+
+
+def _from_xor(into: Bits, packed: Bits) -> None:
+    into ^= np.frombuffer(zlib.decompress(packed), into.dtype)
+
+
+ALTERNATIVES: dict[str, tuple[Callable[..., tuple[Bits, ...]], Callable[..., None]]] = {
+    "indices": (_indices, _from_indices),
+    "mask": (_mask, _from_mask),
+    "xor + zlib": (_xor, _from_xor),
+}
+
+
+def _timed(work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    result = work(*arguments, **named)
+    return time.perf_counter() - begun, result
+
+
+def _in_pieces(there: Callable[..., Any], old: Bits, new: Bits) -> list[Any]:
+    return [there(old[p], new[p]) for p in _pieces(old)]
+
+
+def _back_in_pieces(back: Callable[..., None], into: Bits, blocks: list[Any]) -> None:
+    for piece, found in zip(_pieces(into), blocks, strict=True):
+        back(into[piece], *found)
+
+
+def _pieces(whole: Bits) -> list[slice]:
+    step = PIECE // whole.itemsize
+    return [slice(start, start + step) for start in range(0, len(whole), step)]
+
+
+def measure(old: Bits, new: Bits) -> dict[str, tuple[float, float, float]]:
+    """Bytes, encoding and applying of each, beside a full copy."""
+    base, after = ({"w": torch.from_numpy(b).view(torch.bfloat16)} for b in (old, new))
+    into = old.copy()
+    target = {"w": torch.from_numpy(into).view(torch.bfloat16)}
+    sizes: dict[str, int] = {}
+    samples: dict[str, list[tuple[float, float]]] = {}
+    copies = []
+    for turn in range(TURNS):
+        copies.append(_timed(np.copyto, into, new)[0])
+        np.copyto(into, old)
+        encoding, delta = _timed(encode, base, after, base_version=0, version=1)
+        applying, _ = _timed(apply, delta.data, target, version=0)
+        assert np.array_equal(into, new)
+        sizes["delta"] = len(delta.data)
+        samples.setdefault("delta", []).append((encoding, applying))
+        for name, (there, back) in ALTERNATIVES.items():
+            if turn and name.startswith("xor"):
+                continue  # once is enough of it
+            np.copyto(into, old)
+            encoding, blocks = _timed(_in_pieces, there, old, new)
+            applying, _ = _timed(_back_in_pieces, back, into, blocks)
+            assert np.array_equal(into, new)
+            sizes[name] = sum(block.nbytes for piece in blocks for block in piece)
+            samples.setdefault(name, []).append((encoding, applying))
+    copy = statistics.median(copies)
+    return {
+        name: (
+            sizes[name] / old.nbytes,
+            statistics.median(e for e, _ in taken) / copy,
+            statistics.median(a for _, a in taken) / copy,
+        )
+        for name, taken in samples.items()
+    } | {"copy": (1.0, 0.0, old.nbytes / copy / 1e9)}
+
+
+def main() -> None:
+    size = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    old = random.integers(0, 1 << 16, size << 19, dtype=np.uint16)
+    print(
+        f"{'changed':>8} {'encoding':12} {'bytes':>7} {'encode':>8} {'apply':>7}   (full copy = 1)"
+    )
+    for share in SHARES:
+        new = old.copy()
+        at = np.flatnonzero(random.random(len(old)) < share)
+        new[at] ^= random.integers(1, 9, len(at), dtype=np.uint16)
+        found = measure(old, new)
+        *_, speed = found.pop("copy")
+        for name, (nbytes, encoding, applying) in found.items():
+            print(f"{share:8.1%} {name:12} {nbytes:7.4f} {encoding:8.2f} {applying:7.2f}")
+        print(f"{'':8} full copy at {speed:.1f} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

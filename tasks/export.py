@@ -1,0 +1,43 @@
+"""The tasks that export a model: what a save asked for, and what a person asks for."""
+
+import os
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+
+from trinity_sync.export.wishes import grant, wishes
+from trinity_sync.request import SaveRequest
+
+
+@task(name="export", persist_result=False)
+def export_wished(request: SaveRequest) -> None:
+    """Export what the trainer asked for with a save that is committed now."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for wish in wishes(request.root, step=request.step):
+        if wish.run == request.run:
+            grant(request.root, wish)
+
+
+@task(name="export model", persist_result=False)
+def export_model(
+    root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
+) -> None:
+    """Write one role's model of a committed step as a Hugging Face folder."""
+    from trinity_sync.export.step import export_step  # torch takes seconds, and saves need it not
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    done = export_step(
+        root,
+        step,
+        to=Path(to) if to else None,
+        role=role,
+        dtype=dtype,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+    )
+    create_markdown_artifact(
+        key="exported-model",
+        description=f"{role} of step {step} in `{root}`",
+        markdown=f"`{done.folder}`: {done.nbytes:,} bytes\n\n"
+        + "\n".join(f"- `{name}`" for name in done.files),
+    )

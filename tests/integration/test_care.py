@@ -1,0 +1,146 @@
+"""The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prefect.states import AwaitingRetry
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tests.integration.prefect_api import Api, until
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.settings import Settings
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.steps import newest, require_committed
+
+
+@pytest.fixture
+def api(stack: StackState) -> Api:
+    return Api()
+
+
+@pytest.fixture
+def saves(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> Iterator[CheckpointCoordinator]:
+    coordinator = CheckpointCoordinator(root, settings=stack_settings)
+    yield coordinator
+    coordinator.close()
+
+
+@pytest.fixture
+def model() -> Any:
+    config = Qwen2Config(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture
+def metadata(model: Any, tmp_path: Path) -> Path:
+    model.config.save_pretrained(tmp_path / "metadata/huggingface")
+    return tmp_path / "metadata"
+
+
+def run(api: Api, deployment: str, **parameters: Any) -> Any:
+    return api.ended(api.start(parameters, deployment))
+
+
+def test_a_job_is_looked_after_from_its_commit_to_its_export(
+    saves: CheckpointCoordinator,
+    stack_settings: Settings,
+    root: Path,
+    api: Api,
+    model: Any,
+    metadata: Path,
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        saves.save(step, {"model": model.state_dict()}, metadata=metadata)
+        saves.wait_all(90)
+    assert root in known_roots(stack_settings)
+
+    exported = run(api, "export/export", root=str(root), step=2, to=str(tmp_path / "hf"))
+    assert exported.state.is_completed(), exported.state.message
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+    drilled = run(api, "restore-drill/restore-drill", root=str(root))
+    assert drilled.state.is_completed(), drilled.state.message
+    (artifact,) = api.artifacts_of(drilled)
+    assert "loaded, digests compared" in artifact.data
+
+    shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
+    with shard.open("r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        file.write(b"x")
+    verified = run(api, "verify/verify", root=str(root), newest=2)
+    assert verified.state.is_failed()
+    assert "1 of 2 steps are damaged" in verified.state.message
+    (artifact,) = api.artifacts_of(verified)
+    assert "damaged" in artifact.data
+    assert newest(root).step == read_iteration(root, "checkpoint") == 1
+
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    reconciled = run(api, "reconcile/reconcile", root=str(root))
+    assert reconciled.state.is_completed(), reconciled.state.message
+    (artifact,) = api.artifacts_of(reconciled)
+    assert "names step 1 now" in artifact.data
+    assert read_iteration(root, "checkpoint") == 1
+
+
+def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
+    saves: CheckpointCoordinator, root: Path, api: Api, model: Any, metadata: Path
+) -> None:
+    saves.save(3, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
+    saves.wait_all(90)
+    exported = load_file(root / "global_step_3/actor/huggingface/model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], model.lm_head.weight)
+
+    in_the_way = root / ".trinity_sync/exports/global_step_4.actor"
+    in_the_way.write_text("")
+    saves.save(4, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
+    with pytest.raises(SaveFailed, match="was not exported, but is committed"):
+        saves.wait_all(90)
+    require_committed(root, 4)
+    failed = api.ended(api.run_of(saves.request_key(4)).id)
+    assert failed.state.is_failed()
+
+    in_the_way.unlink()
+    with api.client as client:  # what the UI's Retry button does
+        client.set_flow_run_state(failed.id, AwaitingRetry(), force=True)
+    weights = "actor/huggingface/model.safetensors"
+    until(lambda: require_committed(root, 4).file(weights), "the retried export")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "parameters", "sentence"),
+    [
+        ("verify/verify", {"root": "no/full/path"}, "not the full path of a folder"),
+        ("verify/verify", {"step": 9}, "not committed, so there is nothing to compare"),
+        ("export/export", {"step": 9}, "is not committed"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence_in_the_ui(
+    saves: CheckpointCoordinator,
+    api: Api,
+    root: Path,
+    deployment: str,
+    parameters: dict[str, Any],
+    sentence: str,
+) -> None:
+    ended = run(api, deployment, **{"root": str(root), **parameters})
+    assert ended.state.is_failed()
+    assert sentence in ended.state.message

@@ -1,0 +1,36 @@
+"""One small Ray node for the tests of handing weights over."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.conftest import QUIET, environment
+from trinity_sync.weights.synchronizer import Synchronizer, SyncSettings
+
+
+@pytest.fixture(scope="package")
+def ray_node() -> Iterator[None]:
+    """A Ray node of its own, whatever stack the session has."""
+    with environment(QUIET | {"PYTHONPATH": str(Path.cwd())}):
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> str:
+    return f"test-{tmp_path.name}"
+
+
+@pytest.fixture
+def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
+    """The Synchronizer of the job at ``root``."""
+    actor = Synchronizer.get_actor(
+        namespace=namespace, root=root, settings=SyncSettings(timeout_s=30)
+    )
+    ray.get(actor.latest.remote(), timeout=30)
+    yield actor
+    ray.kill(actor)

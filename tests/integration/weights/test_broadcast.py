@@ -1,0 +1,300 @@
+"""Weights over real gloo groups, each member a process of its own, some of which are killed."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
+from trinity_sync.weights.group import (
+    WeightGroup,
+    join_weight_group,
+    weight_group_address,
+    weight_group_of,
+)
+
+SPAWN = multiprocessing.get_context("spawn")
+TIMEOUT_S = 6.0
+BUCKET = 1 << 16
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Of all sizes about a bucket's, of mixed dtypes, empty and without dimensions."""
+    random = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 7, BUCKET // 4 - 4, BUCKET // 4, BUCKET // 4 + 1, 3 * BUCKET + 5, 12_345]
+    made: dict[str, torch.Tensor] = {"scalar": torch.tensor(float("nan"))}
+    for n, size in enumerate(sizes):
+        made[f"fp32.{n}"] = torch.randn(size, generator=random)
+        made[f"bf16.{n}"] = torch.randn(size, generator=random).to(torch.bfloat16)
+        made[f"int8.{n}"] = torch.arange(size).to(torch.int8)
+    made["matrix"] = torch.randn(33, 70, generator=random).t()
+    made["mask"] = torch.arange(100).reshape(4, 25) % 3 == 0
+    return made
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        == right.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
+
+
+Program = Callable[[WeightGroup], Any]
+
+
+def _reader(pipe: Any) -> None:
+    """A process that joins the groups that it is told of."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        program, port, rank, size = job
+        try:
+            group = join_weight_group(
+                "127.0.0.1", port, rank=rank, world_size=size, timeout_s=TIMEOUT_S
+            )
+            answer = program(group)
+            group.close()
+        except WeightSyncError as error:
+            answer = error
+        except BaseException:
+            answer = traceback.format_exc()
+        pipe.send(answer)
+
+
+class Reader:
+    """Our end of such a process."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_reader, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def join(self, program: Program, port: int, rank: int, size: int) -> None:
+        self.pipe.send((program, port, rank, size))
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(30), "the reader hangs"
+        return self.pipe.recv()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Reader]]:
+    """Processes without a group, started when they are first needed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    made: list[Reader] = []
+    yield made
+    for reader in made:
+        reader.process.kill()
+        reader.process.join()
+
+
+@pytest.fixture
+def members(processes: list[Reader]) -> Iterator[Callable[..., tuple[WeightGroup, list[Reader]]]]:
+    """Makes a group of this process, its rank 0, and one reader for each program."""
+    groups = []
+
+    def together(*programs: Program) -> tuple[WeightGroup, list[Reader]]:
+        processes[:] = [reader for reader in processes if reader.process.is_alive()]
+        processes.extend(Reader() for _ in programs[len(processes) :])
+        readers, port = processes[: len(programs)], weight_group_address()[1]
+        for reader in readers:
+            reader.join(_nothing, port, 5, 1)  # refused: what matters is that it runs by now
+            reader.answer()
+        for rank, (reader, program) in enumerate(zip(readers, programs, strict=True), 1):
+            reader.join(program, port, rank, len(programs) + 1)
+        group = join_weight_group(
+            "127.0.0.1", port, rank=0, world_size=len(programs) + 1, timeout_s=TIMEOUT_S
+        )
+        groups.append(group)
+        return group, readers
+
+    yield together
+    for group in groups:
+        group.close()
+
+
+def _nothing(group: WeightGroup) -> None:
+    pass
+
+
+def _take_all(group: WeightGroup) -> Any:
+    taken = []
+    for _ in range(2):
+        incoming = receive_weights(group)
+        names = [(name, tensor.clone()) for name, tensor in incoming]
+        taken.append((incoming.version, names))
+    return taken
+
+
+def test_every_tensor_comes_once_in_order_and_bit_equal(members: Any) -> None:
+    group, readers = members(_take_all, _take_all)
+    sent = weights()
+    for version in (7, 8):
+        send_weights(sent.items(), group, version=version, bucket_bytes=BUCKET)
+    for reader in readers:
+        for version, taken in zip((7, 8), reader.answer(), strict=True):
+            assert taken[0] == version
+            assert [name for name, _ in taken[1]] == list(sent)
+            assert all(same(tensor, sent[name]) for name, tensor in taken[1])
+
+
+def _into_own(group: WeightGroup) -> Any:
+    state = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+    state["tied"] = state["matrix"]
+    return receive_into(state, group), {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_a_state_is_filled_and_tied_names_need_not_come(members: Any) -> None:
+    group, (reader,) = members(_into_own)
+    sent = weights()
+    send_weights(sent.items(), group, version=3, bucket_bytes=BUCKET)
+    version, state = reader.answer()
+    assert version == 3
+    assert all(same(state[name], sent[name]) for name in sent)
+    assert same(state["tied"], sent["matrix"])
+
+
+def _into_other(group: WeightGroup) -> Any:
+    return receive_into({"matrix": torch.zeros(2, 2)}, group)
+
+
+def _into_more(group: WeightGroup) -> Any:
+    return receive_into({"a": torch.zeros(2), "b": torch.zeros(2)}, group)
+
+
+@pytest.mark.parametrize(
+    ("program", "sent", "why"),
+    [
+        (_into_other, {"matrix": torch.zeros(3)}, r"'matrix' is \[3\] at the trainer"),
+        (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors did not come, 'b' first"),
+    ],
+)
+def test_a_reader_that_cannot_use_them_tells_the_trainer_why(
+    members: Any, program: Program, sent: dict[str, torch.Tensor], why: str
+) -> None:
+    group, (reader,) = members(program)
+    with pytest.raises(WeightSyncError, match=f"rank 1 gave up: .*{why}"):
+        send_weights(sent.items(), group, version=3)
+    assert isinstance(reader.answer(), WeightSyncError)
+    with pytest.raises(WeightSyncError, match="cannot use this weight group any more"):
+        send_weights(sent.items(), group, version=4)
+
+
+def _killed_in_the_middle(group: WeightGroup) -> Any:
+    for n, _ in enumerate(receive_weights(group)):
+        if n == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _timed(group: WeightGroup) -> Any:
+    begun = time.monotonic()
+    try:
+        for _ in receive_weights(group):
+            pass
+    except WeightSyncError as error:
+        return time.monotonic() - begun, str(error)
+
+
+def test_a_reader_killed_in_mid_broadcast_is_named_on_all_sides_within_the_time_out(
+    members: Any,
+) -> None:
+    group, readers = members(_killed_in_the_middle, _timed)
+    pid = readers[0].process.pid
+    begun = time.monotonic()
+    large = (torch.zeros(1 << 20) for _ in range(200))
+    with pytest.raises(WeightSyncError, match=rf"no answer from rank 1 \(host .*, pid {pid}\)"):
+        send_weights(((f"w{n}", t) for n, t in enumerate(large)), group, version=3)
+    assert time.monotonic() - begun < 2 * TIMEOUT_S
+    took, said = readers[1].answer()
+    assert f"pid {pid})" in said
+    assert took < 2 * TIMEOUT_S
+
+
+def test_a_trainer_that_is_gone_ends_its_readers_wait(members: Any) -> None:
+    group, (reader,) = members(_timed)
+    group.close()
+    took, said = reader.answer()
+    assert "rank 0, the trainer's, is gone" in said
+    assert took < 2 * TIMEOUT_S
+
+
+def test_who_never_joins_is_named() -> None:
+    port = weight_group_address()[1]
+    with pytest.raises(WeightSyncError, match=r"ranks \[1, 2\] of 3 have not joined .* 1 s"):
+        join_weight_group("127.0.0.1", port, rank=0, world_size=3, timeout_s=1)
+
+
+def test_a_reader_without_a_trainer_gives_up() -> None:
+    port = weight_group_address()[1]
+    with pytest.raises(
+        WeightSyncError, match=r"rank 1 found no rank 0 on 127.0.0.1:\d+ within 1 s"
+    ):
+        join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=1)
+
+
+def _take(group: WeightGroup) -> Any:
+    return [name for name, _ in receive_weights(group)]
+
+
+def test_what_goes_wrong_at_the_trainer_is_told_to_the_readers(members: Any) -> None:
+    group, (reader,) = members(_take)
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(3 * BUCKET)
+        raise ZeroDivisionError("no such weight")
+
+    with pytest.raises(ZeroDivisionError):
+        send_weights(torn(), group, version=3, bucket_bytes=BUCKET)
+    assert "ZeroDivisionError('no such weight')" in str(reader.answer())
+
+
+def _stop_early(group: WeightGroup) -> Any:
+    incoming = receive_weights(group)
+    next(iter(incoming))
+    incoming.close()
+
+
+def test_a_reader_that_stops_early_fails_the_broadcast(members: Any) -> None:
+    group, (reader,) = members(_stop_early)
+    with pytest.raises(WeightSyncError, match="rank 1 gave up: it took 1 tensors of version 3"):
+        send_weights(weights().items(), group, version=3, bucket_bytes=BUCKET)
+    assert reader.answer() is None
+
+
+def _plain_group(group: WeightGroup) -> Any:
+    return _take_all(weight_group_of(_plain(group), TIMEOUT_S))
+
+
+def _plain(group: WeightGroup) -> torch.distributed.ProcessGroup:
+    """A torch group over the same backend, as Trinity makes them."""
+    made = torch.distributed.ProcessGroup(group._store, group.rank, group.world_size)
+    made._set_default_backend(torch.distributed.ProcessGroup.BackendType.GLOO)
+    kind = torch.distributed.ProcessGroup.BackendType.GLOO
+    made._register_backend(torch.device("cpu"), kind, group._backend)
+    return made
+
+
+def test_torchs_own_groups_carry_them_too(members: Any) -> None:
+    group, (reader,) = members(_plain_group)
+    plain, sent = _plain(group), weights()
+    for version in (7, 8):
+        send_weights(sent.items(), plain, version=version, bucket_bytes=BUCKET)
+    for _, taken in reader.answer():
+        assert all(same(tensor, sent[name]) for name, tensor in taken)
+
+
+def test_what_cannot_work_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="rank 2 of 2"):
+        join_weight_group("127.0.0.1", 1, rank=2, world_size=2, timeout_s=1)
+    with pytest.raises(ConfigError, match="a str is no group"):
+        send_weights([], "group", version=1)  # type: ignore[arg-type]

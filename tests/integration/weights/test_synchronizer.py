@@ -1,0 +1,339 @@
+"""The Synchronizer on real Ray."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.integration.conftest import CommitStep
+from tests.integration.prefect_api import until
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.files import read_address, read_state
+from trinity_sync.weights.notice import tell_committed
+from trinity_sync.weights.synchronizer import Synchronizer, SyncSettings
+from trinity_sync.weights.version import ImageRef, Version
+
+ASK_S = 30.0
+
+
+def version(root: Path, step: int, *, run: int = 1, **other: Any) -> Version:
+    return Version(step, run, other.pop("source", "memory"), str(root), **other)
+
+
+def ask(reference: Any) -> Any:
+    return ray.get(reference, timeout=ASK_S)
+
+
+def require(synchronizer: Any, who: str, value: str) -> None:
+    """Wait until that explorer has that status."""
+    until(
+        lambda: ask(synchronizer.explorers.remote()).get(who, "") == value,
+        f"{who} to be {value}",
+        ASK_S,
+    )
+
+
+@ray.remote(num_cpus=0)
+class Party:
+    """A trainer or an explorer that is a Ray actor."""
+
+    def __init__(self, namespace: str = "", root: str = "") -> None:
+        self.seen: list[Any] = []
+
+    def ready(self, synchronizer: Any, *args: Any) -> Any:
+        return ray.get(synchronizer.ready_to_nccl_sync.remote(*args))
+
+    def get_weight_sync_info(self) -> tuple[str, int, list[Any]]:
+        return "127.0.0.1", 4321, [("w", "float32", (2,))]
+
+    def setup_weight_sync_group(self, *args: Any, **named: Any) -> None:
+        self.seen.append(("setup", args, named))
+
+    def set_state_dict_meta(self, meta: Any) -> None:
+        self.seen.append(("meta", meta))
+
+    def teardown_weight_sync_group(self) -> None:
+        self.seen.append("teardown")
+
+    def what_was_seen(self) -> list[Any]:
+        return self.seen
+
+
+def test_all_who_ask_at_once_get_the_same_one(ray_node: None, root: Path, namespace: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(
+            pool.map(lambda _: Synchronizer.get_actor(namespace=namespace, root=root), range(8))
+        )
+    assert len({actor._actor_id for actor in found}) == 1
+    assert Synchronizer.get_actor(namespace=namespace)._actor_id == found[0]._actor_id
+    assert ask(found[0].latest.remote()) is None
+    ray.kill(found[0])
+
+
+def test_a_trinity_config_names_the_job(ray_node: None, root: Path, namespace: str) -> None:
+    class Config:
+        checkpoint_job_dir = str(root)
+        ray_namespace = namespace
+
+    actor = Synchronizer.get_actor(Config())
+    assert actor._actor_id == Synchronizer.get_actor(Config(), root=root)._actor_id
+    ray.kill(actor)
+
+
+def test_without_a_root_there_must_be_exactly_one(ray_node: None, namespace: str) -> None:
+    with pytest.raises(ConfigError, match="pass root"):
+        Synchronizer.get_actor(namespace=namespace)
+
+
+def test_who_waits_is_woken_by_the_publish(synchronizer: Any, root: Path) -> None:
+    waiting = [synchronizer.wait_newer.remote(0, None) for _ in range(20)]
+    published = version(root, 5, images=(ImageRef("node", "/slot", "abc", 0, 10),))
+    assert ask(synchronizer.publish.remote(published)) is True
+    assert ask(waiting) == [published] * 20
+    assert ask(synchronizer.latest.remote()) == published
+
+
+def test_who_waits_is_woken_by_a_commit(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    waiting = synchronizer.wait_newer.remote(0, None)
+    commit_step(4, kind="state_dict")
+    told = tell_committed(root, 1, 4, ("state_dict",))
+    assert told
+    told.join(ASK_S)
+    assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
+
+
+def test_a_commit_that_cannot_reach_the_synchronizer_is_none_the_worse(
+    synchronizer: Any, root: Path, namespace: str
+) -> None:
+    address = read_address(root)
+    assert address
+    assert address.lives
+    ray.kill(synchronizer)
+    until(lambda: not address.lives, "the actor's end", ASK_S)
+    told = tell_committed(root, 1, 4, ("state_dict",))
+    assert told
+    told.join(ASK_S)
+    assert not told.is_alive()
+
+
+def test_a_job_without_a_synchronizer_tells_nobody(root: Path) -> None:
+    assert tell_committed(root, 1, 4, ("state_dict",)) is None
+
+
+def test_a_wait_ends_by_its_time_out_and_the_next_one_is_served(
+    synchronizer: Any, root: Path
+) -> None:
+    assert ask(synchronizer.wait_newer.remote(0, 0.05)) is None
+    ask(synchronizer.publish.remote(version(root, 1)))
+    assert ask(synchronizer.wait_newer.remote(0, 0.05)) == version(root, 1)
+
+
+def test_a_wait_that_times_out_leaves_the_status_counts_straight(
+    ray_node: None, root: Path, namespace: str
+) -> None:
+    actor = Synchronizer.get_actor(
+        namespace=namespace, root=root, settings=SyncSettings(timeout_s=0.05)
+    )
+    ask(actor.set_trainer_status.remote("running"))
+    for name in ("a", "b"):
+        ask(actor.set_explorer_status.remote("running", explorer=name))
+    for _ in range(3):
+        assert ask(actor.wait_new_model_state_dict.remote(0, explorer="a")) == 0
+        assert ask(actor.ready_to_nccl_sync.remote("explorer", 0, "b")) is None
+        assert ask(actor.ready_to_nccl_sync.remote("trainer", 9)) is None
+    assert ask(actor.get_explorer_status_counts.remote()) == {"running": 2}
+    assert ask(actor.trainer_requires_weight_sync.remote()) is False
+    assert ask(actor.get_latest_model_version.remote()) == 0
+    ray.kill(actor)
+
+
+def test_an_explorer_that_waits_requires_a_sync_until_it_has_one(
+    synchronizer: Any, root: Path
+) -> None:
+    ask(synchronizer.set_trainer_status.remote("running"))
+    waiting = synchronizer.wait_new_model_state_dict.remote(0)
+    require(synchronizer, "explorer", "require_sync")
+    assert ask(synchronizer.explorer_requires_sync.remote()) is True
+    ask(synchronizer.publish.remote(version(root, 2)))
+    assert ask(waiting) == 2
+    assert ask(synchronizer.explorer_requires_sync.remote()) is False
+
+
+@pytest.mark.parametrize("ending", ["no new one", "stopped"])
+def test_an_explorer_is_let_go_by_a_trainer_that_has_nothing(
+    synchronizer: Any, ending: str
+) -> None:
+    ask(synchronizer.set_trainer_status.remote("running"))
+    waiting = synchronizer.wait_new_model_state_dict.remote(0)
+    require(synchronizer, "explorer", "require_sync")
+    if ending == "stopped":
+        ask(synchronizer.set_trainer_status.remote("stopped"))
+    else:
+        ask(synchronizer.notify_no_new_model_state_dict.remote())
+    assert ask(waiting) == 0
+    assert ask(synchronizer.explorers.remote()) == {"explorer": "running"}
+
+
+def test_a_synchronizer_killed_in_mid_run_comes_back_with_the_right_version(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    commit_step(3, kind="state_dict")
+    ask(synchronizer.set_trainer_status.remote("running"))
+    ask(synchronizer.publish.remote(version(root, 7)))
+    ask(synchronizer.serving.remote("rollout-0", 7))
+    waiting = synchronizer.wait_newer.remote(7, None)
+    commit_step(8, kind="state_dict")
+    ray.kill(synchronizer, no_restart=False)
+    assert ask(waiting) == version(root.resolve(), 8, source="checkpoint")
+    assert ask(synchronizer.latest.remote("memory")) == version(root, 7)
+    (reader,) = ask(synchronizer.readers.remote())
+    assert (reader.name, reader.step, reader.behind) == ("rollout-0", 7, 1)
+    assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False
+
+
+def test_a_restart_does_not_move_the_version_backwards(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    ask(synchronizer.publish.remote(version(root, 11)))
+    ray.kill(synchronizer, no_restart=False)
+    commit_step(10, kind="state_dict")
+    assert ask(synchronizer.committed.remote(str(root), 1, 10, ("state_dict",))) is False
+    assert ask(synchronizer.latest.remote()) == version(root, 11)
+
+
+def test_a_resumed_run_never_publishes_an_abandoned_later_version(
+    synchronizer: Any, root: Path
+) -> None:
+    open_run(root, "first", 0)
+    for step in (10, 12):
+        ask(synchronizer.publish.remote(version(root, step)))
+    open_run(root, "second", 10)
+    ask(synchronizer.set_trainer_status.remote("running"))
+    assert ask(synchronizer.latest.remote()) == version(root, 10)
+    assert ask(synchronizer.publish.remote(version(root, 14))) is False
+    waiting = synchronizer.wait_newer.remote(12, None)
+    assert ask(synchronizer.publish.remote(version(root, 11, run=2))) is True
+    assert ask(waiting) == version(root, 11, run=2)
+
+
+def test_an_empty_iteration_file_holds_nothing_up(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    commit_step(2, kind="state_dict")
+    (root / "latest_state_dict_iteration.txt").write_text("")
+    ray.kill(synchronizer, no_restart=False)
+    assert ask(synchronizer.get_latest_model_version.remote()) == 2
+    assert ask(synchronizer.get_latest_model_path.remote()) == str(root / "global_step_2/actor")
+
+
+def test_a_handshake_needs_every_explorer(synchronizer: Any) -> None:
+    for name in ("a", "b"):
+        ask(synchronizer.set_explorer_status.remote("running", explorer=name))
+    trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
+    first = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "a")
+    require(synchronizer, "a", "require_sync")
+    assert ask(synchronizer.trainer_requires_weight_sync.remote()) is True
+    assert ask(synchronizer.get_latest_model_version.remote()) == 0
+    second = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "b")
+    assert ask([trainer, first, second]) == [6, 6, 6]
+    assert ask(synchronizer.get_latest_model_version.remote()) == 6
+    assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "running"}
+
+
+def test_a_failed_nccl_handshake_does_not_advance_the_version(synchronizer: Any) -> None:
+    ask(synchronizer.set_explorer_status.remote("running"))
+    assert ask(synchronizer.ready_to_nccl_sync.remote("trainer", 6, None, 0.05)) is None
+    assert ask(synchronizer.get_latest_model_version.remote()) == 0
+    assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False
+
+
+def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
+    synchronizer: Any, namespace: str
+) -> None:
+    explorers = {
+        name: Party.options(name=name, namespace=namespace).remote() for name in ("a", "b")
+    }
+    for name, actor in explorers.items():
+        ask(actor.what_was_seen.remote())
+        ask(synchronizer.set_explorer_status.remote("running", explorer=name))
+    ask(synchronizer.set_trainer_status.remote("running"))
+    first = explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")
+    require(synchronizer, "a", "require_sync")
+    ray.kill(explorers["b"])
+    trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
+    assert ask([trainer, first]) == [None, None]
+    assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "stopped"}
+    again = synchronizer.ready_to_nccl_sync.remote("trainer", 7)
+    assert ask(explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")) == 7
+    assert ask(again) == 7
+    ray.kill(explorers["a"])
+
+
+def test_the_group_of_a_broadcast_is_formed_and_left(synchronizer: Any, namespace: str) -> None:
+    parties = {
+        name: Party.options(name=name, namespace=namespace).remote()
+        for name in ("trainer", "a", "b")
+    }
+    for name in ("a", "b"):
+        ask(synchronizer.set_explorer_status.remote("running", explorer=name))
+    ask(synchronizer.coordinate_weight_sync_setup.remote(20))
+    ask(synchronizer.coordinate_weight_sync_teardown.remote())
+    seen = {name: ask(actor.what_was_seen.remote()) for name, actor in parties.items()}
+    joined = ("127.0.0.1", 4321, 3, "rollout_weight_sync", 20)
+    meta = [("w", "float32", (2,))]
+    assert seen["trainer"] == [("setup", joined, {}), "teardown"]
+    assert seen["a"] == [("setup", joined, {"rank_offset": 1}), ("meta", meta), "teardown"]
+    assert seen["b"] == [("setup", joined, {"rank_offset": 2}), ("meta", meta), "teardown"]
+    for actor in parties.values():
+        ray.kill(actor)
+
+
+def test_a_group_that_lacks_an_explorer_is_refused_with_a_way_out(
+    synchronizer: Any, namespace: str
+) -> None:
+    trainer = Party.options(name="trainer", namespace=namespace).remote()
+    ask(trainer.what_was_seen.remote())
+    with pytest.raises(WeightSyncError, match="explorers explorer are no Ray actors"):
+        ask(synchronizer.coordinate_weight_sync_setup.remote(5))
+    ray.kill(trainer)
+
+
+def test_a_state_dict_goes_through_the_object_store(synchronizer: Any) -> None:
+    state = {"w": torch.arange(6).reshape(2, 3).bfloat16(), "b": torch.ones(2)}
+    ask(synchronizer.set_model_state_dict.remote(state, 3))
+    found, number = ask(synchronizer.get_model_state_dict.remote())
+    assert number == 3
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    streamed = dict(ray.get(each) for each in synchronizer.get_model_state_dict_iterator.remote())
+    assert all(torch.equal(streamed[name], state[name]) for name in state)
+    assert ask(synchronizer.get_state_dict_meta.remote()) == [
+        ("w", "bfloat16", (2, 3)),
+        ("b", "float32", (2,)),
+    ]
+
+
+def test_references_pass_the_synchronizer_as_references(synchronizer: Any) -> None:
+    ask(synchronizer.set_model_state_dict.remote({"w": ray.put(torch.ones(3))}, 3))
+    found, _ = ask(synchronizer.get_model_state_dict.remote())
+    assert torch.equal(found["w"], torch.ones(3))
+
+
+def test_late_weights_do_not_take_the_place_of_newer_ones(synchronizer: Any) -> None:
+    ask(synchronizer.set_model_state_dict.remote("s3://new", 4))
+    ask(synchronizer.set_model_state_dict.remote("s3://old", 3))
+    assert ask(synchronizer.get_model_state_dict.remote()) == ("s3://new", 4)
+
+
+def test_what_it_knows_can_be_read_without_ray(synchronizer: Any, root: Path) -> None:
+    ask(synchronizer.publish.remote(version(root, 5)))
+    ask(synchronizer.serving.remote("rollout-0", 5))
+    state = read_state(root)
+    assert state
+    assert [each["step"] for each in state["book"]["versions"]] == [5]
+    assert list(state["book"]["readers"]) == ["rollout-0"]

@@ -1,0 +1,92 @@
+"""Who serves which version, as people see it; and a commit that tells the Synchronizer."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.test_cli import run
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.weights.files import write_address
+from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights.version import Version
+
+TRAINING = """
+import sys, ray, torch
+from prefect.client.orchestration import get_client
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.weights.synchronizer import Synchronizer
+
+root = sys.argv[1]
+ray.init("auto", log_to_driver=False)
+synchronizer = Synchronizer.get_actor(root=root)
+ray.get(synchronizer.serving.remote("rollout-0", 0))
+waiting = synchronizer.wait_newer.remote(0, 60.0)
+with CheckpointCoordinator(root) as saves:
+    saves.save(4, {"model": {"w": torch.ones(3)}})
+found = ray.get(waiting)
+print(found.step, found.run, found.source)
+with get_client(sync_client=True) as client:
+    print(*(artifact.key for artifact in client.read_artifacts()))
+ray.get(synchronizer.wait_newer.remote(4, 0))
+ray.kill(synchronizer)
+"""
+
+
+def test_a_commit_of_the_flow_wakes_who_waits_for_weights(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(root)],
+        env={**os.environ, "TRINITY_SYNC_SPOOL": str(stack_settings.spool)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found, artifacts = done.stdout.splitlines()
+    assert found == "4 1 checkpoint"
+    assert "weights-ckpts-" in artifacts
+
+
+def serve_version_5_to_one_reader(root: Path) -> None:
+    async def work() -> None:
+        write_address(root, "synchronizer-x", "trinity_sync")
+        ledger = Ledger(root, "actor", clock=lambda: 1.7e9)
+        await ledger.record(Version(5, 1, "memory", str(root)))
+        ledger.book.serve("rollout-0", 5, ledger.now())
+        await ledger.record(Version(7, 1, "checkpoint", str(root)))
+
+    asyncio.run(work())
+
+
+def test_who_serves_what_is_shown_without_ray(root: Path) -> None:
+    serve_version_5_to_one_reader(root)
+    done = run("weights", root)
+    assert done.returncode == 0, done.stderr
+    assert "newest version: 7 of run 1, from checkpoint" in done.stdout
+    (row,) = (line for line in done.stdout.splitlines() if "rollout-0" in line)
+    assert [cell.strip() for cell in row.split("│")[2:4]] == ["5", "1"]
+    assert "Synchronizer: runs" in done.stdout
+
+
+def test_a_program_reads_the_same(root: Path) -> None:
+    serve_version_5_to_one_reader(root)
+    shown = json.loads(run("weights", root, "--json").stdout)
+    assert shown["newest"]["step"] == 7
+    assert shown["readers"][0]["behind"] == 2
+    assert shown["lives"] is True
+
+
+def test_a_synchronizer_that_is_gone_is_said_to_be(root: Path) -> None:
+    serve_version_5_to_one_reader(root)
+    (root / ".trinity_sync/weights/synchronizer.json").unlink()
+    assert "not reachable" in run("weights", root).stdout
+
+
+def test_a_job_without_a_synchronizer_says_so(root: Path) -> None:
+    assert "no Synchronizer" in run("weights", root).stdout
+    assert run("weights", root, "--json").stdout.strip() == "null"

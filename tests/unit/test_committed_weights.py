@@ -1,0 +1,86 @@
+"""Which committed weights count, and which folder of them is fit to load."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.layout import Kind, step_folder
+from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.committed import model_path, newest_version
+from trinity_sync.weights.version import Version
+
+NOW = 1.7e9
+Commit = Callable[..., Path]
+
+
+@pytest.fixture
+def commit(tmp_path: Path) -> Commit:
+    """Commits a step of one shard and further files; returns the actor's folder."""
+
+    def committed(step: int, *more: str, run: int = 1, kind: Kind = "state_dict") -> Path:
+        folder = step_folder(tmp_path, step)
+        names = ("actor/model_world_size_1_rank_0.pt", *more)
+        for name in names:
+            write(folder / name, NOW)
+        files = tuple(FileRecord(name, 7, "xxh3-128:0", "actor") for name in names)
+        write_manifest(tmp_path, Manifest("job", run, step, (kind,), files, (), NOW))
+        return folder / "actor"
+
+    return committed
+
+
+def write(path: Path, at: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"weights")
+    os.utime(path, (at, at))
+
+
+def test_the_newest_commit_is_a_version_whatever_the_iteration_file_says(
+    tmp_path: Path, commit: Commit
+) -> None:
+    (tmp_path / "latest_state_dict_iteration.txt").write_text("")
+    assert newest_version(tmp_path, "actor") is None
+    commit(3)
+    newest = commit(12)
+    commit(14, kind="checkpoint")
+    assert newest_version(tmp_path, "actor") == Version(12, 1, "checkpoint", str(tmp_path))
+    assert model_path(tmp_path, "actor") == newest
+    assert newest_version(tmp_path, "critic") is None
+
+
+def test_a_folder_that_is_not_committed_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
+    whole = commit(3)
+    write(step_folder(tmp_path, 4) / "actor" / "model_world_size_1_rank_0.pt", NOW)
+    (commit(5) / "model_world_size_1_rank_0.pt").write_bytes(b"cut")
+    assert model_path(tmp_path, "actor") == whole
+
+
+def test_what_a_later_run_left_behind_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
+    open_run(tmp_path, "first", 0)
+    kept = commit(3)
+    commit(5)
+    open_run(tmp_path, "second", 3)
+    assert model_path(tmp_path, "actor") == kept
+
+
+@pytest.mark.parametrize("inside", [".", "huggingface"])
+def test_stale_weights_are_never_preferred_to_newer_shards(
+    tmp_path: Path, commit: Commit, inside: str
+) -> None:
+    before = commit(3)
+    folder = commit(5)
+    write(folder / inside / "model.safetensors", NOW - 60)
+    assert model_path(tmp_path, "actor") == before
+    os.utime(folder / inside / "model.safetensors", (NOW + 60, NOW + 60))
+    assert model_path(tmp_path, "actor") == folder  # an export of these shards
+
+
+def test_the_hugging_face_folder_is_that_of_a_commit_that_put_weights_there(
+    tmp_path: Path, commit: Commit
+) -> None:
+    exported = commit(3, "actor/huggingface/model.safetensors")
+    commit(5, "actor/huggingface/config.json")
+    assert model_path(tmp_path, "actor", use_huggingface=True) == exported / "huggingface"

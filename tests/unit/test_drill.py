@@ -1,0 +1,62 @@
+"""Restores for practice."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.claims import leases
+from trinity_sync.storage.drill import drill
+
+
+def save(job: Job, *steps: int) -> None:
+    job.world_size = 2
+    for step in steps:
+        for rank in range(2):
+            state = {"w": torch.arange(5000.0) * step}
+            job.stage(step, {"model": state, "optim": state}, rank=rank)
+        job.commit(step, "model", "optim")
+
+
+def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
+    save(job, 1, 2)
+    ticks = iter([10.0, 14.0])
+    done = drill(job.root, clock=lambda: next(ticks))
+    assert done
+    assert (done.step, done.files, done.seconds, done.checked) == (2, 4, 4.0, True)
+    assert done.nbytes == sum(p.stat().st_size for p in step_folder(job.root, 2).rglob("*.pt"))
+    assert leases(job.root) == []
+
+
+def test_a_job_without_a_checkpoint_has_nothing_to_load(job: Job) -> None:
+    assert drill(job.root) is None
+
+
+def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
+    save(job, 1)
+    shard = step_folder(job.root, 1) / "actor/optim_world_size_2_rank_1.pt"
+    with shard.open("r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CommitError, match=f"{shard} is damaged"):
+        drill(job.root)
+    shard.unlink()
+    with pytest.raises(CommitError, match="none can be loaded"):
+        drill(job.root)
+
+
+def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_3/actor"
+    folder.mkdir(parents=True)
+    torch.save({"w": torch.ones(10)}, folder / "model_world_size_1_rank_0.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    done = drill(tmp_path)
+    assert done
+    assert (done.step, done.files, done.checked) == (3, 1, False)
+    (folder / "model_world_size_1_rank_0.pt").write_bytes(b"torn")
+    with pytest.raises(CommitError, match="cannot be loaded"):
+        drill(tmp_path)

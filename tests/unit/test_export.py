@@ -1,0 +1,360 @@
+"""Shards of a committed step, written as a Hugging Face model."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError, ConfigError, ExportError
+from trinity_sync.export import writing
+from trinity_sync.export.naming import Naming
+from trinity_sync.export.shards import ShardedModel
+from trinity_sync.export.step import export_step
+from trinity_sync.export.writing import save_tensors
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.verify import check, choose, judge
+
+State = dict[str, torch.Tensor]
+
+
+def tiny(*, tied: bool = False, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=17,  # no multiple of any number of ranks
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def shards(state: State, mesh_shape: tuple[int, ...]) -> list[State]:
+    """What each rank of an FSDP mesh holds; torch's own process group that talks to nobody."""
+    names = ("fsdp",) if len(mesh_shape) == 1 else ("ddp", "fsdp")
+    found: list[State] = []
+    for rank in range(torch.Size(mesh_shape).numel()):
+        world = torch.Size(mesh_shape).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+            placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+            mine = mesh.get_local_rank("fsdp")
+            found.append({})
+            for name, value in state.items():
+                parts = list(value.chunk(mesh_shape[-1]))
+                local = parts[mine] if mine < len(parts) else value[:0]
+                found[-1][name] = DTensor.from_local(
+                    local.clone(),
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+Commit = Callable[..., None]
+
+
+@pytest.fixture
+def commit(job: Job, tmp_path: Path) -> Commit:
+    """Commits step 1 with the shards of a model, its config and a tokenizer's file."""
+
+    def save(ranks: list[State], config: Any, **lora: Any) -> None:
+        job.world_size = len(ranks)
+        metadata = tmp_path / "metadata"
+        shutil.rmtree(metadata, ignore_errors=True)
+        (metadata / "huggingface").mkdir(parents=True)
+        config.save_pretrained(metadata / "huggingface")
+        (metadata / "huggingface/tokenizer.json").write_text('{"a": 1}')
+        if lora:
+            (metadata / "lora_train_meta.json").write_text(json.dumps(lora))
+        for rank, state in enumerate(ranks):
+            job.stage(1, {"model": state}, rank=rank, metadata=metadata if rank == 0 else None)
+        job.commit(1, "model", "metadata")
+
+    return save
+
+
+def weights(folder: Path) -> State:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
+    )
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (2, 3)])
+def test_shards_of_every_mesh_make_the_model_again(
+    job: Job, commit: Commit, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), mesh), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    assert same(weights(tmp_path / "out"), model.state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert same(loaded.state_dict(), model.state_dict())
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"a": 1}'
+
+
+def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    before = require_committed(job.root, 1)
+    done = export_step(job.root, 1)
+    assert done.folder == step_folder(job.root, 1) / "actor/huggingface"
+    assert same(weights(done.folder), model.state_dict())
+    manifest = require_committed(job.root, 1)
+    assert {file.path for file in manifest.files} == {
+        *(file.path for file in before.files),
+        "actor/huggingface/model.safetensors",
+    }
+    assert [verdict.state for verdict in judge(check(choose(job.root, step=1)))] == ["whole"]
+    file = done.folder / "model.safetensors"
+    written_at = file.stat().st_mtime_ns
+    assert export_step(job.root, 1) == done
+    assert file.stat().st_mtime_ns == written_at
+    several = export_step(job.root, 1, max_shard_bytes=4000)
+    assert len(several.files) > 2
+    assert not file.exists()
+    assert same(weights(done.folder), model.state_dict())
+    require_committed(job.root, 1)
+
+
+def test_files_stay_below_their_size_and_an_index_names_them(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny(layers=4)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    nbytes = sum(value.nbytes for value in model.state_dict().values())
+    assert index["metadata"]["total_size"] == nbytes
+    assert all(
+        sum(value.nbytes for value in load_file(path).values()) <= 6000
+        for path in (tmp_path / "out").glob("*.safetensors")
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_tied_weights_are_written_once_as_save_pretrained_does(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny(tied=True)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_experts_are_written_as_they_are_published(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    """transformers fuses them while it loads a model, and trains them so."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    commit(shards(model.state_dict(), (2,)), config)
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=5000)
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_weights_and_config_have_the_dtype_that_was_asked_for(
+    job: Job, commit: Commit, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out", dtype=dtype)
+    cast = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
+    assert same(weights(tmp_path / "out"), cast)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch_dtype
+
+
+def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = tiny()
+    expected = {name: value.clone() for name, value in base.state_dict().items()}
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(base, lora)
+    for name, value in model.state_dict().items():
+        if "lora_B" in name:
+            value.normal_()
+    commit(shards(model.state_dict(), (2,)), base.config, r=4, lora_alpha=8, task_type="CAUSAL_LM")
+    export_step(job.root, 1, to=tmp_path / "out")
+    assert same(weights(tmp_path / "out"), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    again = PeftModel.from_pretrained(loaded, tmp_path / "out/lora_adapter")
+    assert again.peft_config["default"].lora_alpha == 8
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_an_export_that_was_killed_goes_on_where_it_was(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny(layers=4)
+    commit(shards(model.state_dict(), (2,)), model.config)
+    saved: list[str] = []
+
+    def save_and_die(path: Path, tensors: State) -> None:
+        if len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saved.append(path.name)
+        save_tensors(path, tensors)
+
+    if (child := os.fork()) == 0:
+        try:
+            writing.save_tensors = save_and_die
+            export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    left = sorted((tmp_path / ".out.partial").glob("*.safetensors"))
+    assert len(left) == 2
+    left[1].write_bytes(b"torn")
+    kept = left[0].stat().st_ino
+    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    assert (tmp_path / "out" / left[0].name).stat().st_ino == kept
+    assert same(weights(tmp_path / "out"), model.state_dict())
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def test_memory_holds_one_file_of_the_result_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({f"w{n}": torch.full((1 << 20,), float(n)) for n in range(50)}, tmp_path / "0.pt")
+    seen = []
+
+    def look(path: Path, tensors: State) -> None:
+        seen.append(anonymous_memory() - before)
+        save_tensors(path, tensors)
+
+    monkeypatch.setattr(writing, "save_tensors", look)
+    before = anonymous_memory()
+    model = ShardedModel([tmp_path / "0.pt"])
+    writing.write_model(
+        writing.begun(tmp_path / "out", {}),
+        model,
+        {name: name for name in model.names},
+        Naming(None, frozenset(), fuses=False),
+        dtype_of=lambda dtype: dtype,
+        max_bytes=20 << 20,
+    )
+    assert len(seen) == 10
+    assert max(seen) < 40 << 20
+
+
+def test_a_damaged_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    path = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
+    with path.open("r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CommitError, match="is damaged"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_work_is_a_sentence_and_changes_nothing(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    step = step_folder(job.root, 1)
+    for arguments, error, sentence in [
+        ({"to": full}, ConfigError, "not empty and no earlier export"),
+        ({"to": job.root}, ConfigError, "is or holds the job"),
+        ({"to": step / "actor"}, ConfigError, "is part of a step"),
+        ({"to": tmp_path / "x", "dtype": "int4"}, ConfigError, "is none of keep, bf16"),
+        ({"dtype": "bf16"}, ConfigError, "--to DIR"),
+        ({"to": tmp_path / "x", "role": "critic"}, CommitError, "no model of role critic"),
+        ({"to": tmp_path / "x", "role": "../x"}, ConfigError, "may hold letters"),
+    ]:
+        with pytest.raises(error, match=sentence):
+            export_step(job.root, 1, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(CommitError, match="not committed"):
+        export_step(job.root, 7, to=tmp_path / "x")
+    assert (full / "mine.txt").read_text() == "mine"
+    assert not (tmp_path / "x").exists()
+    require_committed(job.root, 1)
+
+
+def test_an_earlier_export_is_replaced_by_that_of_another_dtype(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    export_step(job.root, 1, to=tmp_path / "out")
+    export_step(job.root, 1, to=tmp_path / "out", dtype="bf16")
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_states_that_are_no_fsdp_model_are_refused(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    del ranks[1]["model.norm.weight"]
+    commit(ranks, model.config)
+    with pytest.raises(ExportError, match=r"model\.norm\.weight is missing"):
+        export_step(job.root, 1, to=tmp_path / "out")

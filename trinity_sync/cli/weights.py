@@ -1,0 +1,62 @@
+"""The command that looks at handed-over weights: weights."""
+
+import time
+from dataclasses import asdict
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.frame import AsJson, Root, app, existing, output, print_json, when
+
+LIVES = {True: "runs", False: "not reachable", None: "on another host"}
+
+
+@app.command(
+    epilog="Examples:  [bold]trinity-sync weights ckpts[/]  ·  "
+    "[bold]trinity-sync weights ckpts --json[/]"
+)
+def weights(root: Root, as_json: AsJson = False) -> None:
+    """Show which reader serves which version of the weights, and how stale it is."""
+    from trinity_sync.weights.report import report
+
+    found = report(existing(root), time.time())
+    if as_json:
+        print_json(asdict(found) if found else None)
+        return
+    if found is None:
+        typer.echo(f"no Synchronizer has worked in {root}")
+        return
+    newest = found.newest
+    console = output()
+    version = f"{newest.step} of run {newest.run}, from {newest.source}" if newest else "none"
+    console.print(f"newest version: {version}", highlight=False)
+    console.print(
+        f"trainer: {found.trainer}; Synchronizer: {LIVES[found.lives]}, "
+        f"last change {when(found.written_at).replace('T', ' ')}",
+        highlight=False,
+    )
+    if found.lives is False:
+        console.print(
+            "What follows is what it knew then. Trainer and explorers start it again by "
+            "Synchronizer.get_actor.",
+            highlight=False,
+        )
+    table = Table("reader", "version", "run", "since", "steps behind", "stale for")
+    for column in (1, 2, 4, 5):
+        table.columns[column].justify = "right"
+    for reader in found.readers:
+        table.add_row(
+            reader.name,
+            str(reader.step),
+            str(reader.run),
+            when(reader.since).replace("T", " "),
+            str(reader.behind),
+            f"{reader.stale_s:.0f} s",
+        )
+    if found.readers:
+        console.print(table)
+    if found.explorers:
+        states = Table("explorer", "status")
+        for name, status in found.explorers.items():
+            states.add_row(name, status)
+        console.print(states)

@@ -1,0 +1,318 @@
+"""The export of one role of a committed step, into its own folder or to another place.
+
+In place, the weights join the step: they are built beside it, renamed into
+``global_step_N/<role>/huggingface/`` and added to its manifest, under the commit lock. Elsewhere, a
+folder appears by one rename when it is whole, and is loaded by ``from_pretrained`` as it is.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import CommitError, ConfigError, ExportError
+from trinity_sync.export.naming import adapter_config, naming_of, split_adapter
+from trinity_sync.export.shards import ShardedModel
+from trinity_sync.export.wishes import COMPONENT
+from trinity_sync.export.writing import (
+    Progress,
+    begun,
+    metas,
+    progress_of,
+    save_tensors,
+    write_model,
+)
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from trinity_sync.storage.reader import digest_file
+from trinity_sync.storage.steps import require_committed
+
+HUGGINGFACE = "huggingface"
+ADAPTER = "lora_adapter"
+
+_TORCH: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_LEASE_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported."""
+
+    folder: Path
+    files: tuple[str, ...]
+    """Below the folder."""
+    nbytes: int
+
+
+def export_step(
+    root: str | Path,
+    step: int,
+    *,
+    to: Path | None = None,
+    role: str = "actor",
+    dtype: str = "keep",
+    max_shard_bytes: int = 5_000_000_000,
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
+
+    Memory holds one file of the result at a time. One that breaks off is gone on with.
+
+    Args:
+        root: the job's folder.
+        step: a committed one.
+        to: a folder that is missing, empty, or an earlier export; by default the step's own.
+        role: whose model.
+        dtype: of the weights; ``keep`` as they were trained.
+        max_shard_bytes: of a file of weights.
+        check: compare the digests of the shards with the manifest before.
+        trust_remote_code: whether source files of the model may be imported.
+
+    Raises:
+        CommitError: the step is not committed or damaged, or has no model of this role.
+        ConfigError: an argument cannot work.
+        ExportError: the shards are not those of a model that can be exported.
+        OSError: the disk is full or broken; what is written is used by the next try.
+    """
+    if dtype not in ("keep", *_TORCH):
+        raise ConfigError(f"dtype {dtype!r} is none of keep, {', '.join(_TORCH)}")
+    if to is None and dtype != "keep":
+        raise ConfigError(
+            "weights that join their step keep their dtype; export another one with --to DIR"
+        )
+    root = Path(root).resolve()
+    check_name("role", role)
+    manifest = require_committed(root, step)
+    source = {
+        "root": str(root),
+        "step": step,
+        "run": manifest.run,
+        "role": role,
+        "dtype": dtype,
+        "max_shard_bytes": max_shard_bytes,
+        "digests": [record.digest for record in _shards(root, manifest, role)],
+    }
+    folder = step_folder(root, step)
+    target = folder / role / HUGGINGFACE if to is None else _usable(to, root)
+    if to is None:
+        scratch = root / PRIVATE_FOLDER / "exports" / f"{folder.name}.{role}"
+    else:
+        scratch = target.with_name(f".{target.name}.partial")
+    with take_lease(root, step, f"export of {role}", ttl_s=_LEASE_S), _one_export(root, scratch):
+        done = progress_of(scratch if to is None else target)
+        if done and done.source == source and done.files:
+            joined = {r.path: r.digest for r in require_committed(root, step).files}
+            if all(
+                joined.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
+                if to is None
+                else done.has(name)
+                for name, known in done.files.items()
+            ):
+                return _exported(target, done)
+        records = _shards(root, manifest, role)
+        if check:
+            _check_digests(folder, records)
+        progress = begun(scratch, source)
+        model = ShardedModel(tuple(folder / record.path for record in records))
+        _build(
+            progress,
+            model,
+            folder / role,
+            in_place=to is None,
+            max_bytes=max_shard_bytes,
+            trust_remote_code=trust_remote_code,
+            small=[] if to is None else _small_files(manifest, role),
+        )
+        if to is None:
+            _join(root, manifest, role, progress)
+        else:
+            _put_in_place(scratch, target)
+    return _exported(target, progress)
+
+
+def _build(
+    progress: Progress,
+    model: ShardedModel,
+    role_folder: Path,
+    *,
+    in_place: bool,
+    max_bytes: int,
+    trust_remote_code: bool,
+    small: list[str],
+) -> None:
+    wanted = _TORCH.get(progress.source["dtype"])
+
+    def dtype_of(trained: torch.dtype) -> torch.dtype:
+        return wanted if wanted and trained.is_floating_point else trained
+
+    base, adapter = split_adapter(model.names)
+    huggingface = role_folder / HUGGINGFACE
+    if base:
+        naming = naming_of(huggingface, list(base), trust_remote_code=trust_remote_code)
+        write_model(progress, model, base, naming, dtype_of=dtype_of, max_bytes=max_bytes)
+    if adapter:
+        shapes = {name: shape for name, (shape, _) in metas(model, adapter).items()}
+        config = json.dumps(adapter_config(shapes, role_folder), indent=2)
+        progress.write(
+            f"{ADAPTER}/adapter_model.safetensors",
+            lambda path: save_tensors(
+                path, {n: model.tensor(o, dtype_of(model.meta(o)[1])) for n, o in adapter.items()}
+            ),
+        )
+        progress.write(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
+    kinds = [dtype_of(d) for _, d in metas(model, base or adapter).values() if d.is_floating_point]
+    for name in small:
+        content = (huggingface / name).read_bytes()
+        if name == "config.json" and kinds:
+            content = _with_dtype(content, max(set(kinds), key=kinds.count))
+        progress.write(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """The model's config with the dtype that its weights are written in."""
+    body: dict[str, Any] = json.loads(config)
+    key = "torch_dtype" if "torch_dtype" in body else "dtype"
+    body[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(body, indent=2).encode() + b"\n"
+
+
+def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None:
+    """Put the weights into the step's folder, and into its manifest."""
+    step = manifest.step
+    folder = step_folder(root, step)
+    with one_change_at_a_time(root):
+        now = read_manifest(root, step)
+        if now is None or now.run != manifest.run:
+            raise CommitError(
+                f"step {step} in {root} was replaced or removed while it was exported; nothing of "
+                "it was changed. Export the step that is there now."
+            )
+        records = []
+        # the index comes last: what it names is there
+        for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
+            path, known = f"{role}/{HUGGINGFACE}/{name}", progress.files[name]
+            make_folder((folder / path).parent)
+            (progress.folder / name).replace(folder / path)
+            sync_folder((folder / path).parent)
+            records.append(FileRecord(path, known.nbytes, known.digest, role, COMPONENT))
+        # files of an export before this one, in other pieces
+        stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
+        gone = {file.path for file in stale} - {record.path for record in records}
+        kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
+        write_manifest(root, kept.joined(replace(now, files=tuple(records), receipts=())))
+        for path in gone:
+            (folder / path).unlink(missing_ok=True)
+
+
+def _put_in_place(scratch: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    scratch.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exported(folder: Path, progress: Progress) -> Exported:
+    nbytes = sum(known.nbytes for known in progress.files.values())
+    return Exported(folder, tuple(sorted(progress.files)), nbytes)
+
+
+def _usable(to: Path, root: Path) -> Path:
+    """The folder to export to, absolute.
+
+    Raises:
+        ConfigError: it holds something else, or is part of the job.
+    """
+    target = to.absolute().resolve()
+    if target == root or target in root.parents or target.is_relative_to(root / PRIVATE_FOLDER):
+        raise ConfigError(f"{to} is or holds the job itself; export to another folder")
+    inside = target.relative_to(root).parts[0] if target.is_relative_to(root) else ""
+    if inside.startswith("global_step_"):
+        raise ConfigError(
+            f"{to} is part of a step; leave --to out to export into the step, or name another "
+            "folder"
+        )
+    if target.exists():
+        ours = target.is_dir() and progress_of(target) is not None
+        if not target.is_dir() or (any(target.iterdir()) and not ours):
+            raise ConfigError(
+                f"{to} is not empty and no earlier export; nothing was changed. Name another "
+                "folder, or remove it."
+            )
+    return target
+
+
+def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
+    """The model's files of a role, by rank.
+
+    Raises:
+        CommitError: there are none, or not all.
+    """
+    records = [f for f in manifest.files if (f.role, f.component) == (role, "model")]
+    if not records:
+        has = ", ".join(manifest.roles) or "none"
+        raise CommitError(
+            f"step {manifest.step} in {root} has no model of role {role} (roles: {has}); "
+            "trinity-sync show lists what it has"
+        )
+    world_size = records[0].world_size
+    by_path = {record.path: record for record in records}
+    wanted = [f"{role}/{shard_file('model', world_size, rank)}" for rank in range(world_size)]
+    folder = step_folder(root, manifest.step).resolve()
+    for path in wanted:
+        if path not in by_path:
+            raise CommitError(f"step {manifest.step} in {root} lacks {path}; export another step")
+        if not (folder / path).resolve().is_relative_to(folder):
+            raise CommitError(f"{folder / path} leads out of the step's folder; export another")
+    return [by_path[path] for path in wanted]
+
+
+def _small_files(manifest: Manifest, role: str) -> list[str]:
+    prefix = f"{role}/{HUGGINGFACE}/"
+    return [
+        record.path.removeprefix(prefix)
+        for record in manifest.files
+        if record.path.startswith(prefix) and record.component == "metadata"
+    ]
+
+
+def _check_digests(folder: Path, records: list[FileRecord]) -> None:
+    for record in records:
+        if digest_file(folder / record.path, record.nbytes) != record.digest:
+            raise CommitError(
+                f"{folder / record.path} is damaged: its digest is not that of the manifest. "
+                "Export another step, or restore the file from a copy."
+            )
+
+
+@contextmanager
+def _one_export(root: Path, scratch: Path) -> Iterator[None]:
+    name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
+    lock = root / PRIVATE_FOLDER / "exports" / f"{name}.lock"
+    make_folder(lock.parent)
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExportError(
+                f"another export to the same place is under way ({scratch}); wait for its end"
+            ) from None
+        yield

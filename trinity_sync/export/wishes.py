@@ -1,0 +1,80 @@
+"""Exports that a trainer asked for with a save: carried out once the step is committed.
+
+A wish is a small file, ``.trinity_sync/exports/global_step_N.<role>.wish``. The save's commit task
+writes it before the commit, so that it outlives whatever dies after it, and it goes when the
+weights have joined the step. The step itself counts whether or not its wishes come true.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.manifest import Manifest, read_manifest
+
+COMPONENT = "hf_model"
+"""Of the files of an exported model, in the manifest."""
+
+_NAME = re.compile(r"global_step_(\d+)\.([A-Za-z0-9_-]+)\.wish")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One role's model of one step is to be exported into the step."""
+
+    run: int
+    step: int
+    role: str
+    trust_remote_code: bool = False
+    """Whether source files of the model may be imported."""
+
+
+def make_wish(root: str | Path, wish: Wish) -> None:
+    """Note a wish, durably; again is harmless."""
+    path = _path(root, wish.step, wish.role)
+    make_folder(path.parent)
+    replace_file(path, json.dumps(asdict(wish)))
+
+
+def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
+    """The wishes that wait, of one step or of all; torn ones are passed over."""
+    found = []
+    for path in sorted((Path(root) / PRIVATE_FOLDER / "exports").glob("*.wish")):
+        match = _NAME.fullmatch(path.name)
+        if match and step in (None, int(match[1])):
+            try:
+                found.append(Wish(**json.loads(path.read_text())))
+            except (FileNotFoundError, ValueError, TypeError):
+                continue
+    return found
+
+
+def grant(root: str | Path, wish: Wish) -> None:
+    """Export what was wished; its digests are fresh, so they are not compared again.
+
+    A step that was removed or replaced meanwhile takes its wish along.
+
+    Raises:
+        CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
+    """
+    from trinity_sync.export.step import export_step  # torch takes seconds, and few need it
+
+    manifest = read_manifest(root, wish.step)
+    if manifest and manifest.run == wish.run:
+        export_step(
+            root, wish.step, role=wish.role, check=False, trust_remote_code=wish.trust_remote_code
+        )
+    _path(root, wish.step, wish.role).unlink(missing_ok=True)
+
+
+def is_exported(manifest: Manifest | None, role: str) -> bool:
+    """Whether a step holds the exported model of a role."""
+    files = manifest.files if manifest else ()
+    return any((file.role, file.component) == (role, COMPONENT) for file in files)
+
+
+def _path(root: str | Path, step: int, role: str) -> Path:
+    exports = Path(root) / PRIVATE_FOLDER / "exports"
+    return exports / f"{step_folder(root, step).name}.{role}.wish"

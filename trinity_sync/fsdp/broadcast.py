@@ -1,0 +1,118 @@
+"""A veRL engine's whole weights, gathered tensor by tensor and broadcast by trainer rank 0.
+
+FSDP1 or FSDP2 is asked of the model, by veRL's own ``fsdp_version``: engines do not say it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import (
+    fsdp_version,
+    load_fsdp_model_to_gpu,
+    offload_fsdp_model_to_cpu,
+)
+
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.weights.broadcast import send_weights
+from trinity_sync.weights.group import WeightGroup
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def fsdp_sync_weight_nccl(
+    engine: Any,
+    model_update_group: "WeightGroup | dist.ProcessGroup | None",
+    *,
+    version: int = 0,
+) -> None:
+    """Broadcast the weights of an engine; every rank of the trainer calls it.
+
+    Ranks gather one tensor (FSDP1: one wrapped module) at a time, and only rank 0 sends. Receivers
+    get each parameter once, a tied one under the name that ``named_parameters()`` gives first, and
+    persistent buffers after them, with the names of the unwrapped model. A LoRA model's are PEFT's
+    (``base_model.model...base_layer.weight``, ``...lora_A.default.weight``): nothing is merged.
+
+    Args:
+        engine: veRL's FSDPEngine.
+        model_update_group: rank 0's end of the group, from ``join_weight_group`` or torch; other
+            ranks pass None.
+        version: the trainer's step, which receivers are told.
+
+    Raises:
+        WeightSyncError: on every rank, if not all receivers have confirmed all of it. The trainer
+            can go on; this version is at nobody's.
+    """
+    moved = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
+    if moved:
+        load_fsdp_model_to_gpu(engine.module)
+    gathered = whole_parameters(engine.module)
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            send_weights(gathered, cast(WeightGroup, model_update_group), version=version)
+        except Exception as error:
+            failure = error
+    for _ in gathered:
+        pass  # the other ranks gather with rank 0, also what it can no longer send
+    if moved:
+        offload_fsdp_model_to_cpu(engine.module)
+    outcome = [None if failure is None else str(failure)]
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[0] is not None:
+        raise WeightSyncError(
+            f"trainer rank {dist.get_rank()}: rank 0 could not send version {version}: {outcome[0]}"
+        )
+
+
+@torch.no_grad()
+def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of an FSDP1, FSDP2 or plain model, each once and whole.
+
+    Every rank iterates to the end. A tensor is valid until the next one is asked for.
+    """
+    if fsdp_version(model) == 1:
+        yield from _summoned(model)
+    else:
+        for name, parameter in model.named_parameters():
+            yield _clean(name), _whole(parameter)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield _clean(name), _whole(buffer)
+
+
+def _summoned(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for prefix, unit in model.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel):
+            continue
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            for name, parameter in _own_parameters(prefix, unit):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield _clean(name), parameter.detach()
+
+
+def _own_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that are not in a wrapped module further in, whose shards they are meanwhile."""
+    yield from module.named_parameters(prefix=prefix, recurse=False)
+    for name, child in module.named_children():
+        if not isinstance(child, FullyShardedDataParallel):
+            yield from _own_parameters(f"{prefix}.{name}" if prefix else name, child)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value.detach()
+    return cast(DTensor, value.detach().to(get_device_id())).full_tensor()
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -1,0 +1,268 @@
+"""Loading a step into another number of ranks than saved it.
+
+DCP's planner finds the parts that a rank needs, and `SavedComponent` reads just those: into the
+live model under FSDP2, into new optimizer states otherwise. A step is claimed meanwhile, and its
+files are digested before, each by one of the ranks.
+"""
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
+from trinity_sync.fsdp.collect import adapters_only, model_state
+from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.dcp import SavedComponent
+from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.writer import digest_of
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 3600.0
+"""Seconds for which a step is claimed at most, should the loading rank die on another node."""
+
+T = TypeVar("T")
+
+
+def resharded(
+    role_folder: Path,
+    saved_by: int,
+    components: Sequence[str],
+    *,
+    model: Any,
+    optimizer: Any,
+) -> Iterator[tuple[str, Any]]:
+    """The states of this rank by component, in the form in which it would have saved them.
+
+    Every rank of the default process group calls it and takes all. The step is claimed until the
+    last one has. Under FSDP2 the model's state is the live parameters, with their new values.
+
+    Args:
+        role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
+        saved_by: number of ranks that saved it.
+        components: of ``model``, ``optim`` and ``extra_state``, those to load.
+        model: FSDP1 or FSDP2 model to load into.
+        optimizer: its optimizer.
+
+    Raises:
+        CommitError: a file is missing, damaged or cannot be read. All ranks raise it.
+        ConfigError: model or optimizer is another than the one that was saved.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        logger.info(
+            "%s was saved by %d ranks and is resharded to %d", role_folder, saved_by, world_size
+        )
+    with ExitStack() as claim:
+        committed = (role_folder.parent / MANIFEST).exists()
+        if committed:
+            _together(lambda: _claim(role_folder, claim) if rank == 0 else None)
+            _together(lambda: _verify(role_folder, saved_by, components))
+        for component in components:
+            if component == "model":
+                yield component, _model_state(role_folder, saved_by, model)
+            elif component == "optim":
+                yield component, _optimizer_state(role_folder, saved_by, optimizer)
+            else:
+                yield component, _together(lambda: _extra_state(role_folder, saved_by, rank))
+        dist.barrier()
+
+
+def _claim(role_folder: Path, claim: ExitStack) -> None:
+    root, step, _ = split_role_path(role_folder)
+    try:
+        claim.enter_context(take_lease(root, step, "resharding load", ttl_s=LEASE_S))
+    except OSError as error:  # another job's root, which may be for reading only
+        logger.warning(
+            "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",
+            step,
+            root,
+            error.strerror,
+        )
+
+
+def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:
+    """Digest this rank's share of the files; pieces of a file cannot be digested later."""
+    root, step, role = split_role_path(role_folder)
+    records = [
+        record
+        for record in require_committed(root, step).files
+        if (record.role, record.world_size) == (role, saved_by) and record.component in components
+    ]
+    for record in records[dist.get_rank() :: dist.get_world_size()]:
+        path = role_folder.parent / record.path
+        if (found := digest_of(path)) != record.digest:
+            raise CommitError(
+                f"{path} is damaged: its digest is {found}, the manifest says {record.digest}. "
+                "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
+            )
+
+
+def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
+    saved = _together(lambda: SavedComponent(role_folder, "model", saved_by))
+    live = model_state(model)
+    unknown = saved.tensors.keys() - live.keys()
+    lacking = set() if adapters_only(saved.tensors) else live.keys() - saved.tensors.keys()
+    other = {
+        name
+        for name in saved.tensors.keys() & live.keys()
+        if saved.tensors[name].size != live[name].shape
+    }
+    if unknown or lacking or other:
+        wrong = {"not in this model": unknown, "not saved": lacking, "of another shape": other}
+        said = (f"{', '.join(sorted(names)[:5])} ({why})" for why, names in wrong.items() if names)
+        raise ConfigError(
+            f"{role_folder} holds another model: {'; '.join(said)}. Start from the model that was "
+            "trained there, with the same LoRA settings."
+        )
+    state = {name: live[name] for name in saved.tensors}
+    _load(saved, state)
+    return state
+
+
+def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[str, Any]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    flat = {
+        number: param._unpadded_unsharded_size.numel()
+        for number, param in enumerate(params)
+        if hasattr(param, "_unpadded_unsharded_size")  # FSDP1
+    }
+    saved = _together(lambda: SavedComponent(role_folder, "optim", saved_by, flat_lengths=flat))
+    groups = saved.values.get(("param_groups",), [])
+    theirs = [len(group["params"]) for group in groups]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise ConfigError(
+            f"the optimizer in {role_folder} has parameters in groups of {theirs}, this run's in "
+            f"groups of {ours}. Train with the same FSDP strategy and parameter groups, or take "
+            "optimizer out of checkpoint.load_contents."
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    targets = {}
+    for name, (_, number, key) in saved.keys.items():
+        kept, targets[name] = _room(saved, name, params[number], flat.get(number))
+        state.setdefault(number, {})[key] = kept
+    for keys, value in saved.values.items():
+        if keys[0] == "state":
+            state.setdefault(keys[1], {})[keys[2]] = value
+    _load(saved, targets)
+    return {"state": state, "param_groups": groups}
+
+
+def _room(
+    saved: SavedComponent, name: str, param: Any, flat_length: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor for this rank's part of a state of ``param``, and the same as DCP shall see it."""
+    size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
+    if name not in saved.sharded:
+        whole = torch.empty(size, dtype=dtype)
+        return whole, whole
+    if flat_length is not None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        each = -(-flat_length // world_size)
+        if param.numel() != each:
+            raise ConfigError(
+                f"{saved.folder}: this run's optimizer keeps {param.numel():,} of {flat_length:,} "
+                f"elements a rank, not {each:,}: flat state of FSDP1 is resharded only where "
+                "use_orig_params is off and all ranks shard. Change that, or take optimizer out "
+                "of checkpoint.load_contents."
+            )
+        padded = torch.zeros(each, dtype=dtype, device=param.device)
+        mine = padded[: max(0, min(each, flat_length - rank * each))]
+        mesh = DeviceMesh.from_group(dist.group.WORLD, param.device.type)  # type: ignore[arg-type]
+        seen = DTensor.from_local(mine, mesh, [Shard(0)], shape=size, stride=(1,))
+        return padded, seen
+    if size != param.shape:
+        raise ConfigError(
+            f"{saved.folder}: {name} of the optimizer is {list(size)}, its parameter is "
+            f"{list(param.shape)}, so it is not known how to lay it out; load it with "
+            f"{saved.world_size} ranks, or take optimizer out of checkpoint.load_contents"
+        )
+    like = torch.empty_like(param, dtype=dtype)
+    return like, like
+
+
+def _extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
+    """Schedule of rank 0; random state of this rank, or one derived from that of rank 0."""
+
+    def saved(by: int) -> Any:
+        path = role_folder / shard_file("extra_state", saved_by, by)
+        return torch.load(path, map_location="cpu", weights_only=False)
+
+    first = saved(0)
+    if rank < saved_by:
+        return {**saved(rank), "lr_scheduler": first["lr_scheduler"]}
+    if "rng" not in first:
+        return dict(first)
+    logger.info(
+        "rank %d did not exist when %s was saved: its random state is derived from that of rank 0",
+        rank,
+        role_folder,
+    )
+    return {**first, "rng": derived_rng(first["rng"], rank)}
+
+
+def derived_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Random states for a rank that has none of its own, always the same for the same arguments.
+
+    Args:
+        rng: those of rank 0, in the form of veRL's ``get_rng_state``.
+        rank: the rank that needs some.
+    """
+    digest = hashlib.sha256(rng["cpu"].numpy().tobytes() + str(rank).encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")
+    derived: dict[str, Any] = {}
+    for name in rng:
+        if name == "numpy":
+            derived[name] = np.random.RandomState(seed).get_state()
+        elif name == "random":
+            derived[name] = random.Random(seed).getstate()
+        else:
+            derived[name] = torch.Generator(name).manual_seed(seed).get_state()
+    return derived
+
+
+def _load(saved: SavedComponent, targets: dict[str, Any]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        load(targets, storage_reader=saved, planner=planner)
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, TrinitySyncError):
+            raise error from failed
+        raise CommitError(
+            f"{saved.component} in {saved.folder} cannot be resharded; rank {rank}: {error!r}. "
+            f"Load it with {saved.world_size} ranks, or take another step."
+        ) from failed
+    logger.info("%s: %s bytes of %s read", saved.folder, f"{saved.nbytes:,}", saved.component)
+
+
+def _together(work: Callable[[], T]) -> T:
+    """Do something on every rank; if it fails on one of them, all raise the error."""
+    mine: TrinitySyncError | None = None
+    try:
+        result = work()
+    except TrinitySyncError as error:
+        mine = error
+    except OSError as error:
+        mine = CommitError(f"{error}. Mend that, or load another step.")
+    errors: list[TrinitySyncError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, mine)
+    for said in errors:
+        if said is not None:
+            raise said
+    return result

@@ -1,0 +1,87 @@
+"""A restore for practice: load the newest commit as a restart would, and say how long it took.
+
+A checkpoint that nobody has loaded is a hope. All shards of all ranks are read, their digests
+compared, and unpickled, one after the other on one node; where each rank reads its own on a node of
+its own, it takes a share of the time.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, ImageError
+from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.loading import state_of
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.reader import read_file
+from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.steps import newest
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A restore that worked."""
+
+    root: str
+    step: int
+    files: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    """Whether digests were compared; a checkpoint without a manifest has none."""
+
+
+def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> Drill | None:
+    """Load the newest checkpoint of a job, from disk; None if it has none yet.
+
+    Files are unpickled as a restart would do it, which runs what they say.
+
+    Raises:
+        CommitError: it cannot be loaded, or there are checkpoints and none is whole.
+    """
+    root = Path(root)
+    manifest = newest(root)
+    if manifest is None:
+        return _without_manifest(root, clock)
+    paths = [record.path for record in manifest.files if record.path.endswith(".pt")]
+    with take_lease(root, manifest.step, "restore drill"):
+        start = clock()
+        nbytes = 0
+        try:
+            for shard in load_shards(root, manifest.step, paths):
+                nbytes += shard.nbytes
+        except (CommitError, ImageError):
+            raise
+        except Exception as error:  # whatever a pickle may raise
+            raise CommitError(
+                f"step {manifest.step} in {root} cannot be loaded: {error!r}. Resume from another "
+                "step (trinity-sync ls shows them)."
+            ) from error
+        seconds = clock() - start
+    return Drill(str(root), manifest.step, len(paths), nbytes, seconds, checked=True)
+
+
+def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
+    """A checkpoint of veRL's own, which its iteration file names."""
+    step = read_iteration(root, "checkpoint")
+    if step is None:
+        return None
+    folder = step_folder(root, step)
+    if (folder / "manifest.json").exists() or not folder.is_dir():
+        raise CommitError(
+            f"{root} has checkpoints, and none can be loaded: the iteration file names step "
+            f"{step}. Run: trinity-sync ls {root}"
+        )
+    paths = sorted(folder.rglob("*.pt"))
+    start = clock()
+    nbytes = 0
+    for path in paths:
+        try:
+            image, _ = read_file(path, path.stat().st_size)
+            state_of(image)
+        except Exception as error:
+            raise CommitError(f"{path} cannot be loaded: {error!r}") from error
+        nbytes += len(image)
+    return Drill(str(root), step, len(paths), nbytes, clock() - start, checked=False)

@@ -1,0 +1,79 @@
+"""The Synchronizer's two small files, for those who look at it without Ray.
+
+::
+
+    root/.trinity_sync/weights/
+      synchronizer.json     who it is: written at each start of the actor
+      state.json            what it knows: written after each change
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.storage.durable import make_folder, replace_file
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a job's Synchronizer is."""
+
+    name: str
+    """Of the Ray actor."""
+    namespace: str
+    """Its Ray namespace."""
+    host: str
+    process: str
+    """pid and start time."""
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether its process runs; None on another host than its own."""
+        return process_lives(self.process) if self.host == socket.gethostname() else None
+
+
+def address_file(root: str | Path) -> Path:
+    """Where the Synchronizer of the job at ``root`` says who it is."""
+    return Path(root) / PRIVATE_FOLDER / "weights" / "synchronizer.json"
+
+
+def state_file(root: str | Path) -> Path:
+    """Where it keeps what it knows."""
+    return address_file(root).with_name("state.json")
+
+
+def write_address(root: str | Path, name: str, namespace: str) -> None:
+    """Say that this process is the Synchronizer of the job."""
+    address = Address(name, namespace, socket.gethostname(), process_name(os.getpid()))
+    make_folder(address_file(root).parent)
+    replace_file(address_file(root), json.dumps(asdict(address)))
+
+
+def read_address(root: str | Path) -> Address | None:
+    """Who the job's Synchronizer is; None if there is none."""
+    return _read(address_file(root), lambda body: Address(**body))
+
+
+def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
+    """Replace what is known, atomically."""
+    replace_file(state_file(root), json.dumps(state))
+
+
+def read_state(root: str | Path) -> dict[str, Any] | None:
+    """What `write_state` wrote last; None if there is nothing, or nothing whole."""
+    return _read(state_file(root), lambda body: dict(body))
+
+
+def _read(path: Path, make: Callable[[Any], T]) -> T | None:
+    try:
+        return make(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None

@@ -1,0 +1,284 @@
+"""A process group of its own from a trainer to the processes that want its weights.
+
+The trainer's rank 0 and the explorers' workers are each in default groups of their own, or in none,
+so the group is made of torch's public parts without them: a ``TCPStore`` on rank 0 through which
+the members find each other, and a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` on top of it.
+Nothing of ``torch.distributed``'s global state is read or changed.
+
+A broadcast that stops says nothing about who stopped it. So whoever notices says so in the store,
+takes its connections down, and waits for the same from the others: who stays silent is named. Three
+quarters of the time-out are for the broadcast, the rest is for this roll call.
+
+The NCCL side has not run on a GPU yet.
+"""
+
+import os
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+
+PATIENCE = 0.75
+
+
+class WeightGroup:
+    """Group rank 0 sends, the others receive; made by :func:`join_weight_group`.
+
+    One call at a time: all members send or receive the same version. After an error the group is
+    of no use, says so at each call, and a new one has to be joined by all.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        store: Store | None,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        owned: bool = True,
+    ) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.timeout_s = timeout_s
+        self._backend, self._store, self._owned = backend, store, owned
+        self._patience = timedelta(seconds=timeout_s * PATIENCE)
+        self._broken: str | None = None
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def close(self) -> None:
+        """Leave the group; calls after it are refused. Twice is harmless."""
+        if self._broken is None:
+            self._broken = "it was closed"
+        self._buffers.clear()
+        self._abort()
+        self._backend = self._store = None
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send ``tensor`` from rank 0, or to receive it; :meth:`wait` ends it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._patience
+        return self._begin("broadcast", tensor, options)
+
+    def wait(self, works: Iterable[Any]) -> None:
+        """Wait for what was begun.
+
+        Raises:
+            WeightSyncError: a member died, gave up or kept the others waiting for too long.
+        """
+        for work in works:
+            try:
+                work.wait(self._patience)
+            except RuntimeError as error:
+                raise self.fail(_first_line(error)) from error
+
+    def confirm(self) -> None:
+        """Return when all members have come here.
+
+        Raises:
+            WeightSyncError: one of them did not.
+        """
+        present = torch.ones(1, dtype=torch.int64, device=self.device)
+        options = dist.AllreduceOptions()
+        options.timeout = self._patience
+        self.wait([self._begin("allreduce", present, options)])
+
+    def buffer(self, which: int, nbytes: int) -> torch.Tensor:
+        """One of the buffers that are kept from one broadcast to the next, with room for nbytes."""
+        found = self._buffers.get(which)
+        if found is None or len(found) < nbytes:
+            self._buffers.pop(which, None)
+            found = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._buffers[which] = found
+        return found
+
+    def fail(self, reason: str) -> WeightSyncError:
+        """Take this member out for good; the error to raise, which names who stays silent."""
+        if self._broken is None:
+            self._broken = f"it broke: {reason}"
+            silent = self._roll_call(reason)
+            self._broken += silent
+            return WeightSyncError(
+                f"rank {self.rank} of {self.world_size} of the weight group: {reason}{silent}; the "
+                "weights did not arrive, join a new group and send them again"
+            )
+        return self._refused()
+
+    def _begin(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
+        if self._broken is not None or self._backend is None:
+            raise self._refused()
+        try:
+            return getattr(self._backend, operation)([tensor], options)
+        except RuntimeError as error:
+            raise self.fail(_first_line(error)) from error
+
+    def _refused(self) -> WeightSyncError:
+        return WeightSyncError(
+            f"rank {self.rank} cannot use this weight group any more, {self._broken}; "
+            "join a new one on all sides"
+        )
+
+    def _abort(self) -> None:
+        if self._owned and self._backend is not None:
+            self._backend.abort()
+
+    def _roll_call(self, reason: str) -> str:
+        """Tell the others why, and find out who does not answer."""
+        if self._store is None:
+            return ""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        try:
+            self._store.set(f"gave up/{self.rank}", reason)
+            self._abort()
+            rest = timedelta(seconds=self.timeout_s * (1 - PATIENCE))
+            silent = _absent(self._store, "gave up", others, rest)
+            said = {r: self._store.get(f"gave up/{r}").decode() for r in others if r not in silent}
+            names = ", ".join(
+                f"rank {rank} ({self._store.get(f'joined/{rank}').decode()})" for rank in silent
+            )
+        except RuntimeError:
+            self._abort()
+            return "; rank 0, the trainer's, is gone"
+        if names:
+            return f"; no answer from {names}"
+        return "".join(f"; rank {rank} gave up: {why}" for rank, why in said.items())
+
+
+def join_weight_group(
+    address: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    backend: str | None = None,
+    timeout_s: float,
+) -> WeightGroup:
+    """Meet the other members; returns when all are there.
+
+    Args:
+        address: of rank 0's machine, as :func:`weight_group_address` gives it there.
+        port: free on rank 0's machine; rank 0 listens there.
+        rank: 0 is the trainer's, which sends.
+        world_size: members in all.
+        backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
+        timeout_s: longest time to wait for all to join, and later for any one step of a broadcast.
+
+    Raises:
+        ConfigError: no such backend or rank.
+        WeightSyncError: somebody did not come in time, or the port or rank is taken.
+    """
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend not in ("gloo", "nccl") or not 0 <= rank < world_size:
+        raise ConfigError(
+            f"cannot join a weight group as rank {rank} of {world_size} by {backend!r}; ranks are "
+            "0 to world_size - 1, backends are gloo and nccl"
+        )
+    where, limit = f"{address}:{port}", timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, world_size, rank == 0, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank 0 cannot listen on {where} ({_first_line(error)}); use a free port"
+            if rank == 0
+            else f"rank {rank} found no rank 0 on {where} within {timeout_s:g} s; start the "
+            "trainer and give all the same address"
+        ) from error
+    me = f"host {socket.gethostname()}, pid {os.getpid()}"
+    try:
+        holder = store.compare_set(f"joined/{rank}", "", me).decode()
+        if holder != me:
+            raise WeightSyncError(
+                f"rank {rank} of the group on {where} is taken by {holder}; give each its own rank"
+            )
+        absent = _absent(store, "joined", range(world_size), limit)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank 0 on {where} went away while rank {rank} waited for all to join; see the "
+            "trainer's error, and join again"
+        ) from error
+    if absent:
+        raise WeightSyncError(
+            f"ranks {absent} of {world_size} have not joined the weight group on {where} within "
+            f"{timeout_s:g} s, so rank {rank} gives up; start them and join again"
+        )
+    try:
+        made, device = _connected(backend, PrefixStore(backend, store), rank, world_size, limit)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {rank} found all members on {where} but cannot connect to them by {backend} "
+            f"({_first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from error
+    return WeightGroup(
+        made, store, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s
+    )
+
+
+def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
+    """The same group to send to or receive from, also if it is torch's.
+
+    An error in torch's group names no peer, and leaves the group as torch leaves it.
+    """
+    if isinstance(group, WeightGroup):
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"a {type(group).__name__} is no group to send weights to; pass what join_weight_group "
+            "returns, or a torch ProcessGroup"
+        )
+    on_gpu = any(device.type == "cuda" for device in group._device_types)
+    return WeightGroup(
+        group,
+        None,
+        rank=group.rank(),
+        world_size=group.size(),
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        timeout_s=timeout_s,
+        owned=False,
+    )
+
+
+def weight_group_address() -> tuple[str, int]:
+    """This machine's address, as others reach it, and a port that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing, asks which way out packets would take
+            host = probe.getsockname()[0]
+        except OSError:
+            host = "127.0.0.1"
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return host, listener.getsockname()[1]
+
+
+def _connected(
+    backend: str, store: Store, rank: int, world_size: int, limit: timedelta
+) -> tuple[Any, torch.device]:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, limit), torch.device("cpu")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 10 * limit  # ours comes first: torch's own ends the process
+    made = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    return made, torch.device("cuda", torch.cuda.current_device())
+
+
+def _absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:
+    """Ranks that do not say ``what`` within the limit."""
+    keys = {rank: f"{what}/{rank}" for rank in ranks}
+    try:
+        store.wait(list(keys.values()), limit)
+    except dist.DistStoreError:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    return []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
