@@ -1,7 +1,6 @@
 """The report of a job: one page, whole in itself, that a browser shows."""
 
 import html
-import json
 import re
 import shutil
 import subprocess
@@ -19,6 +18,8 @@ from trinity_sync.orchestration.report import JobFacts, gather
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.rewind import rewind
+from trinity_sync.weights.book import Book
+from trinity_sync.weights.files import write_state
 
 
 @pytest.fixture
@@ -33,10 +34,9 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
     (job.root / "global_step_20/actor/model_world_size_1_rank_0.pt").unlink()
     (job.root / "global_step_50").mkdir()
     pin(job.root, 10, "the <b>paper</b>'s")
-    weights = job.root / ".trinity_sync/weights"
-    weights.mkdir()
-    serving = {"step": 30, "run": 1, "since": 1.7e9, "heard": 1.7e9, "outdated": None}
-    (weights / "state.json").write_text(json.dumps({"book": {"readers": {"explorer-1": serving}}}))
+    book = Book()
+    book.serve("explorer-1", 30, now=1.7e9, run=1)
+    write_state(job.root, {"book": book.to_json()})
     with environment({}), take_lease(job.root, 30, "reader 7"):
         yield gather(Settings(home=tmp_path), job.root)
 
