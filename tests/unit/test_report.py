@@ -36,6 +36,7 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
     pin(job.root, 10, "the <b>paper</b>'s")
     book = Book()
     book.serve("explorer-1", 30, now=1.7e9, run=1)
+    (job.root / ".trinity_sync/weights").mkdir()
     write_state(job.root, {"book": book.to_json()})
     with environment({}), take_lease(job.root, 30, "reader 7"):
         yield gather(Settings(home=tmp_path), job.root)
