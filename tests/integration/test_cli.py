@@ -57,6 +57,7 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "rewind",
         "replicate",
         "fetch",
+        "weights",
         "diff",
         "doctor",
         "report",

@@ -108,7 +108,15 @@ def test_what_is_newer_than_what_one_has(than: int, run: int | None, newer: bool
     assert (book.newer(than, run) is not None) == newer
 
 
-def test_a_version_that_nobody_has_left_behind_waits_for_a_later_step() -> None:
+def test_who_serves_what_was_left_behind_waits_for_the_new_run() -> None:
+    book = book_of((1, 10), (1, 12))
+    book.begin_runs({1: 0, 2: 10})
+    assert book.newer(12) is None
+    book.record(version(2, 11), 5.0)
+    assert book.newer(12) == version(2, 11)
+
+
+def test_a_step_that_is_not_known_yet_waits_for_a_later_one() -> None:
     assert book_of((1, 10)).newer(12) is None
     assert Book().newer(-1) is None
 

@@ -179,7 +179,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=120,
+    max_examples=int(os.environ.get("HISTORIES", "20")),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -109,17 +109,17 @@ class Book:
     def newer(self, than: int, run: int | None = None) -> Version | None:
         """The newest version, if it is newer than step ``than`` (of ``run``), else None.
 
-        Without ``run``, a step beyond the newest one counts as older if a later run, which resumed
-        from before it, made the newest: who serves it holds what training has left. Only with
-        ``run`` is the same step of a later run newer.
+        Without ``run``, a step beyond the newest one counts as older if the run that began last
+        made the newest: it has not come so far, so whoever serves that step holds what an earlier
+        run made and training has left. Only with ``run`` is the same step of a later run newer.
         """
         newest = self.newest()
         if newest is None:
             return None
         if run is not None:
             return newest if (newest.run, newest.step) > (run, than) else None
-        left_behind = self.runs.get(newest.run, than) < than and newest.step < than
-        return newest if newest.step > than or left_behind else None
+        resumed = newest.run == self.run > 1
+        return newest if newest.step > than or (resumed and newest.step < than) else None
 
     @property
     def run(self) -> int:

@@ -5,11 +5,15 @@
     root/.trinity_sync/weights/
       synchronizer.json     who it is: written at each start of the actor
       state.json            what it knows: written after each change
+
+They outlive the process and need not outlive the machine, which takes the images in memory with it;
+so they are replaced atomically and not synced, and nobody waits for a disk.
 """
 
 import json
 import os
 import socket
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +21,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.receipt import process_lives, process_name
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder
 
 T = TypeVar("T")
 
@@ -54,7 +58,7 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
     """Say that this process is the Synchronizer of the job."""
     address = Address(name, namespace, socket.gethostname(), process_name(os.getpid()))
     make_folder(address_file(root).parent)
-    replace_file(address_file(root), json.dumps(asdict(address)))
+    _replace(address_file(root), asdict(address))
 
 
 def read_address(root: str | Path) -> Address | None:
@@ -64,12 +68,21 @@ def read_address(root: str | Path) -> Address | None:
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
     """Replace what is known, atomically."""
-    replace_file(state_file(root), json.dumps(state))
+    _replace(state_file(root), state)
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
     """What `write_state` wrote last; None if there is nothing, or nothing whole."""
     return _read(state_file(root), lambda body: dict(body))
+
+
+def _replace(path: Path, body: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        temporary.write_text(json.dumps(body))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, make: Callable[[Any], T]) -> T | None:

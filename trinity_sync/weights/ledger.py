@@ -35,7 +35,7 @@ class Ledger:
     """
 
     def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
-        self._root, self._role, self._clock = root, role, clock
+        self.root, self._role, self._clock = root, role, clock
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
         self._written = (-1, -1)
@@ -52,6 +52,11 @@ class Ledger:
         newest = self.book.newest()
         return newest.step if newest else 0
 
+    def begin_anew(self) -> None:
+        """The root was removed, and with it the versions; who waits waits on."""
+        logger.warning("%s was removed and begun anew: its old versions are gone", self.root)
+        self.book, self._keys, self._written = Book(), {}, (-1, -1)
+
     def now(self) -> float:
         """Seconds since the epoch."""
         return self._clock()
@@ -59,7 +64,7 @@ class Ledger:
     async def refresh(self) -> None:
         """Learn of runs that began since; what they left behind is gone then."""
         if self._learn(await asyncio.to_thread(self._runs)):
-            self._record_committed(await asyncio.to_thread(newest_version, self._root, self._role))
+            self._record_committed(await asyncio.to_thread(newest_version, self.root, self._role))
             await self.tell()
 
     async def record(self, version: Version) -> bool:
@@ -99,14 +104,14 @@ class Ledger:
                 "run_keys": {str(number): key for number, key in self._keys.items()},
             }
             try:
-                await asyncio.to_thread(write_state, self._root, state)
+                await asyncio.to_thread(write_state, self.root, state)
             except OSError as error:
-                logger.warning("the state of the Synchronizer of %s: %s", self._root, error)
+                logger.warning("the state of the Synchronizer of %s: %s", self.root, error)
             else:
                 self._written = changes
 
     def _remember(self) -> None:
-        state = read_state(self._root)
+        state = read_state(self.root)
         if state is None:
             return
         try:
@@ -114,12 +119,12 @@ class Ledger:
             self.parties = Parties.from_json(state["parties"])
             self._keys = {int(number): key for number, key in state["run_keys"].items()}
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("state.json of %s is begun anew: %r", self._root, error)
+            logger.warning("state.json of %s is begun anew: %r", self.root, error)
             self.book, self.parties, self._keys = Book(), Parties(), {}
 
     def _runs(self) -> list[Run]:
         try:
-            return all_runs(self._root)
+            return all_runs(self.root)
         except (TrinitySyncError, OSError) as error:
             logger.warning("%s", error)
             return []
@@ -128,8 +133,7 @@ class Ledger:
         keys = {run.number: run.key for run in runs}
         anew = any(keys.get(number, key) != key for number, key in self._keys.items())
         if anew:
-            logger.warning("%s was removed and begun anew: its old versions are gone", self._root)
-            self.book, self._keys, self._written = Book(), {}, (-1, -1)
+            self.begin_anew()
         self._keys |= keys
         return self.book.begin_runs({run.number: run.resumed_from for run in runs}) or anew
 

@@ -66,7 +66,7 @@ class Parties:
 
     def set_trainer(self, status: Status) -> None:
         """The trainer's status; one that stops lets explorers go that wait for it."""
-        self.changes += status != self.trainer
+        self.changes += _at_rest(status) is not _at_rest(self.trainer)
         self.trainer = status
         if status is Status.STOPPED:
             self._end(None)
@@ -78,7 +78,7 @@ class Parties:
         was part of the group, and a broadcast without it would hang.
         """
         before = self.explorers.get(explorer)
-        self.changes += before != status
+        self.changes += before is None or _at_rest(before) is not _at_rest(status)
         self.explorers[explorer] = status
         if status is Status.STOPPED and before is not status:
             self._handshake.arrived.discard(explorer)
@@ -145,24 +145,22 @@ class Parties:
         self.back_to_work(shake.arrived)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the handshake that is under way: who waits asks again."""
+        """All but who requires a sync just now: whoever does asks again."""
         return {
-            "trainer": self.trainer.value,
-            "explorers": {name: status.value for name, status in self.explorers.items()},
+            "trainer": _at_rest(self.trainer).value,
+            "explorers": {name: _at_rest(each).value for name, each in self.explorers.items()},
         }
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Parties":
-        """What `to_json` gave; nobody waits for a sync.
+        """What `to_json` gave.
 
         Raises:
             KeyError, ValueError: it is something else.
         """
         parties = cls()
-        parties.trainer = _at_rest(Status(body["trainer"]))
-        parties.explorers = {
-            name: _at_rest(Status(status)) for name, status in body["explorers"].items()
-        }
+        parties.trainer = Status(body["trainer"])
+        parties.explorers = {name: Status(status) for name, status in body["explorers"].items()}
         return parties
 
 

@@ -1,5 +1,6 @@
 """The Synchronizer on real Ray."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state
 from trinity_sync.weights.notice import tell_committed
-from trinity_sync.weights.synchronizer import Synchronizer, SyncSettings
+from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import ImageRef, Version
 
 ASK_S = 30.0
@@ -35,6 +37,13 @@ def require(synchronizer: Any, who: str, value: str) -> None:
         f"{who} to be {value}",
         ASK_S,
     )
+
+
+def kill(synchronizer: Any, root: Path) -> None:
+    """Kill it, and wait until Ray has started it again."""
+    before = read_address(root)
+    ray.kill(synchronizer, no_restart=False)
+    until(lambda: read_address(root) != before, "the restart", ASK_S)
 
 
 @ray.remote(num_cpus=0)
@@ -189,7 +198,7 @@ def test_a_synchronizer_killed_in_mid_run_comes_back_with_the_right_version(
     ask(synchronizer.serving.remote("rollout-0", 7))
     waiting = synchronizer.wait_newer.remote(7, None)
     commit_step(8, kind="state_dict")
-    ray.kill(synchronizer, no_restart=False)
+    kill(synchronizer, root)
     assert ask(waiting) == version(root.resolve(), 8, source="checkpoint")
     assert ask(synchronizer.latest.remote("memory")) == version(root, 7)
     (reader,) = ask(synchronizer.readers.remote())
@@ -201,7 +210,7 @@ def test_a_restart_does_not_move_the_version_backwards(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     ask(synchronizer.publish.remote(version(root, 11)))
-    ray.kill(synchronizer, no_restart=False)
+    kill(synchronizer, root)
     commit_step(10, kind="state_dict")
     assert ask(synchronizer.committed.remote(str(root), 1, 10, ("state_dict",))) is False
     assert ask(synchronizer.latest.remote()) == version(root, 11)
@@ -222,12 +231,24 @@ def test_a_resumed_run_never_publishes_an_abandoned_later_version(
     assert ask(waiting) == version(root, 11, run=2)
 
 
+def test_a_root_that_is_begun_anew_has_none_of_the_old_versions(
+    synchronizer: Any, root: Path, namespace: str
+) -> None:
+    ask(synchronizer.publish.remote(version(root, 11)))
+    shutil.rmtree(root)
+    root.mkdir()
+    Synchronizer.get_actor(namespace=namespace, root=root)
+    until(lambda: read_address(root), "the address", ASK_S)
+    assert ask(synchronizer.latest.remote()) is None
+    assert ask(synchronizer.publish.remote(version(root, 1))) is True
+
+
 def test_an_empty_iteration_file_holds_nothing_up(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     commit_step(2, kind="state_dict")
     (root / "latest_state_dict_iteration.txt").write_text("")
-    ray.kill(synchronizer, no_restart=False)
+    kill(synchronizer, root)
     assert ask(synchronizer.get_latest_model_version.remote()) == 2
     assert ask(synchronizer.get_latest_model_path.remote()) == str(root / "global_step_2/actor")
 
@@ -235,10 +256,11 @@ def test_an_empty_iteration_file_holds_nothing_up(
 def test_a_handshake_needs_every_explorer(synchronizer: Any) -> None:
     for name in ("a", "b"):
         ask(synchronizer.set_explorer_status.remote("running", explorer=name))
+    ask(synchronizer.set_trainer_status.remote("running"))
     trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
     first = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "a")
     require(synchronizer, "a", "require_sync")
-    assert ask(synchronizer.trainer_requires_weight_sync.remote()) is True
+    until(lambda: ask(synchronizer.trainer_requires_weight_sync.remote()), "the trainer", ASK_S)
     assert ask(synchronizer.get_latest_model_version.remote()) == 0
     second = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "b")
     assert ask([trainer, first, second]) == [6, 6, 6]

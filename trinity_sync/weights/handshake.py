@@ -1,0 +1,155 @@
+"""The Synchronizer's part before a broadcast: trainer and explorers meet, and form a group.
+
+The rules are those of `parties`; here is what they wait for, and how the dead are found out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.weights import meeting
+from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights.parties import Handshake, Status
+from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.version import Version
+
+logger = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """The methods of Trinity's Synchronizer that a broadcast needs."""
+
+    def __init__(self, ledger: Ledger, namespace: str, settings: SyncSettings) -> None:
+        self._ledger, self._namespace, self._settings = ledger, namespace, settings
+        self._actors: dict[str, Any] = {}
+        """Parties that are Ray actors of this namespace."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ready_to_nccl_sync(
+        self,
+        module: str,
+        trainer_step: int | None = None,
+        explorer: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int | None:
+        """Trinity's: wait for the other side; the version if all are ready, None for all if not.
+
+        The trainer meets every explorer that has not stopped. One that is dead, where it is a Ray
+        actor of the Synchronizer's namespace, ends the wait; else the time-out does. Whoever gets
+        None goes on with its work, and no version was made.
+        """
+        who = _party(module, trainer_step, explorer or self._settings.explorer)
+        if who is None:
+            await self._ledger.refresh()
+        shake = self._ledger.parties.arrive(who, trainer_step)
+        if shake.version is not None:
+            step, run = shake.version, self._ledger.book.run
+            version = Version(step, run, "nccl", self._ledger.root, self._settings.role)
+            self._ledger.book.record(version, self._ledger.now())
+        if who is not None:
+            self._in_background(self._note_actor(who))
+        for name in self._ledger.parties.live_explorers - {who}:
+            self._in_background(self._watch(name, shake))
+        if who is not None and shake.step is not None:
+            self._in_background(self._watch(None, shake))
+        try:
+            await self._ledger.tell()
+            limit = self._settings.timeout_s if timeout_s is None else timeout_s
+            await self._ledger.until(lambda: shake.over or None, limit)
+        finally:
+            self._ledger.parties.withdraw(shake, who)
+        await self._ledger.tell()
+        if shake.version is None:
+            logger.warning("%s was ready for a weight sync, the others were not", who or "trainer")
+        return shake.version
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Any = None
+    ) -> None:
+        """Trinity's: tell the explorers where the trainer's group is.
+
+        Raises:
+            WeightSyncError: one cannot be reached, failed, or did not answer in time.
+        """
+        explorers = await self._explorer_actors()
+        limit = self._settings.timeout_s
+        await meeting.announce(explorers, master_address, master_port, state_dict_meta, limit)
+
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
+        """Trinity's: have trainer and explorers form the group of a broadcast.
+
+        Raises:
+            WeightSyncError: one cannot be reached, failed, or did not answer within ``timeout``
+                seconds.
+        """
+        trainer = await meeting.find(self._settings.trainer, self._namespace)
+        if trainer is None:
+            raise WeightSyncError(
+                f"trainer {self._settings.trainer!r} is no Ray actor of namespace "
+                f"{self._namespace!r}; start it there, or name it in the settings"
+            )
+        await meeting.set_up(
+            trainer,
+            await self._explorer_actors(),
+            workers=self._settings.explorer_world_size,
+            group=self._settings.group,
+            timeout_s=timeout or self._settings.timeout_s,
+        )
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Trinity's: explorers leave the group, then the trainer; the dead do not hold it up."""
+        names = sorted(self._ledger.parties.live_explorers)
+        found = {name: await meeting.find(name, self._namespace) for name in names}
+        trainer = await meeting.find(self._settings.trainer, self._namespace)
+        limit = min(60.0, self._settings.timeout_s)
+        await meeting.tear_down(trainer, found, timeout_s=limit)
+
+    async def _explorer_actors(self) -> dict[str, Any]:
+        """Those that have not stopped.
+
+        Raises:
+            WeightSyncError: there is none, or one is no Ray actor of this namespace.
+        """
+        names = self._ledger.parties.live_explorers or {self._settings.explorer}
+        found = {name: await meeting.find(name, self._namespace) for name in sorted(names)}
+        if missing := [name for name, actor in found.items() if actor is None]:
+            raise WeightSyncError(
+                f"explorers {', '.join(missing)} are no Ray actors of namespace "
+                f"{self._namespace!r}; start them there, or set their status to stopped"
+            )
+        return found
+
+    async def _note_actor(self, name: str) -> None:
+        if actor := await meeting.find(name, self._namespace):
+            self._actors[name] = actor
+
+    async def _watch(self, explorer: str | None, shake: Handshake) -> None:
+        """End the handshake if that party (None: the trainer) has died; it may answer late."""
+        name = explorer or self._settings.trainer
+        await self._note_actor(name)
+        if name not in self._actors or not await meeting.died(self._actors[name]) or shake.over:
+            return
+        logger.warning("%s died before a weight sync", name)
+        del self._actors[name]
+        if explorer is None:
+            self._ledger.parties.set_trainer(Status.STOPPED)
+        else:
+            self._ledger.parties.set_explorer(explorer, Status.STOPPED)
+        await self._ledger.tell()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself holds no reference
+        task.add_done_callback(self._tasks.discard)
+
+
+def _party(module: str, trainer_step: int | None, explorer: str) -> str | None:
+    if module == "explorer":
+        return explorer
+    if module != "trainer":
+        raise ConfigError(f"module {module!r} is not known; pass 'trainer' or 'explorer'")
+    if trainer_step is None:
+        raise ConfigError("a trainer that is ready for a weight sync has to say its trainer_step")
+    return None

@@ -1,0 +1,34 @@
+"""What a Synchronizer needs to know of its job."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """Names and limits; `of` reads them from Trinity's config."""
+
+    timeout_s: float = 3600.0
+    """Trinity's ``sync_timeout``: the longest that a wait takes where the caller names no other."""
+    role: str = "actor"
+    """Whose weights: the folder under ``global_step_N/``."""
+    trainer: str = "trainer"
+    """Name of the trainer's Ray actor, for the handshake and the group of a broadcast."""
+    explorer: str = "explorer"
+    """Name of the explorer where a call names none: Trinity has one."""
+    explorer_world_size: int = 1
+    """Workers of one explorer that join the group of a broadcast."""
+    group: str = "rollout_weight_sync"
+
+    @classmethod
+    def of(cls, config: Any) -> "SyncSettings":
+        """Those of a Trinity config; ours where it says nothing."""
+        sync = getattr(config, "synchronizer", None)
+        ours = cls()
+        return cls(
+            timeout_s=float(getattr(sync, "sync_timeout", None) or ours.timeout_s),
+            trainer=getattr(getattr(config, "trainer", None), "name", None) or ours.trainer,
+            explorer=getattr(getattr(config, "explorer", None), "name", None) or ours.explorer,
+            explorer_world_size=getattr(sync, "explorer_world_size", None) or 1,
+            group=getattr(sync, "group_name", None) or ours.group,
+        )
