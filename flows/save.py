@@ -17,7 +17,7 @@ from tasks.commit import commit_step, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
-from trinity_sync.orchestration.metrics import METRICS
+from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 
@@ -45,7 +45,7 @@ async def save_step(request: SaveRequest) -> None:
             commit = commit_step.submit(request, written, spool)
             (exports,) = await results([commit])
         committed = time.perf_counter()
-        METRICS.committed(request, written, persisted - began, committed - persisted)
+        metrics.METRICS.committed(request, written, persisted - began, committed - persisted)
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**on_node(node)):
@@ -54,7 +54,7 @@ async def save_step(request: SaveRequest) -> None:
             await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
         if not committed:
-            METRICS.failed(request)
+            metrics.METRICS.failed(request)
         await _note_failure(request, str(error))
         raise
     if request.keep:
