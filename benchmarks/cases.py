@@ -22,16 +22,13 @@ import torch.distributed as dist
 from benchmarks.limits import Limits
 from benchmarks.measure import BASELINE, Samples
 from benchmarks.resources import cpu_seconds, drop_page_cache
+from benchmarks.restore import timed_load
 from benchmarks.systems import System, find
 from benchmarks.training import Size, Training
 from trinity_sync.storage.durable import sync_folder
 
 WARM_UP = 2
 """Saves of each system before any is measured: one for each slot of those that have two."""
-
-
-class WrongSave(Exception):
-    """What a system loaded is not what was live when it saved."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
     """One rank's program; returns the samples, and why some systems could not take part.
 
     Raises:
-        WrongSave: a system did not bring the bits back that it was given.
+        WrongState: a system did not bring the bits back that it was given.
     """
     training = Training(case.size, shared)
     systems, absent = _opened(case, training, folder)
@@ -180,7 +177,7 @@ def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
 
 
 def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
-    """From a cold page cache to a live state of which every byte has been looked at."""
+    """The proof that a system brings back what it saved, from disk and from memory."""
     training = bench.training
     saved = training.digest()
     system.save(step)
@@ -192,24 +189,13 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
         training.step()
     dist.barrier()
     drop_page_cache(system.files(step))
-    figures = {"restore": _restored(bench, system, saved, lambda: system.load(step))}
+    what = f"{bench.case.name}: {system.name}"
+    figures = {"restore": timed_load(training, lambda: system.load(step), saved, what)}
     if system.restores_from_memory:
         training.step()
-        from_memory = _restored(bench, system, saved, lambda: system.load_from_memory(step))
+        from_memory = timed_load(training, lambda: system.load_from_memory(step), saved, what)
         figures["restore from memory"] = from_memory
     return figures
-
-
-def _restored(bench: Bench, system: System, saved: str, load: Callable[[], None]) -> float:
-    """Seconds until all ranks have loaded, and have looked at every byte."""
-    dist.barrier()
-    start = time.perf_counter()
-    load()
-    loaded = bench.training.digest()
-    seconds = time.perf_counter() - start
-    if loaded != saved:
-        raise WrongSave(f"{bench.case.name}: {system.name} did not bring the state back")
-    return seconds
 
 
 def _losses(case: Case, samples: Samples) -> Samples:

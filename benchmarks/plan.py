@@ -14,6 +14,9 @@ from benchmarks.training import Size
 if TYPE_CHECKING:
     from benchmarks.run import Run
 
+TURNS = 5
+LONG = 3
+"""Turns of what takes long and differs little from one to the next."""
 PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
 MAIN = ("trinity_sync", *PEERS)
 WITH_VARIANTS = ("trinity_sync, overlapped", "trinity_sync, recycled files", *MAIN, "veRL")
@@ -34,31 +37,31 @@ def quick(run: "Run") -> Iterator[str]:
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
     middle = _case(Size(1 << 30, 300), EVERYBODY)
-    large = _case(Size(4 * 10**9, 300), LARGE, turns=3)
+    large = _case(Size(4 * 10**9, 300), LARGE, turns=LONG)
     with run.stack():
         yield middle.name
         run.case(middle, held=11)
         yield large.name
         run.case(large, held=3)
         yield "orchestration"
-        run.orchestration(7)
+        run.orchestration(TURNS)
     yield "layout"
-    run.fixed_cost(Size(1 << 28, 3000), 7)
+    run.fixed_cost(Size(1 << 28, 3000), TURNS)
     yield f"memory, {middle.name}"
     run.memory(replace(middle, systems=("trinity_sync, recycled files", *MAIN)))
     yield f"restore, {middle.name}"
     restoring = ("trinity_sync", "torch.save", "veRL", "DCP async, process")
-    run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=3))
+    run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=LONG))
     for case in (
         _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
-        _case(Size(1 << 30, 3000), MANY),
-        _case(Size(1 << 30, 300, ranks=2), MANY),
+        _case(Size(1 << 30, 3000), MANY, turns=LONG),
+        _case(Size(1 << 30, 300, ranks=2), MANY, turns=LONG),
     ):
         yield case.name
         run.case(case, held=8)
 
 
-def _case(size: Size, systems: tuple[str, ...], turns: int = 7, window: int = 0) -> Case:
+def _case(size: Size, systems: tuple[str, ...], turns: int = TURNS, window: int = 0) -> Case:
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
     unit, name = (2**30, "GiB") if size.nbytes % 2**20 == 0 else (10**9, "GB")
     return Case(

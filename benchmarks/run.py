@@ -10,9 +10,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +39,31 @@ class Run:
 
     def on_ranks(self, ranks: int, program: str, *arguments: Any) -> Any:
         """Run a program on ranks, in folders of its own."""
+        with self.folders() as folders:
+            return self.on_ranks_in(folders, ranks, program, *arguments)
+
+    def on_ranks_in(
+        self, folders: tuple[Path, Path], ranks: int, program: str, *arguments: Any
+    ) -> Any:
+        """As `on_ranks`, in folders that others have worked in, or will."""
         from benchmarks.ranks import on_ranks
 
+        return on_ranks(
+            ranks,
+            program,
+            *arguments,
+            *folders,
+            environment=self.environment,
+            log=self.root / "ranks.log",
+        )
+
+    @contextmanager
+    def folders(self) -> Iterator[tuple[Path, Path]]:
+        """An empty one on the disk that is measured, and one in shared memory."""
         folder = Path(tempfile.mkdtemp(dir=self.root))
         shared = Path(tempfile.mkdtemp(dir=self.shared))
         try:
-            return on_ranks(
-                ranks,
-                program,
-                *arguments,
-                folder,
-                shared,
-                environment=self.environment,
-                log=self.root / "ranks.log",
-            )
+            yield folder, shared
         finally:
             shutil.rmtree(folder)
             shutil.rmtree(shared)
@@ -70,22 +82,31 @@ class Run:
             return
         samples, absent = self.on_ranks(case.size.ranks, "benchmarks.cases:measure", case)
         self.absent.update(absent)
-        # a process that has loaded before has memory at hand that a restarted trainer has not
+        # loading is measured by `restores`; here it was the proof
         proofs = [key for key in samples if key[1].startswith("restore")]
         others = {key: values for key, values in samples.items() if key not in proofs}
         self.records += records_of(case.name, case.size, others)
 
     def restores(self, case: "Case") -> None:
-        """Measure loading, each time in a process that has not loaded before."""
+        """Measure loading, each time in a process that has neither saved nor loaded before."""
         from benchmarks.measure import joined, records_of
 
+        size, ranks = case.size, case.size.ranks
         parts: list[Samples] = []
-        for _ in range(case.turns):
+        with ExitStack() as kept:
+            loads: list[tuple[tuple[Path, Path], str, tuple[Any, ...]]] = []
             for name in case.systems:
-                alone = replace(case, systems=(name,), turns=1)
-                samples, _absent = self.on_ranks(1, "benchmarks.cases:measure", alone)
-                parts.append({k: v for k, v in samples.items() if k[1].startswith("restore")})
-        self.records += records_of(case.name, case.size, joined(*parts))
+                folders = kept.enter_context(self.folders())
+                program = "benchmarks.restore:saved"
+                digest, in_memory = self.on_ranks_in(folders, ranks, program, size, name)
+                for from_memory in (False, True) if in_memory else (False,):
+                    how = (size, name, from_memory, digest)
+                    loads.append((folders, "benchmarks.restore:restored", how))
+            loads.append((kept.enter_context(self.folders()), "benchmarks.restore:limits", (size,)))
+            for _ in range(case.turns):
+                for folders, program, how in loads:
+                    parts.append(self.on_ranks_in(folders, ranks, program, *how))
+        self.records += records_of(case.name, size, joined(*parts))
 
     def fixed_cost(self, size: "Size", runs: int) -> None:
         """Measure what staging costs before the first byte is copied."""
@@ -146,8 +167,9 @@ def main() -> None:
     ):
         run = Run(Path(root).resolve(), Path(shared))
         try:
+            start = time.monotonic()
             for case in (quick if name == "quick" else full)(run):
-                print(f"{case} ...", flush=True)
+                print(f"{time.monotonic() - start:4.0f} s: {case} ...", flush=True)
         finally:  # what was measured before an interruption counts
             if run.records:
                 show(run.records, run.absent)

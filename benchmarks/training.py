@@ -5,7 +5,7 @@ Sizes are those of the whole state, as checkpoints know it: four tensors a param
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,18 @@ class Training:
             "extra_state": {"lr_scheduler": self.schedule.state_dict(), "rng": rng},
         }
 
-    def resume(self, state: State) -> None:
-        """Take a loaded state over, as veRL's manager does."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optim"])
-        extra = state["extra_state"]
-        self.schedule.load_state_dict(extra["lr_scheduler"])
-        torch.set_rng_state(extra["rng"]["cpu"])
-        np.random.set_state(extra["rng"]["numpy"])
-        random.setstate(extra["rng"]["random"])
+    def resume(self, components: Iterable[tuple[str, Any]]) -> None:
+        """Take loaded states over, one after the other, as veRL's manager does."""
+        for component, state in components:
+            if component == "model":
+                self.model.load_state_dict(state)
+            elif component == "optim":
+                self.optimizer.load_state_dict(state)
+            elif component == "extra_state":
+                self.schedule.load_state_dict(state["lr_scheduler"])
+                torch.set_rng_state(state["rng"]["cpu"])
+                np.random.set_state(state["rng"]["numpy"])
+                random.setstate(state["rng"]["random"])
 
     def digest(self) -> str:
         """Of every bit of this rank's live state, and of the values beside its tensors."""

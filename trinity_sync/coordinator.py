@@ -7,6 +7,7 @@ which costs the caller one copy into shared memory and nothing else.
 
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -22,16 +23,27 @@ from torch.utils.hooks import RemovableHandle
 from trinity_sync.attachments import Attachments
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
-from trinity_sync.layout import COMPONENTS, FOLDERS, Component, Kind, check_name, step_folder
+from trinity_sync.layout import (
+    COMPONENTS,
+    FOLDERS,
+    KINDS,
+    Component,
+    Kind,
+    check_name,
+    step_folder,
+)
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
+from trinity_sync.preemption import LastWords, Preemption, say_last_words
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
+from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run, open_run
@@ -109,6 +121,7 @@ class CheckpointCoordinator:
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
+        self._preemption = Preemption()
 
     @classmethod
     def of_process_group(cls, root: str | Path, **arguments: Any) -> "CheckpointCoordinator":
@@ -229,20 +242,8 @@ class CheckpointCoordinator:
         self._check(step, components, role, kind)
         if keep < 0:
             raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
-        run = self._begin(0)
-        origin = Origin(
-            root=str(self.root),
-            run=run.number,
-            run_key=run.key,
-            step=step,
-            kind=kind,
-            role=role,
-            roles=self._roles_of(role, kind),
-            rank=self.rank,
-            world_size=self.world_size,
-            node_ranks=self._node_ranks,
-            keep=keep if kind == "checkpoint" else 0,
-            export=export,
+        origin = self._origin(
+            step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
@@ -277,6 +278,30 @@ class CheckpointCoordinator:
             ConfigError: the name cannot be used.
         """
         return self._attachments.read(step, name, self.rank if rank is None else rank)
+
+    def upload(
+        self, step: int, collect: Callable[[], Any], *, role: str = "actor"
+    ) -> tuple[Published | None, Staged]:
+        """Let readers of this node have the model of a step, from shared memory; it is not saved.
+
+        Every rank calls it with the same ``step``. Where the step was saved before, its image is
+        the one that they get, and nothing is copied; a save that follows takes the image over.
+
+        Args:
+            step: training step, the version of the weights.
+            collect: gives the model's state; called only if it has to be staged.
+            role: whose weights these are.
+
+        Returns:
+            What readers may read; None where it could not be staged, which `wait_all` raises. And
+            what staging cost the caller.
+
+        Raises:
+            ConfigError: an argument cannot work.
+            SpoolFull: the very first image does not fit into the spool.
+        """
+        origin = self._origin(step, role, "state_dict")
+        return self._states.upload(origin, collect)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -317,6 +342,71 @@ class CheckpointCoordinator:
             SpoolFull: they will not; the message says what is needed.
         """
         self.spool.check_room(self.settings.slots * nbytes * len(self._node_ranks))
+
+    # ---------------------------------------------------------------- preemption
+
+    def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
+        """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
+
+        The handler only notes the time; ask `preempted` between two steps.
+
+        Args:
+            signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
+            grace_s: seconds from the signal until the process is killed.
+
+        Raises:
+            ConfigError: this is not the main thread, or the signal cannot be caught.
+        """
+        self._preemption.notice(signum, grace_s)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told to end; ranks are told at different times."""
+        return self._preemption.noticed
+
+    def any_preempted(self) -> bool:
+        """Whether any rank of the default process group was; all ask after the same step."""
+        if not dist.is_initialized():
+            return self.preempted
+        on_cpu = "gloo" in dist.get_backend_config()
+        device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+        flag = torch.tensor(int(self.preempted), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def last_words(
+        self,
+        step: int,
+        components: Mapping[str, Any],
+        *,
+        role: str = "actor",
+        metadata: str | Path | None = None,
+        deadline_s: float | None = None,
+    ) -> LastWords:
+        """Save a last step within a deadline: the weights first, the rest after them.
+
+        Every rank calls it at the same step. It raises nothing: what did not get done is in the
+        answer and in the log. Copying a component is not interrupted, so the last copy may end
+        after the deadline; leave some seconds for it.
+
+        Args:
+            step, components, role, metadata: as in `save`.
+            deadline_s: seconds for all of it; by default what is left of ``grace_s``.
+        """
+        left = self._preemption.left_s if deadline_s is None else deadline_s
+        self._stager.wait_at_most(left / 4)
+
+        def save(kind: Kind, states: Mapping[str, Any]) -> Sequence[str]:
+            staged = self.save(step, states, role=role, kind=kind, metadata=metadata)
+            return staged.components
+
+        def committed() -> tuple[Kind, ...]:
+            run = self._begin(0).number
+            return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+
+        return say_last_words(
+            step, components, left, save=save, wait=self.wait_all, committed=committed
+        )
 
     # ---------------------------------------------------------------- functions
 
@@ -461,16 +551,35 @@ class CheckpointCoordinator:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
+            if error is None and not self.preempted:  # then last_words has waited
                 self.wait_all()
         finally:
             self.close()
 
     # ---------------------------------------------------------------- details
 
-    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
+    def _origin(
+        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
+    ) -> Origin:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
+        run = self._begin(0)
+        return Origin(
+            root=str(self.root),
+            run=run.number,
+            run_key=run.key,
+            step=step,
+            kind=kind,
+            role=check_name("role", role),
+            roles=self._roles_of(role, kind),
+            rank=self.rank,
+            world_size=self.world_size,
+            node_ranks=self._node_ranks,
+            keep=keep,
+            export=export,
+        )
+
+    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
@@ -481,7 +590,6 @@ class CheckpointCoordinator:
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
-        check_name("role", role)
 
     def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
         return self.roles if kind == "checkpoint" else (role,)

@@ -8,15 +8,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
-from trinity_sync.layout import Kind
+from trinity_sync.layout import Component, Kind
+from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.stager import METADATA, Origin, Plan, Staged, Stager, pack_folder
 
 logger = logging.getLogger(__name__)
 
+MODEL: Component = "model"
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
 
 
@@ -41,6 +44,7 @@ class StateSaves:
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
         self._handed_over: set[tuple[str, int, Kind]] = set()
+        self._uploaded = False
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
         self._background: ThreadPoolExecutor | None = None
@@ -95,6 +99,28 @@ class StateSaves:
         self._overlapping = self._background.submit(self._carry_out, plan, threads=1)
         return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, 0.0)
 
+    def upload(self, origin: Origin, collect: Callable[[], Any]) -> tuple[Published | None, Staged]:
+        """Stage the model, unless the step's save did, and let readers have it; save nothing.
+
+        Returns:
+            What readers may read, None where it could not be staged; and what staging cost.
+
+        Raises:
+            SpoolError, ImageError: as `save`. And whatever ``collect`` raises.
+        """
+        self.wait_staged()
+        began = time.perf_counter()
+        if published := self._stager.publish(origin, MODEL):
+            return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+        state = collect()
+        try:
+            plan = self._stager.plan(origin, {MODEL: state})
+            staged = self._stager.carry_out(plan, sealed=False)
+        except TrinitySyncError as error:
+            return None, self._failed(origin, error)
+        self._uploaded = True
+        return self._stager.publish(origin, MODEL), staged
+
     def wait_staged(self) -> float:
         """Wait for an overlapped save to be staged; returns the seconds that it took.
 
@@ -140,7 +166,7 @@ class StateSaves:
         return staged
 
     def _failed(self, origin: Origin, error: TrinitySyncError) -> Staged:
-        if not self._staged:
+        if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))
         logger.error("step %d is not saved, training goes on: %s", origin.step, error)

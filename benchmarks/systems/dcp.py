@@ -82,7 +82,7 @@ class DcpThread(System):
         state = self._state()
         reader = FileSystemReader(self.files(step))
         load(state, storage_reader=reader, process_group=self._group)
-        self.training.resume({**state, "extra_state": state[self._extra]})
+        self.training.resume({**state, "extra_state": state[self._extra]}.items())
 
     def files(self, step: int) -> Path:
         """See `System.files`."""

@@ -53,7 +53,7 @@ class TorchCheckpointing(System):
     def load(self, step: int) -> None:
         """In place, into the live tensors; the values beside them through ``load_state_dict``."""
         loaded = self._manager.load(str(self.files(step)), into=self.training.state(), strict=True)
-        self.training.resume(dict(loaded))
+        self.training.resume(dict(loaded).items())
 
     def files(self, step: int) -> Path:
         """See `System.files`."""

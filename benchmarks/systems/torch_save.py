@@ -32,7 +32,7 @@ class TorchSave(System):
 
     def load(self, step: int) -> None:
         """Read them back, and load them as veRL does."""
-        self.training.resume(load_files(self, step))
+        self.training.resume(load_files(self, step).items())
 
     def files(self, step: int) -> Path:
         """See `System.files`."""

@@ -6,18 +6,19 @@ thing each; they have one slot, which is enough where every save is waited for.
 """
 
 import multiprocessing
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
+from benchmarks.writing import write_out
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.states import StateSaves
-from trinity_sync.storage.commit import commit, release_slots
-from trinity_sync.storage.persist import Save, WriteOptions, persist
+from trinity_sync.storage.persist import Save
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.restore import load_shards
 
@@ -50,13 +51,16 @@ class Committed(System):
     def _load(self, step: int, spool: JobSpool | None) -> None:
         rank, ranks = self.training.rank, self.training.size.ranks
         files = [f"{ROLES[0]}/{shard_file(name, ranks, rank)}" for name in COMPONENTS]
-        shards = load_shards(self.folder, step, files, spool=spool)
-        state = {}
-        for component, shard in zip(COMPONENTS, shards, strict=True):
-            expected = "disk" if spool is None else "spool"
-            assert shard.source == expected, f"{component} came from the {shard.source}"
-            state[component] = shard.state
-        self.training.resume(state)
+        shards = load_shards(self.folder, step, files, spool=spool, borrow=files[:1])
+        expected = "disk" if spool is None else "spool"
+
+        def states() -> Iterator[tuple[str, Any]]:
+            for component, shard in zip(COMPONENTS, shards, strict=True):
+                assert shard.source == expected, f"{component} came from the {shard.source}"
+                yield component, shard.state
+
+        with closing(shards):
+            self.training.resume(states())
 
     def files(self, step: int) -> Path:
         """The step's folder."""
@@ -100,7 +104,7 @@ class Trinity(Committed):
     def _write(self, step: int) -> None:
         if self._writer:
             save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
-            self._saving = self._writer.submit(write_out, self.spool, save)
+            self._saving = self._writer.submit(write_out, self.spool, save, COMPONENTS)
 
     def wait(self) -> None:
         """Until the commit."""
@@ -129,12 +133,3 @@ class Recycled(Trinity):
     name = "trinity_sync, recycled files"
     slots = 1
     recycles = True
-
-
-def write_out(spool: JobSpool, save: Save) -> None:
-    """What the flow's tasks do: the components in parallel, then the commit."""
-    write = partial(persist, spool, save, options=WriteOptions())
-    with ThreadPoolExecutor(len(COMPONENTS)) as tasks:
-        written = [file for files in tasks.map(write, COMPONENTS) for file in files]
-    commit(save, written)
-    release_slots(spool, save, written)

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tests.integration.prefect_api import Api, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
+from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.orchestration.server import server_client, waiting_runs
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import newest, require_committed
@@ -58,6 +60,12 @@ def run(api: Api, deployment: str, **parameters: Any) -> Any:
     return api.ended(api.start(parameters, deployment))
 
 
+def table(api: Api, run: Any) -> str:
+    """The table in the run's page; Prefect keeps a failure's message as an artifact, too."""
+    (found,) = [artifact for artifact in api.artifacts_of(run) if artifact.type == "table"]
+    return str(found.data)
+
+
 def test_a_job_is_looked_after_from_its_commit_to_its_export(
     saves: CheckpointCoordinator,
     stack_settings: Settings,
@@ -79,8 +87,7 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
 
     drilled = run(api, "restore-drill/restore-drill", root=str(root))
     assert drilled.state.is_completed(), drilled.state.message
-    (artifact,) = api.artifacts_of(drilled)
-    assert "loaded, digests compared" in artifact.data
+    assert "loaded, digests compared" in table(api, drilled)
 
     shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
     with shard.open("r+b") as file:
@@ -89,15 +96,13 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     verified = run(api, "verify/verify", root=str(root), newest=2)
     assert verified.state.is_failed()
     assert "1 of 2 steps are damaged" in verified.state.message
-    (artifact,) = api.artifacts_of(verified)
-    assert "damaged" in artifact.data
+    assert "damaged" in table(api, verified)
     assert newest(root).step == read_iteration(root, "checkpoint") == 1
 
     (root / "latest_checkpointed_iteration.txt").write_text("2")
     reconciled = run(api, "reconcile/reconcile", root=str(root))
     assert reconciled.state.is_completed(), reconciled.state.message
-    (artifact,) = api.artifacts_of(reconciled)
-    assert "names step 1 now" in artifact.data
+    assert "names step 1 now" in table(api, reconciled)
     assert read_iteration(root, "checkpoint") == 1
 
 
@@ -144,3 +149,24 @@ def test_what_cannot_work_is_a_sentence_in_the_ui(
     ended = run(api, deployment, **{"root": str(root), **parameters})
     assert ended.state.is_failed()
     assert sentence in ended.state.message
+
+
+def test_schedules_are_made_once_and_then_left_to_people(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    with server_client(stack.api_url) as client:
+
+        def nightly() -> Any:
+            (schedule,) = client.read_deployment_by_name("verify/verify").schedules
+            return schedule
+
+        made = nightly()
+        assert (made.slug, made.active, made.parameters) == ("nightly", False, {"sample_gb": 100})
+        deployment = client.read_deployment_by_name("verify/verify").id
+        client.update_deployment_schedule(deployment, made.id, active=True)
+        try:
+            deploy(stack_settings, stack.api_url)
+            assert (nightly().id, nightly().active) == (made.id, True)
+            assert waiting_runs(client, stack_settings.work_pool) == 0  # those of tonight are not
+        finally:
+            client.update_deployment_schedule(deployment, made.id, active=False)

@@ -57,6 +57,9 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "rewind",
         "replicate",
         "fetch",
+        "verify",
+        "reconcile",
+        "export",
         "weights",
         "diff",
         "doctor",
@@ -327,3 +330,51 @@ def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path
     worker.send_signal(signal.SIGINT)
     worker.wait(30)
     assert not left_of(family)
+
+
+def test_verify_marks_what_is_damaged_and_ls_shows_it(root: Path, commit_step: CommitStep) -> None:
+    commit_step(10)
+    commit_step(20)
+    done = run("verify", root)
+    assert done.returncode == 1  # the fixture's digests are made up
+    assert "damaged: actor/model_world_size_1_rank_0.pt has digest" in done.stdout
+    assert run("verify", root, "--step", 20, "--json").returncode == 1
+    states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)}
+    assert states == {10: "whole", 20: "damaged"}
+    assert read_iteration(root, "checkpoint") == 10
+    assert "verified at" in run("show", root, 20).stdout
+
+
+def test_reconcile_says_what_it_mended_and_then_that_all_is_well(
+    root: Path, commit_step: CommitStep, tmp_path: Path
+) -> None:
+    commit_step(10)
+    (root / ".trinity_sync").mkdir(exist_ok=True)
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    own = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_SPOOL": str(tmp_path / "s")}
+    nowhere = {**own, "PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    first = run("reconcile", root, **nowhere)
+    assert (first.returncode, "names step 10 now" in first.stdout) == (0, True)
+    assert "no Prefect server answers" in first.stderr
+    assert run("reconcile", root, **nowhere).stdout == "all is as it should be\n"
+
+
+def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
+    root: Path, commit_step: CommitStep, tmp_path: Path
+) -> None:
+    commit_step(10)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
+    for arguments in [
+        ("verify", root, "--step", 11),
+        ("verify", root, "--sample", "much"),
+        ("verify", tmp_path / "nowhere"),
+        ("export", root, 11),
+        ("export", root, 10, "--to", tmp_path / "full"),
+        ("export", root, 10, "--to", tmp_path / "x", "--role", "critic"),
+        ("export", root, 10, "--dtype", "int4"),
+    ]:
+        done = run(*arguments)
+        assert (done.returncode, is_one_sentence(done.stderr)) == (1, True), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "full"]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]

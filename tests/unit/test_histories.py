@@ -1,9 +1,11 @@
 """Random histories of saves, crashes, resumes, claims and retentions, beside a model of a few sets.
 
 Whatever happened, the newest commit loads with its own state, what is claimed is there, what a
-policy keeps is there, and the iteration files name steps that are whole.
+policy keeps is there, and the iteration files name steps that are whole. ``HISTORIES`` is how many
+histories are tried.
 """
 
+import os
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,6 +1,7 @@
 """An image is the file that torch.save would have written, as far as any reader can tell."""
 
 import io
+import zipfile
 from collections import OrderedDict
 from typing import Any
 
@@ -24,6 +25,17 @@ def image_of(state: Any) -> bytes:
 
 def loaded(image: bytes, **how: Any) -> Any:
     return torch.load(io.BytesIO(image), **{"weights_only": True, **how})
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def pickle_in(content: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return archive.read("archive/data.pkl")
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -76,6 +88,12 @@ def test_any_nested_state_comes_back_equal(state: Any) -> None:
     assert_equal(loaded(image_of(state)), state)
 
 
+@given(states)
+@settings(max_examples=150, deadline=None)
+def test_the_pickle_is_the_one_that_torch_writes(state: Any) -> None:
+    assert pickle_in(image_of(state)) == pickle_in(saved(state))
+
+
 @given(states, states)
 @settings(max_examples=150, deadline=None)
 def test_a_known_layout_is_used_only_where_it_gives_the_same_file(first: Any, second: Any) -> None:
@@ -111,6 +129,31 @@ def test_a_plain_value_that_changes_is_laid_out_anew() -> None:
     assert lay_out({"w": weight, "lr": 0.2}, known)[0] is not known
     assert lay_out({"w": weight, "lr": -0.0}, lay_out({"w": weight, "lr": 0.0})[0])[0].structure
     assert loaded(image_of({"lr": -0.0}))["lr"].hex() == "-0x0.0p+0"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"w": torch.arange(6.0).reshape(2, 3)[:, 1:].t()},
+        {"w": torch.ones(3, dtype=torch.complex64).conj()},
+        {"w": torch.ones(3, dtype=torch.complex64).conj().imag},
+        {"w": torch.ones(3, requires_grad=True)},
+        {"w": torch.nn.Parameter(torch.ones(3))},
+        {"w": torch.eye(3).to_sparse()},
+        torch.nn.BatchNorm1d(4).state_dict(),
+    ],
+    ids=["view", "conjugate", "negative", "leaf", "parameter", "sparse", "module"],
+)
+def test_the_pickle_of_special_tensors_is_the_one_that_torch_writes(state: Any) -> None:
+    assert pickle_in(image_of(state)) == pickle_in(saved(state))
+
+
+def test_metadata_of_a_modules_state_that_changes_is_laid_out_anew() -> None:
+    state = torch.nn.BatchNorm1d(4).state_dict()
+    known, _ = lay_out(state)
+    assert lay_out(state, known)[0] is known
+    state._metadata[""]["version"] += 1  # type: ignore[attr-defined]
+    assert lay_out(state, known)[0] is not known
 
 
 def test_arrays_and_random_states_are_taken_by_value() -> None:

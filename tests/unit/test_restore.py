@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.snapshot.kept import keep, kept_in, kept_path
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.reader import PIECE, read_file
 from trinity_sync.storage.restore import Restored, load_shard, load_shards, load_states
@@ -73,9 +75,54 @@ def test_what_was_restored_is_not_changed_by_the_next_save(job: Job) -> None:
     assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
 
 
+def test_a_borrowed_state_is_the_slot_which_is_locked_meanwhile(job: Job) -> None:
+    save(job, 1, 1)
+    (path,) = kept_slots(job)
+    slot = Slot(path)
+    shards = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
+    weight = next(shards).state["w"]
+    assert torch.equal(weight, torch.full((5000,), 1.0))
+    assert str(path) in Path("/proc/self/maps").read_text().split("rw-p", 1)[1]
+    assert not slot.try_lock()
+    shards.close()
+    assert slot.try_lock()
+    slot.close(remove=False)
+
+
+def test_what_is_written_to_a_borrowed_state_does_not_reach_the_slot(job: Job) -> None:
+    save(job, 1, 1)
+    with closing(load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])) as shards:
+        next(shards).state["w"].zero_()
+    assert load(job, 1).source == "spool"
+
+
+def test_a_state_that_cannot_be_borrowed_is_read_from_disk(job: Job) -> None:
+    save(job, 1, 1)
+    (slot,) = kept_slots(job)
+    for content in (slot.read_bytes()[:5000], b""):
+        slot.write_bytes(content)
+        (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
+        assert restored.source == "disk"
+        assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+
+
+def test_slots_of_equal_files_are_borrowed_and_unlocked_when_that_ends_early(job: Job) -> None:
+    names = ("model", "optim")
+    job.stage(1, {name: state(1) for name in names})
+    job.commit(1, *names)
+    paths = [f"actor/{name}_world_size_1_rank_0.pt" for name in names]
+    with closing(load_shards(job.root, 1, paths, spool=job.spool, borrow=paths)) as shards:
+        next(shards)
+    for path in kept_slots(job):
+        slot = Slot(path)
+        assert slot.try_lock()
+        slot.close(remove=False)
+
+
+@pytest.mark.parametrize("borrow", [[], [SHARD]], ids=["copied", "borrowed"])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0], ids=["first", "middle", "last"])
 def test_a_kept_image_with_a_flipped_byte_is_not_used(
-    job: Job, place: float, caplog: pytest.LogCaptureFixture
+    job: Job, place: float, borrow: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
@@ -85,7 +132,9 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
     content[int(place * (kept.nbytes - 1))] ^= 1
     slot.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert load(job, 1).source == "disk"
+        (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=borrow)
+    assert restored.source == "disk"
+    assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
     assert f"does not hold {SHARD} any more" in caplog.text
 
 

@@ -123,7 +123,7 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     slot = job.spool.tickets()[0][0].slot
     with locked(slot) as content:
         view = content[:10]
-    assert job.stager()._slots_of("actor", "model", 0)[0].try_lock()
+    assert job.stager()._slots.of("actor", "model", 0)[0].try_lock()
     assert len(view) == 10
 
 

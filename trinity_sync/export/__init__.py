@@ -1,6 +1,7 @@
 """From the shards of a committed step to a folder that ``from_pretrained`` loads.
 
 ``shards`` puts whole tensors together from what the ranks saved, ``naming`` says what Hugging Face
-calls them, ``writing`` writes them a file at a time, ``step`` is the export of a step as a whole.
-No training is needed for it, nor Ray, nor Prefect.
+calls them, ``writing`` writes them a file at a time, ``places`` says where they may go, ``step`` is
+the export of a step as a whole, ``wishes`` are exports that a trainer asked for. No training is
+needed for it, nor Ray, nor Prefect.
 """

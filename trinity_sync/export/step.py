@@ -5,23 +5,18 @@ In place, the weights join the step: they are built beside it, renamed into
 folder appears by one rename when it is whole, and is loaded by ``from_pretrained`` as it is.
 """
 
-import fcntl
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trinity_sync.errors import CommitError, ConfigError, ExportError
+from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.export.naming import adapter_config, naming_of, split_adapter
+from trinity_sync.export.places import one_export, put_in_place, usable
 from trinity_sync.export.shards import ShardedModel
-from trinity_sync.export.wishes import COMPONENT
+from trinity_sync.export.wishes import COMPONENT, forget_wish
 from trinity_sync.export.writing import (
     Progress,
     begun,
@@ -109,12 +104,12 @@ def export_step(
         "digests": [record.digest for record in _shards(root, manifest, role)],
     }
     folder = step_folder(root, step)
-    target = folder / role / HUGGINGFACE if to is None else _usable(to, root)
+    target = folder / role / HUGGINGFACE if to is None else usable(to, root)
     if to is None:
         scratch = root / PRIVATE_FOLDER / "exports" / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
-    with take_lease(root, step, f"export of {role}", ttl_s=_LEASE_S), _one_export(root, scratch):
+    with take_lease(root, step, f"export of {role}", ttl_s=_LEASE_S), one_export(root, scratch):
         done = progress_of(scratch if to is None else target)
         if done and done.source == source and done.files:
             joined = {r.path: r.digest for r in require_committed(root, step).files}
@@ -141,8 +136,9 @@ def export_step(
         )
         if to is None:
             _join(root, manifest, role, progress)
+            forget_wish(root, step, role)
         else:
-            _put_in_place(scratch, target)
+            put_in_place(scratch, target)
     return _exported(target, progress)
 
 
@@ -220,44 +216,9 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
             (folder / path).unlink(missing_ok=True)
 
 
-def _put_in_place(scratch: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    scratch.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _exported(folder: Path, progress: Progress) -> Exported:
     nbytes = sum(known.nbytes for known in progress.files.values())
     return Exported(folder, tuple(sorted(progress.files)), nbytes)
-
-
-def _usable(to: Path, root: Path) -> Path:
-    """The folder to export to, absolute.
-
-    Raises:
-        ConfigError: it holds something else, or is part of the job.
-    """
-    target = to.absolute().resolve()
-    if target == root or target in root.parents or target.is_relative_to(root / PRIVATE_FOLDER):
-        raise ConfigError(f"{to} is or holds the job itself; export to another folder")
-    inside = target.relative_to(root).parts[0] if target.is_relative_to(root) else ""
-    if inside.startswith("global_step_"):
-        raise ConfigError(
-            f"{to} is part of a step; leave --to out to export into the step, or name another "
-            "folder"
-        )
-    if target.exists():
-        ours = target.is_dir() and progress_of(target) is not None
-        if not target.is_dir() or (any(target.iterdir()) and not ours):
-            raise ConfigError(
-                f"{to} is not empty and no earlier export; nothing was changed. Name another "
-                "folder, or remove it."
-            )
-    return target
 
 
 def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
@@ -301,18 +262,3 @@ def _check_digests(folder: Path, records: list[FileRecord]) -> None:
                 f"{folder / record.path} is damaged: its digest is not that of the manifest. "
                 "Export another step, or restore the file from a copy."
             )
-
-
-@contextmanager
-def _one_export(root: Path, scratch: Path) -> Iterator[None]:
-    name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
-    lock = root / PRIVATE_FOLDER / "exports" / f"{name}.lock"
-    make_folder(lock.parent)
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ExportError(
-                f"another export to the same place is under way ({scratch}); wait for its end"
-            ) from None
-        yield

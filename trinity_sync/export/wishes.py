@@ -66,7 +66,12 @@ def grant(root: str | Path, wish: Wish) -> None:
         export_step(
             root, wish.step, role=wish.role, check=False, trust_remote_code=wish.trust_remote_code
         )
-    _path(root, wish.step, wish.role).unlink(missing_ok=True)
+    forget_wish(root, wish.step, wish.role)
+
+
+def forget_wish(root: str | Path, step: int, role: str) -> None:
+    """Remove a wish, come true or not."""
+    _path(root, step, role).unlink(missing_ok=True)
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:

@@ -89,15 +89,14 @@ def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _summoned(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
     for prefix, unit in model.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            for name, parameter in _own_parameters(prefix, unit):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield _clean(name), parameter.detach()
+            # tied ones are of one unit; ids are those of others once the unit is sharded again
+            own = {id(p): (name, p) for name, p in reversed([*_own_parameters(prefix, unit)])}
+            for name, parameter in reversed(own.values()):
+                yield _clean(name), parameter.detach()
 
 
 def _own_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,7 +5,7 @@ next optimizer step.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from verl.utils.fsdp_utils import get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
+
+_WRAPPED = "_fsdp_wrapped_module."
 
 
 def unwrapped(model: Any) -> Any:
@@ -27,7 +29,23 @@ def model_state(model: Any) -> dict[str, Any]:
     needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
     """
     with sharded(model):
-        return dict(model.state_dict())
+        state = dict(model.state_dict())
+    for name, first in _tied_under_fsdp1(model):
+        state[name] = state[first]
+    return state
+
+
+def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
+    """Names of parameters that are others, whose shards FSDP1 hands out as copies."""
+    for name, module in model.named_modules():
+        handle = getattr(module, "_handle", None)
+        for tied in getattr(getattr(handle, "flat_param", None), "_shared_param_infos", ()):
+            inner = (
+                (tied.module_name, tied.param_name),
+                (tied.prim_module_name, tied.prim_param_name),
+            )
+            mine, first = (".".join(filter(None, (name, *parts))) for parts in inner)
+            yield mine.replace(_WRAPPED, ""), first.replace(_WRAPPED, "")
 
 
 @contextmanager
@@ -55,9 +73,9 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
     return adapters
 
 
-def adapters_only(names: Iterable[str]) -> bool:
+def adapters_only(names: Collection[str]) -> bool:
     """Whether a state with these names was saved with ``save_lora_only``."""
-    return all(_is_adapter(name) for name in names)
+    return bool(names) and all(_is_adapter(name) for name in names)
 
 
 def _is_adapter(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Functions on a veRL FSDP engine, in the shape in which Trinity's workers call them."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,11 +13,19 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
 from trinity_sync.fsdp.collect import model_state
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
+
+__all__ = [
+    "estimated_image_bytes",
+    "fsdp_save_state_dict",
+    "fsdp_sync_weight_nccl",
+    "use_trinity_sync",
+]
 
 
 def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
@@ -84,13 +93,7 @@ def fsdp_save_state_dict(
             f"path {local_path!r} is that of step {step}, but global_step is {global_step}; "
             "pass the same step in both"
         )
-    # FSDP1 gathers its flat parameters on the device; FSDP2 hands out shards where they are
-    staged_on_device = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
-    if staged_on_device:
-        load_fsdp_model_to_gpu(engine.module)
-    states = {"model": model_state(engine.module)}
-    if staged_on_device:
-        offload_fsdp_model_to_cpu(engine.module)
+    states = {"model": _on_device(engine, lambda: model_state(engine.module))}
     metadata = None
     if dist.get_rank() == 0:
         manager = getattr(engine, "checkpoint_manager", None)
@@ -109,3 +112,56 @@ def fsdp_save_state_dict(
         1e3 * staged.stall_s,
     )
     return staged
+
+
+def fsdp_upload_state_dict(
+    engine: Any, synchronizer: Any, global_step: int, logger: logging.Logger
+) -> Staged | None:
+    """Let explorers have the weights of an engine from shared memory; every rank calls it.
+
+    Unlike in Trinity nothing is gathered on rank 0, sent through the Synchronizer, or waited for.
+
+    Args:
+        engine: veRL's FSDPEngine, prepared with `use_trinity_sync`.
+        synchronizer: the job's, a Ray actor.
+        global_step: the version of the weights; 0 does nothing.
+        logger: told what was staged.
+
+    Raises:
+        ConfigError: the engine saves without trinity_sync.
+        SpoolFull: the very first image does not fit into the spool.
+    """
+    manager = getattr(engine, "checkpoint_manager", None)
+    if not isinstance(manager, FSDPCheckpointManager):
+        raise ConfigError(
+            f"step {global_step} cannot be uploaded: this engine saves without trinity_sync; call "
+            "use_trinity_sync(engine, coordinator) first"
+        )
+    staged = manager.upload_state_dict(
+        global_step,
+        synchronizer=synchronizer,
+        collect=lambda: _on_device(engine, manager.model_state),
+    )
+    if staged:
+        logger.info(
+            "weights of step %d uploaded: %s bytes staged in %.1f ms",
+            global_step,
+            f"{staged.nbytes:,}",
+            1e3 * staged.stall_s,
+        )
+    return staged
+
+
+def _on_device(engine: Any, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``collect`` gives while parameters that were offloaded are back, where that is needed.
+
+    FSDP1 gathers its flat parameters on the device; FSDP2 hands out shards where they are.
+    """
+    needed = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
+    if needed:
+        load_fsdp_model_to_gpu(engine.module)
+    try:
+        return collect()
+    finally:
+        if needed:
+            offload_fsdp_model_to_cpu(engine.module)

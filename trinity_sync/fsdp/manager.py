@@ -6,6 +6,8 @@ veRL does, and gets it faster: from the node's memory if it is still there.
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.restore import load_shards
+from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         self.announced_version: int | None = None
         """Step that explorers hold without a save of it: what was trained when syncing began."""
         self._coordinator = coordinator
+        self._publisher: Publisher | None = None
         self._saved: dict[str, int] = {}
         self._waits_before_steps = False
 
@@ -110,7 +115,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         states: dict[str, Any] = {}
         export = save_as_hf or self.should_save_hf_model
         if (self.should_save_model or export) and self._is_new("model", global_step):
-            states["model"] = self._model_state()
+            states["model"] = self.model_state()
         if self.should_save_optimizer and self._is_new("optim", global_step):
             states["optim"] = self.optimizer.state_dict()
         if self.should_save_extra and self._is_new("extra_state", global_step):
@@ -159,8 +164,59 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if not self._is_new("model", global_step) or self.announced_version == global_step:
             return None
         coordinator = self._coordinator_of(root)
-        states = {"model": self._model_state()}
+        states = {"model": self.model_state()}
         return self._stage(coordinator, role, global_step, "state_dict", states)
+
+    def model_state(self) -> dict[str, Any]:
+        """This rank's shards of what a save of the model holds: all weights, or the adapter's."""
+        state = model_state(self.model)
+        return lora_only(state) if self.should_save_lora_only and self._has_lora() else state
+
+    def upload_state_dict(
+        self,
+        global_step: int,
+        *,
+        synchronizer: Any = None,
+        role: str = "actor",
+        collect: Callable[[], dict[str, Any]] | None = None,
+    ) -> Staged | None:
+        """Let explorers have the model's weights from shared memory; every rank calls it.
+
+        Nothing is gathered: each rank stages its shards, and the training thread does not wait for
+        the Synchronizer. An image that a save of the step staged is used again, and the other way
+        round. `wait_on_save_thread` raises what could not be published.
+
+        Args:
+            global_step: the version. 0 does nothing, as in Trinity: explorers begin with it.
+            synchronizer: the job's, a Ray actor; by default that of the job's root.
+            role: whose weights these are.
+            collect: gives what is uploaded, `model_state` by default; called only if it was not
+                staged before.
+
+        Returns:
+            What was staged, and the seconds that it took.
+
+        Raises:
+            ConfigError: this manager has no coordinator yet.
+            SpoolFull: the very first image does not fit into the spool.
+        """
+        if global_step == 0:
+            return None
+        if self._coordinator is None:
+            raise ConfigError(
+                f"step {global_step} cannot be uploaded: this manager does not know the job yet; "
+                "pass coordinator=..., or save or load first"
+            )
+        coordinator = self._coordinator
+        collect = collect or self.model_state
+        published, staged = coordinator.upload(global_step, collect, role=role)
+        if published and coordinator.rank == 0:
+            if self._publisher is None:
+                root, namespace = coordinator.root, self.ray_namespace or None
+                actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
+                self._publisher = Publisher(actor, root, coordinator.spool)
+            self._publisher.publish(published)
+        return staged
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
         """Note a checkpoint that was handed over; the same path in a row counts once.
@@ -218,8 +274,10 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
-        shards = load_shards(root, step, files, spool=spool)
-        with sharded(self.model):
+        # the model's state is copied into the live one; the optimizer keeps what it is given
+        borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
+        shards = load_shards(root, step, files, spool=spool, borrow=borrow)
+        with closing(shards), sharded(self.model):
             for component in components:
                 self._take_over(component, next(shards).state)
         dist.barrier()
@@ -244,13 +302,16 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 
     def wait_on_save_thread(self) -> None:
-        """Wait until every save of this process is committed.
+        """Wait until every save of this process is committed, and every version published.
 
         Raises:
             SaveFailed: one or more of them failed; the message names them.
+            WeightSyncError: a version could not be published.
         """
         if self._coordinator is not None:
             self._coordinator.wait_all()
+        if self._publisher is not None:
+            self._publisher.wait()
 
     def _begin_run_at(self, role_folder: Path) -> None:
         try:
@@ -298,10 +359,6 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
     def _is_new(self, component: str, step: int) -> bool:
         return self._saved.get(component) != step
-
-    def _model_state(self) -> dict[str, Any]:
-        state = model_state(self.model)
-        return lora_only(state) if self.should_save_lora_only and self._has_lora() else state
 
     def _stage(
         self,

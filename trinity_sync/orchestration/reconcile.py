@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from prefect.client.orchestration import PrefectClient
@@ -22,6 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from trinity_sync.errors import TrinitySyncError
+from trinity_sync.export.wishes import Wish, wishes
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.sweep import stranded
@@ -36,6 +38,7 @@ from trinity_sync.storage.leftovers import (
     remove_dead_spool,
     remove_temporaries,
 )
+from trinity_sync.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,10 @@ def _mend_files(
     for root in roots:
         yield from _files_of(root)
         steps = None if busy is None else busy[root]
+        for wish in wishes(root):
+            if steps is not None and wish.step not in steps:
+                what = f"export of {wish.role} of step {wish.step}"
+                yield Finding(str(root), what, *_state_of(root, wish))
         try:
             yield from remove_temporaries(root, images=images, busy=steps, before=before)
         except OSError as error:
@@ -151,6 +158,18 @@ def _mend_files(
             yield from remove_dead_spool(job, before=before)
         except OSError as error:
             yield Finding(str(job.folder), "memory", "left", str(error))
+
+
+def _state_of(root: Path, wish: Wish) -> tuple[Literal["mended", "left"], str]:
+    """What becomes of a wish that no run is at."""
+    try:
+        manifest = read_manifest(root, wish.step)
+    except TrinitySyncError as error:
+        return "left", str(error)
+    if manifest is None or manifest.run != wish.run:
+        return "left", "the step is not committed, or was replaced; its next save renews it"
+    how = f"retry its save's run, or run: trinity-sync export {root} {wish.step} --role {wish.role}"
+    return "left", f"the trainer asked for it, and it did not succeed; {how}"
 
 
 def _files_of(root: Path) -> Iterator[Finding]:

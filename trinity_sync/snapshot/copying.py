@@ -8,7 +8,7 @@ thread takes the next piece until none is left, and they meet once.
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -27,13 +27,16 @@ Computed = Mapping[torch.device, torch.Event]
 
 def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
     """What the current streams of the storages' GPUs have been given to compute until now."""
-    devices = {storage.device for storage in storages if storage.device.type != "cpu"}
-    return {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+    return {
+        device: torch.accelerator.current_stream(device).record_event()
+        for device in {storage.device for storage in storages}
+        if device.type != "cpu"
+    }
 
 
 def copy_into(
     image: torch.Tensor,
-    parts: Iterable[tuple[int, torch.UntypedStorage]],
+    parts: Sequence[tuple[int, torch.UntypedStorage]],
     *,
     computed: Computed | None = None,
     threads: int = 0,
@@ -51,23 +54,42 @@ def copy_into(
     small: list[Piece] = []
     streams: dict[torch.device, torch.Stream] = {}
     base = image.data_ptr()
+    if computed is None:
+        computed = computed_now(storage for _, storage in parts)
     for offset, storage in parts:
-        if storage.device.type != "cpu":
-            device = storage.device
+        if computed and (device := storage.device) in computed:
             if device not in streams:
                 streams[device] = torch.Stream(device)
-                streams[device].wait_event((computed or computed_now([storage]))[device])
+                streams[device].wait_event(computed[device])
             with streams[device]:
                 target = image[offset : offset + storage.nbytes()]
                 target.copy_(bytes_of(storage), non_blocking=True)
             continue
-        nbytes, source = storage.nbytes(), storage.data_ptr()
-        if nbytes <= SMALL:
-            small.append((base + offset, source, nbytes))
-            continue
-        for start in range(0, nbytes, PIECE):
-            size = min(PIECE, nbytes - start)
-            pieces.append((base + offset + start, source + start, size))
+        _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
+    _copy_all(pieces, small, threads)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:
+    """Copy between addresses, of any length each; ``threads`` as in `copy_into`."""
+    pieces: deque[Piece] = deque()
+    small: list[Piece] = []
+    for each in whole:
+        _cut(pieces, small, each)
+    _copy_all(pieces, small, threads)
+
+
+def _cut(pieces: "deque[Piece]", small: list[Piece], whole: Piece) -> None:
+    target, source, nbytes = whole
+    if nbytes <= SMALL:
+        small.append(whole)
+        return
+    for start in range(0, nbytes, PIECE):
+        pieces.append((target + start, source + start, min(PIECE, nbytes - start)))
+
+
+def _copy_all(pieces: "deque[Piece]", small: list[Piece], threads: int) -> None:
     helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
     running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
     for piece in small:
@@ -75,8 +97,6 @@ def copy_into(
     _copy_until_empty(pieces)
     for helper in running:
         helper.result()
-    for stream in streams.values():
-        stream.synchronize()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

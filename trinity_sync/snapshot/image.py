@@ -12,13 +12,15 @@ of an earlier layout, that layout is used again.
 """
 
 import gc
+import hashlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
-from trinity_sync.snapshot.structure import Structure, structure_of
+from trinity_sync.snapshot.structure import Structure, is_plain, structure_of
 
 ALIGNMENT = 4096
 
@@ -48,7 +50,29 @@ class Layout:
     holes: list[tuple[int, int]]
     structure: Structure | None
 
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is known: images of the same digest differ in the data of tensors only."""
+        found = hashlib.sha256(repr((self.nbytes, self.holes)).encode())
+        for offset, content in self.extents:
+            found.update(b"%d %d " % (offset, len(content)))
+            found.update(content)
+        return found.hexdigest()
 
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A walk makes tens of thousands of objects and no garbage; a collection would double it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     """Plan the file that ``torch.save(state, ...)`` would write, without copying tensor data.
 
@@ -63,15 +87,14 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     Raises:
         ImageError: this version of torch lays files out in a way that is not understood.
     """
+    read = structure_of(state)
+    if read and known and read[0] == known.structure:
+        return known, read[1]
     sink = _Sink()
     found: dict[str, torch.UntypedStorage] = {}
-    with _no_garbage_collection():
-        read = structure_of(state)
-        if read and known and read[0] == known.structure:
-            return known, read[1]
-        recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
-        with _aligned(), torch.serialization.skip_data():
-            torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
+    recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
+    with _aligned(), torch.serialization.skip_data():
+        torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
     storages = [storage for storage in found.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
         raise ImageError(
@@ -118,7 +141,7 @@ def fill(
         for offset, content in layout.extents:
             memory[offset : offset + len(content)] = content
     offsets = (offset for offset, _ in layout.holes)
-    parts = zip(offsets, storages, strict=True)
+    parts = list(zip(offsets, storages, strict=True))
     copy_into(image, parts, computed=computed, threads=threads)
 
 
@@ -151,12 +174,19 @@ class _Sink:
 
 
 _PLAIN = (str, int, bool, float, type(None), tuple, list, dict, OrderedDict, torch.Size)
-_NO_STORAGE = frozenset((*_PLAIN, torch.Tensor, torch.nn.Parameter, DTensor, FunctionType))
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
+_NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
 """Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
 
 
 def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pickler]:
-    """A pickler that notes every storage under the key that ``torch.save`` gives to it."""
+    """A pickler that notes every storage under the key that ``torch.save`` gives to it.
+
+    The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
+    own way to the same result costs as much as all the rest of a layout.
+    """
+    alike: dict[tuple[Any, ...], Any] = {}
 
     class RecordingPickler(pickle.Pickler):
         def __init_subclass__(cls) -> None:
@@ -172,7 +202,33 @@ def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pi
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and is_plain(obj):
+                return _reduced(obj)
+            if type(obj) is OrderedDict and not obj and not obj.__dict__:
+                return OrderedDict, ()
+            if type(obj) is not DTensor or obj.__dict__:
+                return NotImplemented
+            # those of one spec, which is kept while this lives, differ in their shards only
+            like = id(obj._spec), obj.requires_grad, obj.dtype, obj.device
+            if like not in alike:
+                alike[like] = obj.__reduce_ex__(2)
+            rebuild, (*same, (attributes, slots)) = alike[like]
+            mine = {**slots, "_local_tensor": obj._local_tensor}
+            return rebuild, (*same, (attributes, mine))
+
     return RecordingPickler
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """What ``torch.Tensor.__reduce_ex__`` gives for a plain tensor: the form that ``.pt`` has."""
+    storage = torch.TypedStorage(
+        wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
+    )
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    place = (storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks)
+    return torch._utils._rebuild_tensor_v2, place
 
 
 _alignment_lock = Lock()
@@ -188,15 +244,3 @@ def _aligned() -> Iterator[None]:
             yield
         finally:
             serialization_config.save.storage_alignment = before
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A walk makes tens of thousands of objects and no garbage; a collection would double it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -7,6 +7,7 @@ file (tied tensors, views) is shared in the state, because the parts belong to s
 """
 
 import io
+import logging
 import os
 import pickle
 import struct
@@ -46,6 +47,40 @@ def state_of(image: memoryview) -> Any:
         pickle_module=pickle_module,
         weights_only=False,
     )
+
+
+def outline_of(image: memoryview) -> Any:
+    """The state in these bytes with tensors that have no data, only a place in ``image``.
+
+    Nothing but tensors and plain values is unpickled (``weights_only``), and no process group is
+    needed for DTensors. See `place_of` for the places.
+
+    Raises:
+        ImageError: as `state_of`, or there is more in the bytes than tensors and plain values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # seconds, the first time
+
+    meshes = logging.getLogger("torch.distributed.device_mesh")
+    meshes.addFilter(_no_warning)  # of process groups that a reader has no need of
+    try:
+        with FakeTensorMode():
+            return torch.load(_File(image), weights_only=True)  # type: ignore[arg-type]
+    except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes hold no weights that can be read: {error}"
+        ) from error
+    finally:
+        meshes.removeFilter(_no_warning)
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Byte at which the first element of a tensor of `outline_of` lies."""
+    start: Any = tensor.untyped_storage()._checkpoint_offset
+    return int(start + tensor.storage_offset() * tensor.element_size())
+
+
+def _no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
 
 
 def _records(image: memoryview) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """The trainer's side of a slot: a reusable place for one image in shared memory.
 
 Touching fresh shared memory costs fifty times a copy into memory that is mapped already, so a slot
-only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills,
-writes out or frees a slot holds its lock: a writer never sees an image that changes under it, and
-a trainer never waits for a lock of a process that died.
+only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills a
+slot holds its lock alone, whoever reads it shares it: nobody sees an image that changes under them,
+and a trainer never waits for a lock of a process that died.
 """
 
 import errno
@@ -18,7 +18,8 @@ import torch
 from trinity_sync.errors import SpoolFull
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.kept import forget
-from trinity_sync.snapshot.ticket import failure_path, ticket_path
+from trinity_sync.snapshot.published import published_path, withdraw
+from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Slot:
         self.path = path
         self.laid_out: Layout | None = None
         """The layout whose headers are in place."""
+        self.holds: Ticket | None = None
+        """Ticket of the image that this process laid out here, sealed or not."""
         self._image = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -40,6 +43,11 @@ class Slot:
     def free(self) -> bool:
         """Whether no sealed image waits in the slot."""
         return not ticket_path(self.path).exists()
+
+    @property
+    def published(self) -> bool:
+        """Whether readers have been told of what the slot holds."""
+        return published_path(self.path).exists()
 
     @property
     def failed(self) -> bool:
@@ -55,9 +63,12 @@ class Slot:
             return 0.0
 
     def try_lock(self) -> bool:
-        """Take the lock if nobody holds it."""
+        """Take the lock for oneself if nobody holds it."""
+        return self._try_lock(fcntl.LOCK_EX)
+
+    def _try_lock(self, how: int) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -65,6 +76,12 @@ class Slot:
     def unlock(self) -> None:
         """Give the lock back."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def forget(self) -> None:
+        """Take back what is said of the bytes; call it under the lock, before they change."""
+        forget(self.path)
+        withdraw(self.path)
+        self.holds = None
 
     def image(self, nbytes: int) -> torch.Tensor:
         """The slot's memory as a ``uint8`` tensor of at least ``nbytes`` bytes.
@@ -103,9 +120,9 @@ class Slot:
         """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
         self._unpin()
         self._image = torch.empty(0, dtype=torch.uint8)
-        if remove and self.try_lock():
+        if remove and self._try_lock(fcntl.LOCK_SH):  # who reads it may read it to its end
             if self.free:
-                forget(self.path)
+                self.forget()
                 self.path.unlink(missing_ok=True)
             self.unlock()
         os.close(self._fd)

@@ -8,6 +8,7 @@
         actor.model.rank0.0.slot.ticket         sealed: waits to be committed
         actor.model.rank0.1.slot                free: has no ticket
         actor.model.rank0.1.slot.kept           of which commit its bytes still are, see ``kept``
+        actor.model.rank0.1.slot.published      which version of the weights its bytes are
         receipts/...                            of saves by a function, see ``receipt``
         root                                    path of the job's root
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from trinity_sync.errors import SpoolError, SpoolFull, TicketError
 from trinity_sync.layout import check_name, job_id
 from trinity_sync.snapshot.kept import KEPT_SUFFIX, kept_in
+from trinity_sync.snapshot.published import PUBLISHED_SUFFIX, Published, published_in
 from trinity_sync.snapshot.ticket import (
     TICKET_SUFFIX,
     Ticket,
@@ -100,6 +102,16 @@ class JobSpool:
             kept = kept_in(slot)
             if kept and kept.digest == digest:
                 yield slot
+
+    def published(self, role: str, run: int, step: int) -> dict[Path, Published]:
+        """Slots that hold the weights of a version, with what is said of them, by rank."""
+        found = {}
+        for note in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
+            slot = note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
+            said = published_in(slot)
+            if said and (said.role, said.run, said.step) == (role, run, step):
+                found[slot] = said
+        return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder once the last process has given its slots back.

@@ -13,39 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.errors import SpoolError
-from trinity_sync.layout import Component, Kind, shard_file
+from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.copying import Computed, computed_now
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.overlap import Watch
+from trinity_sync.snapshot.published import Published, publish
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.slots import Origin as Origin
+from trinity_sync.snapshot.slots import Slots
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, seal, ticket_path
+from trinity_sync.snapshot.ticket import Ticket, seal
 
 logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Who saves what: the part of a ticket that all images of one hand-over share."""
-
-    root: str
-    run: int
-    run_key: str
-    step: int
-    kind: Kind
-    role: str
-    roles: tuple[str, ...]
-    rank: int
-    world_size: int
-    node_ranks: tuple[int, ...]
-    keep: int = 0
-    """Checkpoints that are left once this one is committed; 0 for all."""
-    export: Export = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +52,8 @@ class _Part:
     layout: Layout
     storages: Storages
     watch: Watch | None
+    staged_in: Slot | None = None
+    """Where the very image lies already, not sealed yet."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +68,8 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
-        return sum(part.layout.nbytes for part in self.parts)
+        """Bytes of all files that are copied, together."""
+        return sum(part.layout.nbytes for part in self.parts if not part.staged_in)
 
 
 class Stager:
@@ -107,11 +91,8 @@ class Stager:
         slot_wait_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._spool = spool
-        self._count = slots
-        self._wait_s = slot_wait_s
         self._clock = clock
-        self._slots: dict[tuple[str, str, int], list[Slot]] = {}
+        self._slots = Slots(spool, slots, slot_wait_s, clock)
         self._layouts: dict[tuple[str, str, int], Layout] = {}
 
     def stage(
@@ -162,6 +143,10 @@ class Stager:
             layout, storages = lay_out(state, self._layouts.get(key))
             self._layouts[key] = layout
             path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
+            staged = self._holding(origin, component)
+            if staged and staged.laid_out is layout:
+                parts.append(_Part(component, path, "file", layout, [], None, staged))
+                continue
             watch = Watch(state, storages, layout, check=check) if overlap else None
             storages = watch.storages if watch else storages
             parts.append(_Part(component, path, "file", layout, storages, watch))
@@ -179,12 +164,13 @@ class Stager:
             began=began,
         )
 
-    def carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:
+    def carry_out(self, plan: Plan, *, threads: int = 0, sealed: bool = True) -> Staged:
         """Copy what was planned into slots and seal them, all of them or none.
 
         Args:
             plan: made by `plan`; the last one made is carried out before the next is made.
             threads: how many copy; 0 for as many as torch uses for one operation.
+            sealed: False for images that need not be saved, see `publish`.
 
         Raises:
             SpoolFull: there is no room; nothing was handed over.
@@ -195,7 +181,11 @@ class Stager:
         filled: list[tuple[Slot, Ticket]] = []
         try:
             for part in plan.parts:
-                slot, seconds = self._acquire(plan.origin, part.component)
+                if part.staged_in:
+                    # its bytes and whoever reads them stay, so it is sealed without the lock
+                    filled.append((part.staged_in, self._ticket(plan, part)))
+                    continue
+                slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
                 waited += seconds
                 try:
                     filled.append((slot, self._fill(slot, plan, part, threads)))
@@ -203,32 +193,53 @@ class Stager:
                     slot.unlock()
                     raise
             for slot, ticket in filled:
-                seal(slot.path, replace(ticket, sealed_at=self._clock()))
+                slot.holds = ticket
+                if sealed:
+                    seal(slot.path, replace(ticket, sealed_at=self._clock()))
         finally:
             for slot, _ in filled:
                 slot.unlock()
         return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, waited)
 
+    def publish(self, origin: Origin, component: str) -> Published | None:
+        """Tell readers that the step's image is that of a version; None if none is at hand."""
+        slot = self._holding(origin, component)
+        if slot is None or slot.holds is None or slot.laid_out is None:
+            return None
+        published = Published(
+            image=slot.holds.image,
+            run=origin.run,
+            step=origin.step,
+            role=origin.role,
+            rank=origin.rank,
+            world_size=origin.world_size,
+            nbytes=slot.holds.nbytes,
+            layout=slot.laid_out.digest,
+        )
+        publish(slot.path, published)
+        return published
+
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
         """Map and touch the slots of a component, so that its first save is as fast as the next."""
-        for slot in self._slots_of(role, component, rank):
+        for slot in self._slots.of(role, component, rank):
             if slot.try_lock():
                 try:
                     slot.image(nbytes)
                 finally:
                     slot.unlock()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on wait no longer than this for a slot: the process is about to end."""
+        self._slots.wait_at_most(seconds)
+
     def close(self) -> None:
         """Unmap all slots and delete those in which no image waits."""
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.close(remove=True)
-        self._slots.clear()
+        self._slots.close()
 
     def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
-        forget(slot.path)
+        slot.forget()
         image = slot.image(part.layout.nbytes)
-        if any(storage.device.type == "cuda" for storage in part.storages):
+        if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
         headers = slot.laid_out is not part.layout
         slot.laid_out = None  # until it is whole
@@ -240,8 +251,16 @@ class Stager:
             computed=plan.computed,
             threads=threads,
         )
-        ticket = Ticket(
-            image=uuid.uuid4().hex,
+        ticket = self._ticket(plan, part)
+        if part.watch:
+            part.watch.require_unchanged(image, ticket.what)
+        slot.laid_out = part.layout
+        return ticket
+
+    def _ticket(self, plan: Plan, part: _Part) -> Ticket:
+        known = part.staged_in.holds if part.staged_in else None
+        return Ticket(
+            image=known.image if known else uuid.uuid4().hex,
             component=part.component,
             components=plan.components,
             path=part.path,
@@ -250,54 +269,18 @@ class Stager:
             sealed_at=0.0,
             **vars(plan.origin),
         )
-        if part.watch:
-            part.watch.require_unchanged(image, ticket.what)
-        slot.laid_out = part.layout
-        return ticket
 
-    def _slots_of(self, role: str, component: str, rank: int) -> list[Slot]:
-        key = (role, component, rank)
-        if key not in self._slots:
-            paths = [self._spool.slot(*key, number) for number in range(self._count)]
-            self._slots[key] = [Slot(path) for path in paths]
-        return self._slots[key]
-
-    def _acquire(self, origin: Origin, component: str) -> tuple[Slot, float]:
-        """A locked slot without an image, and the seconds that it took to get it."""
-        slots = self._slots_of(origin.role, component, origin.rank)
-        start = time.monotonic()
-        while True:
-            waited = time.monotonic() - start
-            for slot in slots:
-                if slot.free and slot.try_lock():
-                    if slot.free:
-                        return slot, waited
-                    slot.unlock()
-            oldest_first = sorted(slots, key=lambda slot: slot.sealed_at)
-            for slot in oldest_first:
-                age = self._clock() - slot.sealed_at
-                if (slot.failed or age >= self._wait_s) and slot.try_lock():
-                    self._give_way(slot, origin, age)
-                    return slot, waited
-            if waited >= self._wait_s:
-                raise SpoolError(
-                    f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
-                    f"not saved, because every slot is still being written out after {waited:.0f} "
-                    "s. Is the storage hanging? Later saves try again."
-                )
-            time.sleep(0.002)
-
-    def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
-        """Drop the image in ``slot``, which was not saved in time."""
-        logger.warning(
-            "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
-            "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
-            slot.path,
-            origin.step,
-            "its save failed" if slot.failed else f"nobody wrote it within {age:.0f} s",
-        )
-        ticket_path(slot.path).unlink(missing_ok=True)
-        failure_path(slot.path).unlink(missing_ok=True)
+    def _holding(self, origin: Origin, component: str) -> Slot | None:
+        """The slot in which the component's image of this step lies, as this process staged it."""
+        for slot in self._slots.of(origin.role, component, origin.rank):
+            held = slot.holds
+            if held and (held.run, held.run_key, held.step) == (
+                origin.run,
+                origin.run_key,
+                origin.step,
+            ):
+                return slot
+        return None
 
 
 def pack_folder(folder: Path) -> bytes:

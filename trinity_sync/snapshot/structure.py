@@ -11,10 +11,22 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-Structure = tuple[Any, ...]
+Structure = list[Any]
+"""All that decides the headers, flat, in the order of a walk."""
 
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_SPECIAL = _COMPLEX | _QUANTIZED
 _PLAIN = frozenset((int, str, bytes, bool, type(None)))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a ``torch.Tensor`` is a strided view of a storage and no more than that."""
+    return (
+        (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and not (tensor.dtype in _SPECIAL or tensor.is_neg() or tensor.__dict__)
+    )
 
 
 class _NotComparable(Exception):
@@ -26,56 +38,76 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
 
     Returns None for a state that has to be laid out afresh.
     """
+    found: Structure = []
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
-    strided, is_complex = torch.strided, _COMPLEX  # local names: this is all a known state costs
+    note = found.append  # local names: this walk is all that a known state costs
+    strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
 
-    def visit(value: Any) -> Any:
+    def visit(value: Any) -> None:
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return visit_tensor(value)
+        note(kind)
         if kind is DTensor:
-            layout = (value.device_mesh, value.placements, tuple(value.shape), value.stride())
-            return (kind, layout, value.requires_grad, visit_tensor(value._local_tensor))
-        if kind is dict or kind is OrderedDict:
-            items: list[Any] = [kind]
+            if value.__dict__:
+                raise _NotComparable
+            # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
+            note(value._spec)
+            note(value.requires_grad)
+            value = value._local_tensor
+            kind = type(value)
+            note(kind)
+        if kind is tensor_type or kind is parameter:
+            dtype = value.dtype
+            if value.__dict__ or value.layout is not strided:
+                raise _NotComparable
+            if dtype in _SPECIAL:
+                if dtype in _QUANTIZED:
+                    raise _NotComparable
+                note(value.is_conj())
+            storage = value.untyped_storage()
+            nbytes, address = storage.nbytes(), storage._cdata
+            number = numbers.get(address)
+            if number is None:
+                number = numbers[address] = len(numbers)
+                if nbytes:
+                    live.append(storage)
+            found.extend(
+                (
+                    dtype,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    None if value.is_cpu else value.device,
+                    value.requires_grad,
+                    value.is_neg(),
+                    number,
+                    nbytes,
+                )
+            )
+        elif kind is dict or kind is OrderedDict:
+            note(len(value))
+            if kind is OrderedDict:
+                visit(value.__dict__)  # a module's state has its _metadata there
             for key, item in value.items():
-                items.append(key if type(key) is str else visit(key))
-                items.append(visit_tensor(item) if type(item) is torch.Tensor else visit(item))
-            return items
-        if kind is list or kind is tuple:
-            return (kind, [visit(item) for item in value])
-        if kind in _PLAIN:
-            return (kind, value)
-        if kind is float:
-            return (kind, value.hex())  # tells -0.0 from 0.0, and nan equals nan
-        raise _NotComparable
-
-    def visit_tensor(tensor: torch.Tensor) -> Structure:
-        if tensor.layout is not strided or tensor.is_quantized or tensor.__dict__:
+                if type(key) is str:
+                    note(key)
+                else:
+                    visit(key)
+                visit(item)
+        elif kind is list or kind is tuple:
+            note(len(value))
+            for item in value:
+                visit(item)
+        elif kind in _PLAIN:
+            note(value)
+        elif kind is float:
+            note(value.hex())  # tells -0.0 from 0.0, and nan equals nan
+        else:
             raise _NotComparable
-        storage = tensor.untyped_storage()
-        nbytes, address, dtype = storage.nbytes(), storage._cdata, tensor.dtype
-        number = numbers.get(address)
-        if number is None:
-            number = numbers[address] = len(numbers)
-            if nbytes:
-                live.append(storage)
-        return (
-            type(tensor),
-            dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.device,
-            tensor.requires_grad,
-            dtype in is_complex and tensor.is_conj(),
-            tensor.is_neg(),
-            number,
-            nbytes,
-        )
 
     try:
-        return (visit(state),), live
+        with torch._C.DisableTorchFunctionSubclass():  # attributes of DTensors are read as they are
+            visit(state)
     except _NotComparable:
         return None
+    return found, live

@@ -178,10 +178,7 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
     """
     digests = {(file.slot, file.image): file.record.digest for file in written if file.slot}
     for (slot, image), digest in digests.items():
-        try:
-            release(Path(slot), image, digest)
-        except FileNotFoundError:
-            continue  # another node's, or removed with the trainer
+        release(Path(slot), image, digest)  # nothing happens to another node's
     forget_receipts(spool, save.run, save.step, save.kind)
 
 

@@ -119,14 +119,6 @@ class SavedComponent(StorageReader):
             )
         return _narrowed(local, [0] * local.ndim, sizes)
 
-    def parts(self) -> Iterator[tuple[MetadataIndex, torch.Tensor]]:
-        """All parts, file by file and mapped; of replicas, one."""
-        homes = sorted(self._homes.items(), key=lambda home: home[1][0])
-        for rank, indices in itertools.groupby(homes, key=lambda home: home[1][0]):
-            state = self.open(rank)
-            for index, _ in indices:
-                yield index, self.part(state, index)
-
     # ---------------------------------------------------------------- what DCP asks
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

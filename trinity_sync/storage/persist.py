@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.reading import locked
+from trinity_sync.snapshot.reading import claimed, locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
@@ -194,12 +194,14 @@ def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
 
 @contextmanager
 def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
-    """The image's bytes under its slot's lock, seen to be the image that was found."""
+    """The image's bytes under its locks, seen to be the image that was found."""
     try:
-        with locked(sealed.slot) as content:
+        with claimed(sealed.slot), locked(sealed.slot) as content:
             _check(save, sealed, content)
             yield content[: sealed.ticket.nbytes]
     except FileNotFoundError as error:
+        if sealed.slot.exists():
+            raise _gave_way(save, sealed.ticket) from error
         what = sealed.ticket.what
         raise ImageError(f"{save}: the image of {what} is gone from the spool") from error
 
@@ -222,19 +224,23 @@ def _write(save: Save, options: WriteOptions, sealed: Sealed, image: memoryview)
 
 
 def _check(save: Save, sealed: Sealed, content: memoryview) -> None:
-    """See, under the slot's lock, that the image is still the one that was found."""
+    """See, under its locks, that the image is still the one that was found."""
     ticket = sealed.ticket
     now = read_ticket(sealed.slot)
     if now is None or now.image != ticket.image:
-        raise ImageError(
-            f"{save}: the image of {ticket.what} gave way to a later step and cannot be saved any "
-            "more; cancel this flow run."
-        )
+        raise _gave_way(save, ticket)
     if len(content) < ticket.nbytes:
         raise ImageError(
             f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: {len(content):,} "
             f"of {ticket.nbytes:,} bytes. It cannot be saved; later saves are not concerned."
         )
+
+
+def _gave_way(save: Save, ticket: Ticket) -> ImageError:
+    return ImageError(
+        f"{save}: the image of {ticket.what} gave way to a later step and cannot be saved any "
+        "more; cancel this flow run."
+    )
 
 
 def _write_one(

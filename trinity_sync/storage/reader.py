@@ -77,6 +77,17 @@ def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryvi
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
 
 
+def map_open(fd: int, nbytes: int) -> tuple[memoryview, str]:
+    """As `read_open`, of a file in memory and without a copy of it.
+
+    The bytes are the file's for as long as nobody writes to it, so hold its lock; what is written
+    to them does not reach the file.
+    """
+    size = min(nbytes, os.fstat(fd).st_size)
+    memory = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else b"")
+    return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
+
+
 def _open(path: Path) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

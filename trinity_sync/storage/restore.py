@@ -8,8 +8,9 @@ are those that the manifest names, digest and all, or they are not taken.
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord, Manifest
-from trinity_sync.storage.reader import READERS, read_file, read_open
+from trinity_sync.storage.reader import READERS, map_open, read_file, read_open
 from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,13 @@ def load_shard(
 
 
 def load_shards(
-    root: str | Path, step: int, paths: Sequence[str], *, spool: JobSpool | None = None
-) -> Iterator[Restored]:
+    root: str | Path,
+    step: int,
+    paths: Sequence[str],
+    *,
+    spool: JobSpool | None = None,
+    borrow: Collection[str] = (),
+) -> Generator[Restored, None, None]:
     """The states in shards of a committed step, in order; each is read while those before are used.
 
     Files are unpickled as veRL and ``torch.load(weights_only=False)`` do it, which runs what they
@@ -59,6 +65,9 @@ def load_shards(
         step: a committed one.
         paths: below the step's folder, as in its manifest: ``actor/model_world_size_1_rank_0.pt``.
         spool: of the job on this node; without it, files are read from disk.
+        borrow: those of the paths whose states are only copied from. Their tensors may be the slot
+            itself, which costs no memory; they are good until this generator is closed, and so
+            long the slot is locked. Close it before the next save.
 
     Raises:
         CommitError: the step is not committed, a file is not part of it, or one is damaged.
@@ -66,8 +75,11 @@ def load_shards(
     manifest = require_committed(root, step)
     folder = step_folder(root, step)
     records = [_record(root, manifest, path) for path in paths]
-    with ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
-        reads = [ahead.submit(_read, folder, record, spool) for record in records]
+    with ExitStack() as locks, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
+        reads = [
+            ahead.submit(_read, folder, record, spool, locks if record.path in borrow else None)
+            for record in records
+        ]
         while reads:  # of what was yielded, nothing is kept here while the next one is waited for
             yield _unpickled(*reads.pop(0).result())
 
@@ -124,9 +136,11 @@ def _unpickled(image: memoryview, source: Source) -> Restored:
     return Restored(state_of(image), source, len(image))
 
 
-def _read(folder: Path, record: FileRecord, spool: JobSpool | None) -> tuple[memoryview, Source]:
+def _read(
+    folder: Path, record: FileRecord, spool: JobSpool | None, locks: ExitStack | None
+) -> tuple[memoryview, Source]:
     start = time.perf_counter()
-    image = _from_spool(spool, record) if spool else None
+    image = _from_spool(spool, record, locks) if spool else None
     source: Source = "disk" if image is None else "spool"
     if image is None:
         image = _from_disk(folder / record.path, record)
@@ -137,18 +151,27 @@ def _read(folder: Path, record: FileRecord, spool: JobSpool | None) -> tuple[mem
     return image, source
 
 
-def _from_spool(spool: JobSpool, record: FileRecord) -> memoryview | None:
-    """The file's bytes from a slot that still holds them; None if there is none."""
+def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> memoryview | None:
+    """The file's bytes from a slot that still holds them; None if there is none.
+
+    With ``locks``, they are the slot's own, whose lock goes there.
+    """
     cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
     for slot in spool.kept(record.digest):
         try:
-            with held(slot) as fd:
-                image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
+            with ExitStack() as lock:
+                fd = lock.enter_context(held(slot))
+                if locks is None:
+                    image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
+                else:
+                    image, digest = map_open(fd, record.nbytes)
+                if digest == record.digest:
+                    if locks is not None:
+                        locks.push(lock.pop_all())
+                    return image
         except OSError as error:
             logger.warning("%s cannot be read, its file is: %s", slot, error)
             continue
-        if digest == record.digest:
-            return image
         logger.warning("%s does not hold %s any more; the file is read", slot, record.path)
     return None
 

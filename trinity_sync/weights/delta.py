@@ -10,10 +10,9 @@ of each changed element from the one before in 1, 2 or 4 bytes, then the element
 distance that is too large for its width is bridged by elements that did not change, so applying is
 a running sum and one scatter, without a case to tell apart.
 
-``benchmarks/delta.py`` decided (1 % of a bf16 tensor changed, full copy 1.00): gaps take 1.6 % of
-the bytes, plain indices 3.0 %, a bit mask 7.3 %, xor with zlib about as much as gaps at a
-hundredth of the speed. Above 12.5 % a mask is smaller than gaps, by 9 % of the full bytes at most,
-but is applied several times more slowly; see docs/weights.md.
+``benchmarks/delta.py`` decided. With 1 % of a bf16 tensor changed, gaps take 1.6 % of its bytes,
+plain indices 3.0 %, a bit mask 7.3 %, xor with zlib 2.3 % at twenty times the time to apply. A mask
+is smaller above 12.5 %, by 9 % of the whole at most, and applied four times more slowly.
 
 A buffer is: magic, XXH3-128 of all that follows, length of the header, header (JSON), blocks. The
 header lists every tensor of the new version, and a digest of the resulting bytes of each one that

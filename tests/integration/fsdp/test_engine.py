@@ -1,24 +1,31 @@
 """veRL's own engine, saving and loading through trinity_sync."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 from grpo_copy.explorer import merged
 from grpo_copy.policy import Policy
 from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
+from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.weights.conftest import ray_node as ray_node
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.engine import fsdp_save_state_dict, use_trinity_sync
+from trinity_sync.fsdp.engine import fsdp_save_state_dict, fsdp_upload_state_dict, use_trinity_sync
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +117,51 @@ def test_fsdp_save_state_dict_refuses_a_path_of_another_step(
     folder = str(step_folder(coordinator.root, 1) / "actor")
     with pytest.raises(ConfigError, match="is that of step 1, but global_step is 2"):
         fsdp_save_state_dict(policy.engine, folder, 2, coordinator, logger)
+
+
+def test_an_uploaded_model_is_loaded_by_an_explorer(
+    policy: Policy,
+    coordinator: CheckpointCoordinator,
+    ray_node: None,
+    tiny: Path,
+) -> None:
+    synchronizer = Synchronizer.get_actor(root=coordinator.root, namespace="engine")
+    manager = use_trinity_sync(policy.engine, coordinator)
+    reader = WeightReader(synchronizer, name="explorer")
+    model = Qwen2ForCausalLM.from_pretrained(tiny)
+
+    def require_loaded(step: int) -> None:
+        assert asyncio.run(reader.wait_newer(timeout_s=30)) is not None
+        assert reader.load_into(model) == step
+        expected = policy.engine.module.state_dict()
+        found = model.state_dict()
+        assert all(torch.equal(found[n], v.full_tensor()) for n, v in expected.items())
+
+    assert fsdp_upload_state_dict(policy.engine, synchronizer, 0, logger) is None
+    policy.train_on(batch())
+    manager.save_checkpoint(str(step_folder(coordinator.root, 1) / "actor"), 1)
+    staged = fsdp_upload_state_dict(policy.engine, synchronizer, 1, logger)
+    assert staged is not None
+    assert staged.nbytes == 0  # the save's image
+    require_loaded(1)
+
+    policy.train_on(batch())
+    uploaded = manager.upload_state_dict(2, synchronizer=synchronizer)
+    assert uploaded is not None
+    assert uploaded.nbytes > 0
+    folder = step_folder(coordinator.root, 2) / "actor"
+    saved = manager.save_state_dict(str(folder), 2)
+    assert saved is not None
+    assert saved.nbytes < uploaded.nbytes  # metadata alone
+    require_loaded(2)
+    manager.wait_on_save_thread()
+    committed, found = merged(folder), model.state_dict()
+    assert all(torch.equal(committed[name], found[name]) for name in committed)
+    serving = [(each.name, each.step) for each in ray.get(synchronizer.readers.remote())]
+    assert serving == [("explorer", 2)]
+    ray.kill(synchronizer)
+
+
+def test_an_engine_that_saves_without_us_cannot_upload(ray_node: None) -> None:
+    with pytest.raises(ConfigError, match="call use_trinity_sync"):
+        fsdp_upload_state_dict(SimpleNamespace(), None, 1, logger)

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.integration.fsdp.models import Trained, copied, differences
 from trinity_sync.snapshot.image import fill, lay_out
@@ -28,3 +29,31 @@ def test_the_layout_of_a_trained_state_is_used_again(one_rank: None, tiny: Path)
         fill(image, again, storages, headers=True)
         loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
         assert differences(copied(state), copied(loaded)) == []
+        assert [like(mine) for mine in dtensors(loaded)] == [like(own) for own in dtensors(state)]
+
+
+def test_a_dtensor_that_carries_an_attribute_is_laid_out_with_it(
+    one_rank: None, tiny: Path
+) -> None:
+    state = dict(Trained(tiny, 2).model.state_dict())
+    known, _ = lay_out(state)
+    tagged = next(iter(state.values()))
+    tagged.tag = "mine"
+    layout, storages = lay_out(state, known)
+    assert layout is not known
+    image = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    fill(image, layout, storages, headers=True)
+    loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
+    assert [tensor.__dict__ for tensor in loaded.values()][:2] == [{"tag": "mine"}, {}]
+
+
+def dtensors(state: object) -> list[DTensor]:
+    """All that are in nested dicts."""
+    if isinstance(state, dict):
+        return [found for value in state.values() for found in dtensors(value)]
+    return [state] if isinstance(state, DTensor) else []
+
+
+def like(tensor: DTensor) -> tuple[object, ...]:
+    """All of a DTensor but its data."""
+    return tensor._spec, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

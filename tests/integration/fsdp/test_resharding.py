@@ -4,18 +4,24 @@ The reference is a run of W' ranks whose state was set by PyTorch from whole ten
 ranks had gathered: so no code of ours takes part in it.
 """
 
+import itertools
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from tests.integration.fsdp.models import Trained, differences
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.layout import step_folder
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fsdp.reshard import derived_rng
+from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.claims import leases
+from trinity_sync.storage.dcp import SavedComponent
 
 STEP = 3
 
@@ -30,14 +36,27 @@ SAVED = {  # version of FSDP, ranks, replicas
 }
 
 
+def manager_of(trained: Trained, coordinator: Any = None) -> Any:
+    from verl.trainer.config import CheckpointConfig
+
+    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+
+    return FSDPCheckpointManager(
+        trained.model,
+        trained.optimizer,
+        trained.schedule,
+        trained.tokenizer,
+        CheckpointConfig(),
+        coordinator=coordinator,
+    )
+
+
 def save(names: list[str], tiny: Path, jobs: Path) -> None:
     """Train, save through the manager, and put the whole state beside it."""
     import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
     from trinity_sync.coordinator import CheckpointCoordinator
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
     from trinity_sync.settings import Settings
 
     for name in names:
@@ -48,14 +67,7 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
         coordinator = CheckpointCoordinator.of_process_group(
             jobs / name, settings=Settings(spool=jobs / "spool"), trigger=CommitsHere()
         )
-        manager = FSDPCheckpointManager(
-            trained.model,
-            trained.optimizer,
-            trained.schedule,
-            trained.tokenizer,
-            CheckpointConfig(),
-            coordinator=coordinator,
-        )
+        manager = manager_of(trained, coordinator)
         manager.save_checkpoint(str(step_folder(coordinator.root, STEP) / "actor"), STEP)
         manager.wait_on_save_thread()
         whole = whole_state(trained)
@@ -63,6 +75,17 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
             torch.save(whole, jobs / f"{name}.pt")
         coordinator.close()
         dist.barrier()
+
+
+def _save_four_numbers(jobs: Path) -> None:
+    """Too few for three ranks: the last one has none."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    numbers = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    file = shard_file("model", dist.get_world_size(), dist.get_rank())
+    torch.save({"numbers": numbers}, jobs / file)
 
 
 def whole_state(trained: Trained) -> dict[str, Any]:
@@ -81,13 +104,10 @@ def _gathered(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
-def load(names: list[str], version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
-    """Load each and go on, once through the manager and once through PyTorch."""
+def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
+    """Load and go on, once through the manager and once through PyTorch."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-    from verl.trainer.config import CheckpointConfig
-
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
 
     read: list[int] = []
     log = logging.getLogger("trinity_sync.fsdp.reshard")
@@ -99,50 +119,40 @@ def load(names: list[str], version: int, tiny: Path, jobs: Path) -> dict[str, An
         return True
 
     log.addFilter(note)
-    found: dict[str, Any] = {}
-    for name in names:
-        read.clear()
-        ours = Trained(tiny, version, seed=1000)
-        manager = FSDPCheckpointManager(
-            ours.model,
-            ours.optimizer,
-            ours.schedule,
-            ours.tokenizer,
-            CheckpointConfig(),
-        )
-        manager.load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
-        random_state = torch.get_rng_state().numpy().tobytes()
-        kept = sum(
-            value.numel() * value.element_size()
-            for value in _tensors({**ours.state(), "extra_state": None})
-        )
-        whole, gathered = torch.load(jobs / f"{name}.pt"), whole_state(ours)
-        loaded = {"whole": differences(whole, gathered) if dist.get_rank() == 0 else []}
-        theirs = Trained(tiny, version, seed=2000)
-        options = StateDictOptions(full_state_dict=True)
-        set_state_dict(
-            theirs.model,
-            theirs.optimizer,
-            model_state_dict=whole["model"],
-            optim_state_dict=whole["optim"],
-            options=options,
-        )
-        theirs.schedule.load_state_dict(whole["lr_scheduler"])
-        loaded["shards"] = [d for d in differences(theirs.state(), ours.state()) if "rng" not in d]
-        losses = []
-        for trained in (ours, theirs):
-            torch.manual_seed(dist.get_rank())
-            losses.append([trained.step() for _ in range(3)])
-        found[name] = {
-            **loaded,
-            "losses": losses,
-            "after": [d for d in differences(theirs.state(), ours.state()) if "rng" not in d],
-            "kept": kept,
-            "read": sum(read),
-            "rng": random_state,
-            "leases": leases(jobs / name),
-        }
-    return found
+    ours = Trained(tiny, version, seed=1000)
+    manager_of(ours).load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
+    random_state = torch.get_rng_state().numpy().tobytes()
+    kept = sum(
+        value.numel() * value.element_size()
+        for value in _tensors({**ours.state(), "extra_state": None})
+    )
+    whole, gathered = torch.load(jobs / f"{name}.pt"), whole_state(ours)
+    loaded = {"whole": differences(whole, gathered) if dist.get_rank() == 0 else []}
+    theirs = Trained(tiny, version, seed=2000)
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        theirs.model,
+        theirs.optimizer,
+        model_state_dict=whole["model"],
+        optim_state_dict=whole["optim"],
+        options=options,
+    )
+    theirs.schedule.load_state_dict(whole["lr_scheduler"])
+    loaded["shards"] = [d for d in differences(theirs.state(), ours.state()) if "rng" not in d]
+    losses = []
+    for trained in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        losses.append([trained.step() for _ in range(3)])
+    log.removeFilter(note)
+    return {
+        **loaded,
+        "losses": losses,
+        "after": [d for d in differences(theirs.state(), ours.state()) if "rng" not in d],
+        "kept": kept,
+        "read": sum(read),
+        "rng": random_state,
+        "leases": leases(jobs / name),
+    }
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
@@ -154,36 +164,50 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def loaded(
-    one_rank: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny: Path, jobs: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """What each rank found, by what was saved and what loaded it."""
-    jobs = tmp_path_factory.mktemp("jobs")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    ranks = on_ranks(_elastic, tiny, jobs, scratch=jobs, world_size=4, timeout_s=250)
+    cases = ranks[0].keys()
+    return {case: [rank[case] for rank in ranks if case in rank] for case in cases}
 
-    def note(by: str, ranks: list[dict[str, Any]]) -> None:
-        for name in ranks[0]:
-            found[name, by] = [rank[name] for rank in ranks]
 
-    save(["fsdp1-1", "fsdp2-1"], tiny, jobs)
-    two = on_ranks(_two_ranks, tiny, jobs, scratch=jobs, world_size=2)
-    note("fsdp1-2", [rank[0] for rank in two])
-    note("fsdp2-2", [rank[1] for rank in two])
-    note("fsdp1-1", [load(["fsdp1-2"], 1, tiny, jobs)])
-    on_ranks(save, ["fsdp2-4", "fsdp2-2x2"], tiny, jobs, scratch=jobs, world_size=4)
-    note("fsdp2-3", on_ranks(_three_ranks, tiny, jobs, scratch=jobs, world_size=3))
-    note("fsdp2-1", [load(["fsdp2-2", "fsdp2-3"], 2, tiny, jobs)])
+def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The same processes as four ranks, as one, two, three and one again; some sit out."""
+    import torch.distributed as dist
+
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    me = dist.get_rank()
+
+    turns = itertools.count()
+
+    def become(world_size: int) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        meet = f"file://{jobs}/meet-{next(turns)}"
+        if me < world_size:
+            dist.init_process_group("gloo", init_method=meet, rank=me, world_size=world_size)
+
+    def as_ranks(world_size: int, saves: list[str], loads: dict[str, str]) -> None:
+        become(world_size)
+        if me < world_size:
+            save(saves, tiny, jobs)
+            _save_four_numbers(jobs)
+            for saved, by in loads.items():
+                found[saved, by] = load(saved, SAVED[by][0], tiny, jobs)
+        become(4)
+
+    save(["fsdp2-4", "fsdp2-2x2"], tiny, jobs)
+    as_ranks(1, ["fsdp1-1", "fsdp2-1"], {})
+    as_ranks(2, ["fsdp1-2", "fsdp2-2"], {"fsdp1-1": "fsdp1-2", "fsdp2-1": "fsdp2-2"})
+    as_ranks(3, ["fsdp2-3"], {"fsdp2-4": "fsdp2-3", "fsdp2-2x2": "fsdp2-3"})
+    as_ranks(1, [], {"fsdp1-2": "fsdp1-1", "fsdp2-2": "fsdp2-1", "fsdp2-3": "fsdp2-1"})
     return found
-
-
-def _two_ranks(tiny: Path, jobs: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    save(["fsdp1-2", "fsdp2-2"], tiny, jobs)
-    return load(["fsdp1-1"], 1, tiny, jobs), load(["fsdp2-1"], 2, tiny, jobs)
-
-
-def _three_ranks(tiny: Path, jobs: Path) -> dict[str, Any]:
-    save(["fsdp2-3"], tiny, jobs)
-    return load(["fsdp2-4", "fsdp2-2x2"], 2, tiny, jobs)
 
 
 CASES = [
@@ -229,3 +253,55 @@ def test_the_step_is_given_up_afterwards(
     loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
 ) -> None:
     assert [rank["leases"] for rank in loaded[saved, by]] == [[]] * len(loaded[saved, by])
+
+
+@pytest.mark.parametrize(("saved", "by"), [("fsdp2-1", "fsdp2-2"), ("fsdp2-4", "fsdp2-3")])
+def test_a_rank_has_its_own_random_state_or_one_of_its_own_making(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path, saved: str, by: str
+) -> None:
+    _, saved_by, _ = SAVED[saved]
+    folder = step_folder(jobs / saved, STEP) / "actor"
+    files = [folder / shard_file("extra_state", saved_by, rank) for rank in range(saved_by)]
+    rngs = [torch.load(file, weights_only=False)["rng"] for file in files]
+    for rank, found in enumerate(loaded[saved, by]):
+        expected = rngs[rank] if rank < saved_by else derived_rng(rngs[0], rank)
+        assert found["rng"] == expected["cpu"].numpy().tobytes()
+    derived = [derived_rng(rngs[0], rank)["cpu"].numpy().tobytes() for rank in (7, 7, 8)]
+    assert derived[0] == derived[1] != derived[2]
+
+
+def test_ranks_without_a_part_of_a_tensor_do_no_harm(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path
+) -> None:
+    saved = SavedComponent(jobs, "model", 3)
+    assert [list(chunk.sizes) for chunk in saved.tensors["numbers"].chunks] == [[2], [2]]
+    whole = {"numbers": torch.zeros(4)}
+    dcp.load(whole, storage_reader=saved, no_dist=True)
+    assert whole["numbers"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_damaged_file_is_refused_before_anything_is_loaded(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]],
+    one_rank: None,
+    tiny: Path,
+    jobs: Path,
+    tmp_path: Path,
+) -> None:
+    root = shutil.copytree(jobs / "fsdp2-2", tmp_path / "job")
+    folder = step_folder(root, STEP) / "actor"
+    with (folder / shard_file("optim", 2, 1)).open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(b"torn")
+    trained = Trained(tiny, 2)
+    before = trained.state()
+    with pytest.raises(CommitError, match=r"optim_world_size_2_rank_1.pt is damaged"):
+        manager_of(trained).load_checkpoint(str(folder))
+    assert differences(before, trained.state()) == []
+
+
+def test_the_optimizer_of_another_strategy_is_refused_with_a_way_out(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], one_rank: None, tiny: Path, jobs: Path
+) -> None:
+    folder = step_folder(jobs / "fsdp1-2", STEP) / "actor"
+    with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
+        manager_of(Trained(tiny, 2)).load_checkpoint(str(folder))

@@ -1,0 +1,94 @@
+"""What packing, checking and confirming cost a broadcast, beside the bytes alone.
+
+::
+
+    python -m benchmarks.broadcast [MIB]
+
+Two processes over gloo and loopback send MIB (1024 by default) of bf16 weights, shaped like a small
+model's, by ``send_weights`` and ``receive_weights``, and the same bytes as one flat buffer in one
+``broadcast``; in turn, seven times, after one of each that does not count. A turn ends when both
+sides have it all. The ratio wanted is at most 1.15.
+"""
+
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from trinity_sync.weights.broadcast import receive_weights, send_weights
+from trinity_sync.weights.group import WeightGroup, join_weight_group, weight_group_address
+
+TURNS = 7
+LAYER = {"mlp": (3 * 4864, 896), "attention": (1152, 896), "out": (896, 896), "norm": (896,)}
+EMBEDDING = (151_936, 896)
+
+
+def _model(mib: int) -> dict[str, torch.Tensor]:
+    """Names and shapes of a Qwen2 of half a billion, with as many layers as fit."""
+    left, made = mib << 19, dict[str, torch.Tensor]()
+    shapes = iter([("embedding", EMBEDDING)])
+    while left > 0:
+        for name, shape in shapes:
+            count = min(left, int(torch.Size(shape).numel()))
+            full = count == torch.Size(shape).numel()
+            made[f"{len(made)}.{name}"] = torch.ones(shape if full else count, dtype=torch.bfloat16)
+            left -= count
+        shapes = iter(LAYER.items() if left > 0 else [])
+    return {name: tensor for name, tensor in made.items() if tensor.numel()}
+
+
+def _packed(group: WeightGroup, model: dict[str, torch.Tensor]) -> None:
+    if group.rank == 0:
+        send_weights(model.items(), group, version=1)
+    else:
+        for _ in receive_weights(group):
+            pass
+
+
+def _flat(group: WeightGroup, flat: torch.Tensor) -> None:
+    group.wait([group.broadcast(flat)])
+    group.confirm()
+
+
+def run(rank: int, port: int, mib: int) -> dict[str, list[float]]:
+    """Seconds of each turn, on this rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    group = join_weight_group("127.0.0.1", port, rank=rank, world_size=2, timeout_s=120)
+    model = _model(mib) if rank == 0 else {}
+    flat = torch.ones(mib << 20, dtype=torch.uint8)
+    taken: dict[str, list[float]] = {"packed": [], "flat": []}
+    ways: list[tuple[str, Any, Any]] = [("packed", _packed, model), ("flat", _flat, flat)]
+    for turn in range(TURNS + 1):
+        for name, way, what in ways if turn % 2 else reversed(ways):
+            group.confirm()
+            begun = time.perf_counter()
+            way(group, what)
+            if turn:
+                taken[name].append(time.perf_counter() - begun)
+    group.close()
+    return taken
+
+
+def main() -> None:
+    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
+    port = weight_group_address()[1]
+    reader = multiprocessing.get_context("spawn").Process(target=run, args=(1, port, mib))
+    reader.start()
+    taken = run(0, port, mib)
+    reader.join()
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    for name, seconds in taken.items():
+        print(
+            f"{name:7} {medians[name] * 1e3:7.0f} ms ({min(seconds) * 1e3:.0f} to "
+            f"{max(seconds) * 1e3:.0f}), {mib / 1024 / medians[name]:.2f} GiB/s"
+        )
+    print(f"ratio   {medians['packed'] / medians['flat']:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""What a flow's tasks do, for a process beside the ranks; like those tasks, it imports no torch."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.persist import Save, WriteOptions, persist
+
+
+def write_out(spool: JobSpool, save: Save, components: tuple[str, ...]) -> None:
+    """Write the components in parallel, then commit."""
+    write = partial(persist, spool, save, options=WriteOptions())
+    with ThreadPoolExecutor(len(components)) as tasks:
+        written = [file for files in tasks.map(write, components) for file in files]
+    commit(save, written)
+    release_slots(spool, save, written)

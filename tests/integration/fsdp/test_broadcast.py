@@ -1,0 +1,146 @@
+"""The whole weights of a sharded model, gathered on two trainer ranks and received by this process.
+
+Trinity's function asks the engine for ``_strategy``, which veRL's engines do not have, and sends 0
+of 27 tensors under FSDP2.
+"""
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from grpo_copy.policy import Policy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from verl.utils.fsdp_utils import apply_fsdp2
+
+from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
+from trinity_sync.weights.broadcast import receive_weights
+from trinity_sync.weights.group import join_weight_group, weight_group_address
+
+TIMEOUT_S = 60.0
+STRATEGIES = ("fsdp1", "fsdp1 with original parameters", "fsdp2")
+
+Received = tuple[int, list[tuple[str, torch.Tensor]]]
+
+
+def build(folder: Path) -> Any:
+    """The model of a folder with its blocks in bf16 and the rest, a buffer with it, in fp32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.model.layers.to(torch.bfloat16)
+    model.model.register_buffer("offsets", torch.arange(5.0))
+    return model
+
+
+def sharded(folder: Path, strategy: str) -> Any:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    model = build(folder)
+    if strategy == "fsdp2":
+        apply_fsdp2(model, {"mesh": mesh, "mp_policy": MixedPrecisionPolicy()}, {})
+        return model
+    wrap = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={Qwen2DecoderLayer}
+    )
+    return FSDP(
+        model,
+        auto_wrap_policy=wrap,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        use_orig_params=strategy == "fsdp1 with original parameters",
+    )
+
+
+def engine_of(folder: Path, strategy: str) -> Any:
+    return SimpleNamespace(module=sharded(folder, strategy), is_param_offload_enabled=False)
+
+
+def train(folder: Path, port: int) -> tuple[str, str]:
+    """A trainer rank: each model twice, since the first must leave it as it was, then a failure."""
+    group = None
+    if dist.get_rank() == 0:
+        group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+    for version, strategy in enumerate(STRATEGIES):
+        engine = engine_of(folder, strategy)
+        for _ in range(2):
+            fsdp_sync_weight_nccl(engine, group, version=version)
+    if group is not None:
+        group.close()
+    try:
+        fsdp_sync_weight_nccl(engine, group, version=7)
+    except WeightSyncError as error:
+        return "WeightSyncError", str(error)
+    return "", "no error"
+
+
+def received(port: int, times: int) -> list[Received]:
+    group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
+    taken = []
+    for _ in range(times):
+        incoming = receive_weights(group)
+        tensors = [(name, tensor.clone()) for name, tensor in incoming]
+        taken.append((incoming.version, tensors))
+    group.close()
+    return taken
+
+
+@pytest.fixture
+def aside() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+@pytest.fixture
+def tied(tiny: Path, tmp_path: Path) -> Path:
+    """The tiny model with its output layer tied to its embedding."""
+    config = AutoConfig.from_pretrained(tiny, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_ranks_raise(
+    tied: Path, tmp_path: Path, aside: ThreadPoolExecutor
+) -> None:
+    port = weight_group_address()[1]
+    ranks = aside.submit(on_ranks, train, tied, port, scratch=tmp_path)
+    taken = received(port, 2 * len(STRATEGIES))
+    model = build(tied)
+    expected = dict(model.named_parameters()) | {"model.offsets": model.model.offsets}
+    assert "lm_head.weight" not in expected
+    assert [version for version, _ in taken] == [0, 0, 1, 1, 2, 2]
+    for version, tensors in taken:
+        assert sorted(name for name, _ in tensors) == sorted(expected), STRATEGIES[version]
+        for name, tensor in tensors:
+            assert tensor.dtype == expected[name].dtype, (STRATEGIES[version], name)
+            assert torch.equal(tensor, expected[name]), (STRATEGIES[version], name)
+    first, second = ranks.result()
+    assert (first[0], second[0]) == ("WeightSyncError", "WeightSyncError")
+    assert "trainer rank 1: rank 0 could not send version 7: " in second[1]
+    assert "cannot use this weight group any more, it was closed" in second[1]
+
+
+def test_an_engine_without_a_strategy_sends_all_27_of_27_tensors_under_fsdp2(
+    one_rank: None, tiny: Path, aside: ThreadPoolExecutor
+) -> None:
+    engine = Policy(tiny).engine
+    assert not hasattr(engine, "_strategy")
+    port = weight_group_address()[1]
+    reader = aside.submit(received, port, 1)
+    group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+    fsdp_sync_weight_nccl(engine, group, version=1)
+    ((_, tensors),) = reader.result()
+    group.close()
+    expected = {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
+    assert len(tensors) == len(expected) == 27
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)

@@ -1,0 +1,99 @@
+"""A real process is told to end by a real signal, and says its last words."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.steps import newest
+
+TRAINING = textwrap.dedent(
+    """
+    import json, sys
+    from dataclasses import asdict
+    from pathlib import Path
+
+    import torch
+
+    from tests.integration.fsdp.commits import CommitsHere
+    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.orchestration.trigger import SaveTrigger
+    from trinity_sync.settings import Settings
+
+    root, spool, server, grace_s = sys.argv[1:]
+    settings = Settings(spool=Path(spool))
+    away = SaveTrigger(settings, api_url="http://127.0.0.1:9/api")
+    trigger = CommitsHere() if server == "there" else away
+    weights = torch.zeros(1000)
+    with CheckpointCoordinator(root, settings=settings, trigger=trigger) as saves:
+        saves.on_preemption(grace_s=float(grace_s))
+        step = 0
+        while not saves.any_preempted():
+            step += 1
+            weights.fill_(step)
+            print(step, flush=True)
+        state = {"model": {"w": weights}, "optim": {"m": -weights}}
+        words = saves.last_words(step, state)
+    print(json.dumps(asdict(words)), flush=True)
+    """
+)
+
+
+def preempted(root: Path, spool: Path, *, server: str, grace_s: float) -> dict[str, Any]:
+    """Run the training, send SIGTERM in its midst, and return its last words."""
+    training = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(root), str(spool), server, str(grace_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert training.stdout is not None
+    assert training.stdout.readline() == "1\n"
+    training.send_signal(signal.SIGTERM)
+    said = training.stdout.read().splitlines()
+    assert training.wait(timeout=60) == 0
+    return dict(json.loads(said[-1]), trained=int(["1", *said][-2]))
+
+
+def test_the_step_at_which_the_signal_came_is_committed(root: Path, tmp_path: Path) -> None:
+    words = preempted(root, tmp_path / "spool", server="there", grace_s=60)
+    assert words["undone"] == []
+    assert words["handed_over"] == ["model", "optim"]
+    assert words["committed"] == ["checkpoint", "state_dict"]
+    found = newest(root)
+    assert found is not None
+    assert found.step == words["step"] == words["trained"]
+    states = load_states(root, found.step, "actor")
+    assert states["model"]["w"][0] == -states["optim"]["m"][0] == found.step
+
+
+def test_with_no_server_the_deadline_holds_and_the_images_stay(root: Path, tmp_path: Path) -> None:
+    words = preempted(root, tmp_path / "spool", server="away", grace_s=2)
+    assert words["committed"] == []
+    assert any("not committed yet" in sentence for sentence in words["undone"])
+    sealed, _ = open_job_spool(tmp_path / "spool", root).tickets()
+    assert {(each.ticket.step, each.ticket.component) for each in sealed} == {
+        (words["step"], "model"),
+        (words["step"], "optim"),
+    }
+
+
+def test_with_no_time_left_nothing_is_begun(root: Path, tmp_path: Path) -> None:
+    words = preempted(root, tmp_path / "spool", server="there", grace_s=0)
+    assert words["handed_over"] == []
+    assert any("the 0 s were over" in sentence for sentence in words["undone"])
+    assert newest(root) is None
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "job"

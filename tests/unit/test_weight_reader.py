@@ -1,0 +1,166 @@
+"""A reader has the newest version that can be had as a whole, from memory or from a commit."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from tests.unit.weights import VersionFile, upload
+from trinity_sync.errors import ImageError, WeightSyncError
+from trinity_sync.storage.claims import leases
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import ImageRef, Version
+
+
+def weights(step: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> VersionFile:
+    return VersionFile(tmp_path / "version.json")
+
+
+@pytest.fixture
+def reader(versions: VersionFile) -> WeightReader:
+    return WeightReader(versions, name="test", patience_s=0.1)
+
+
+def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, float]:
+    """The step that the reader says it has, and the value that it has."""
+    target = weights(-1)
+    step = reader.load_into(target, version)
+    (value,) = set(torch.cat([target["w"], target["b"]]).tolist())
+    return step, value
+
+
+def test_the_newest_version_is_loaded(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    for step in (1, 2, 3):
+        versions.tell(upload(job, step, weights(step)))
+        assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+        assert loaded(reader) == (step, step)
+    assert asyncio.run(reader.wait_newer(timeout_s=0.01)) is None
+
+
+def test_where_a_version_was_overwritten_a_newer_one_is_taken(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    first, *_, last = [upload(job, step, weights(step)) for step in range(1, 5)]
+    versions.tell(last)
+    assert loaded(reader, first) == (4, 4)
+
+
+def test_where_a_version_was_overwritten_its_commit_is_taken(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(3, {"model": weights(3)})
+    version = upload(job, 3, None)
+    versions.tell(version)
+    job.commit(3)
+    for step in (4, 5):  # which nobody is told of
+        upload(job, step, weights(step))
+    with reader.hold(version) as held:
+        assert (held.version.step, held.version.source) == (3, "checkpoint")
+        assert [lease.holder for lease in leases(job.root)] == ["test"]
+    assert leases(job.root) == []
+    assert loaded(reader) == (3, 3)
+
+
+def test_an_older_version_is_never_taken(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    old = upload(job, 1, None)
+    versions.tell(upload(job, 2, weights(2)))
+    assert loaded(reader) == (2, 2)
+    assert loaded(reader, old) == (2, 2)
+    versions.tell(old)
+    with pytest.raises(WeightSyncError, match="found no version that it can read"):
+        loaded(reader)
+
+
+def test_a_resumed_runs_smaller_step_is_newer(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    versions.tell(upload(job, 9, weights(9)))
+    assert loaded(reader) == (9, 9)
+    versions.tell(upload(job, 4, weights(4.5), run=2))
+    assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+    assert loaded(reader) == (4, 4.5)
+
+
+def test_readers_read_on_after_the_trainer_was_killed(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.stager import Origin, Stager
+        spool, root = Path(sys.argv[1]), sys.argv[2]
+        origin = Origin(root, 1, "", 5, "state_dict", "actor", ("actor",), 0, 1, (0,))
+        stager = Stager(open_job_spool(spool, root))
+        state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
+        stager.carry_out(stager.plan(origin, {"model": state}), sealed=False)
+        stager.publish(origin, "model")
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    arguments = [sys.executable, "-c", script, str(job.spool.folder.parent), str(job.root)]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    ((slot, said),) = job.spool.published("actor", 1, 5).items()
+    ref = ImageRef("here", str(slot), said.image, 0, said.nbytes)
+    versions.tell(Version(5, 1, "memory", str(job.root), "actor", (ref,)))
+    assert loaded(reader) == (5, 5)
+
+
+def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    version = Version(1, 1, "checkpoint", str(job.root))
+    careful = WeightReader(versions, name="careful", verify=True, patience_s=0.1)
+    assert loaded(reader, version) == loaded(careful, version) == (1, 1)
+    path = job.root / "global_step_1/actor/model_world_size_1_rank_0.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WeightSyncError, match="is damaged"):
+        loaded(careful, version)
+    with pytest.raises(WeightSyncError, match="no shards of role critic"):
+        loaded(reader, replace(version, role="critic"))
+
+
+def test_an_adapter_alone_is_a_version(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    adapter = {"layer.lora_A.weight": torch.ones(4, 2), "layer.lora_B.weight": torch.zeros(2, 4)}
+    versions.tell(upload(job, 1, adapter))
+    found = dict(reader.iter_weights())
+    assert found.keys() == adapter.keys()
+    assert all(torch.equal(found[name], adapter[name]) for name in adapter)
+
+
+def test_what_an_image_says_is_not_run(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": Path("/")}))
+    with pytest.raises(ImageError, match="hold no weights that can be read"):
+        loaded(reader)
+
+
+def test_a_reader_without_any_version_says_what_to_look_at(reader: WeightReader) -> None:
+    with pytest.raises(WeightSyncError, match=r"nothing was published.*Does the trainer run"):
+        reader.load_into({})

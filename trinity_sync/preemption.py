@@ -1,0 +1,122 @@
+"""What a trainer does with the seconds between a signal and its end.
+
+The signal's handler notes the time and nothing else; the training loop asks between two steps.
+Then the weights go first, as a sync of their own, and the rest after them: the two add up to one
+checkpoint, and if time runs out in between, the weights are what is left.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_sync.errors import ConfigError, SaveError, SaveTimeout, TrinitySyncError
+from trinity_sync.layout import Kind
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Whether, and since when, this process is to end."""
+
+    def __init__(self) -> None:
+        self._noticed_at: float | None = None
+        self._grace_s = 30.0
+
+    @property
+    def noticed(self) -> bool:
+        """Whether the signal has come."""
+        return self._noticed_at is not None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the time that the signal gave."""
+        since = 0.0 if self._noticed_at is None else time.monotonic() - self._noticed_at
+        return max(0.0, self._grace_s - since)
+
+    def notice(self, signum: int, grace_s: float) -> None:
+        """Take note of a signal from now on, in the place of what was done at it before.
+
+        Raises:
+            ConfigError: this is not the main thread, or the signal cannot be caught.
+        """
+
+        def note(*_: Any) -> None:
+            self._noticed_at = self._noticed_at or time.monotonic()
+
+        try:
+            signal.signal(signum, note)
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"signal {signum} cannot be noticed here: {error}. Call on_preemption in the main "
+                "thread, with a signal that can be caught, such as SIGTERM or SIGUSR1."
+            ) from error
+        self._grace_s = grace_s
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What became of the last save of a process that is to end."""
+
+    step: int
+    handed_over: tuple[str, ...]
+    """Components that are sealed in the spool; they survive the process, not the machine."""
+    committed: tuple[Kind, ...]
+    """What the step is good for now: nothing, the weights (``state_dict``), or all of it."""
+    undone: tuple[str, ...]
+    """A sentence for all that did not get done, and for earlier saves that have failed."""
+
+
+def say_last_words(
+    step: int,
+    components: Mapping[str, Any],
+    deadline_s: float,
+    *,
+    save: Callable[[Kind, Mapping[str, Any]], Sequence[str]],
+    wait: Callable[[float], None],
+    committed: Callable[[], tuple[Kind, ...]],
+) -> LastWords:
+    """Hand over what fits into ``deadline_s`` seconds, and wait for its commit with what is left.
+
+    Args:
+        step: training step.
+        components: state by component.
+        deadline_s: seconds for all of it.
+        save: stages and hands over; returns the components that are sealed.
+        wait: waits so many seconds for all saves, and raises what `wait_all` does.
+        committed: what is committed of the step.
+    """
+    deadline = time.monotonic() + deadline_s
+    turns: list[tuple[Kind, Mapping[str, Any]]] = [("checkpoint", components)]
+    if "model" in components and len(components) > 1:
+        turns.insert(0, ("state_dict", {"model": components["model"]}))
+    sealed: list[str] = []
+    undone: list[str] = []
+    for kind, states in turns:
+        new = [name for name in states if name not in sealed]
+        if time.monotonic() >= deadline:
+            undone.append(f"{', '.join(new)}: not handed over, the {deadline_s:g} s were over")
+            break
+        try:
+            found = save(kind, states)
+        except TrinitySyncError as error:
+            undone.append(f"{', '.join(new)}: not handed over, {error}")
+            break
+        sealed += [name for name in found if name not in sealed]
+    try:
+        wait(max(0.0, deadline - time.monotonic()))
+    except SaveTimeout as error:
+        undone.append(f"{error} Until then the images wait in the spool of this node.")
+    except SaveError as error:
+        undone.append(str(error))
+    words = LastWords(step, tuple(sealed), committed(), tuple(undone))
+    logger.warning(
+        "last words at step %d: %s handed over, committed as %s%s",
+        step,
+        ", ".join(sealed) or "nothing",
+        " and ".join(words.committed) or "nothing",
+        "".join(f"; {sentence}" for sentence in undone),
+    )
+    return words

@@ -1,0 +1,72 @@
+"""The weights' reader's side of a slot: mapped once, locked for each version that it copies.
+
+A new mapping costs more than the copy from one that is there, and slots are used again and again,
+so a reader keeps the mapping and takes the lock. The lock is shared with other readers, and never
+waited for: who fills the slot has it alone, and then the version that was looked for is gone.
+"""
+
+import fcntl
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+from trinity_sync.snapshot.published import Published, published_in
+
+
+class MappedSlot:
+    """The file at ``path``, mapped read-only as soon as it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """The bytes; not to be written to, and those of a version under the lock only."""
+        self._fd = -1
+
+    def try_lock(self, image: str) -> Published | None:
+        """Share the lock if the slot holds ``image``; what its note says, None if it is gone."""
+        try:
+            self._open()
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            return None
+        published = published_in(self.path)
+        if published and published.image == image and self._map(published.nbytes):
+            return published
+        self.unlock()
+        return None
+
+    def unlock(self) -> None:
+        """Give the lock back."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the file; the memory goes with its last view."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> None:
+        """Open the file that has the slot's name now: a trainer may have removed the old one."""
+        found = self.path.lstat()
+        if self._fd >= 0 and os.path.samestat(found, os.fstat(self._fd)):
+            return
+        self.close()
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def _map(self, nbytes: int) -> bool:
+        """Whether the memory has ``nbytes`` bytes, mapped anew if the slot has grown."""
+        if len(self.memory) < nbytes <= (size := os.fstat(self._fd).st_size):
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self.memory = read_only(memoryview(mmap.mmap(self._fd, size, flags, mmap.PROT_READ)))
+        return len(self.memory) >= nbytes
+
+
+def read_only(content: memoryview) -> torch.Tensor:
+    """Bytes that nobody may write to, as a ``uint8`` tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that it could not hinder anybody
+        return torch.frombuffer(content, dtype=torch.uint8)

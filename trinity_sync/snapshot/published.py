@@ -1,0 +1,56 @@
+"""A note beside a slot: which version of the weights its bytes are, for readers of this node.
+
+It lies beside a sealed image as well as beside a free slot, and means the same there. The stager
+removes it, under the slot's exclusive lock, before it writes the first byte of the next image. So
+whoever holds the slot's lock, shared is enough, and finds the note that was looked for, has the
+version's bytes until the lock is given back.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PUBLISHED_SUFFIX = ".published"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the bytes of a slot are."""
+
+    image: str
+    """Random name of the image; that of its ticket, where it has one."""
+    run: int
+    step: int
+    role: str
+    rank: int
+    world_size: int
+    nbytes: int
+    layout: str
+    """Digest of all but the tensors' data: images of one layout hold the same tensors at the same
+    places."""
+
+
+def published_path(slot: Path) -> Path:
+    """Where the note of ``slot`` is, or will be."""
+    return slot.with_name(slot.name + PUBLISHED_SUFFIX)
+
+
+def publish(slot: Path, published: Published) -> None:
+    """Leave the note; call it while the bytes cannot change."""
+    path = published_path(slot)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(asdict(published)))
+    temporary.replace(path)
+
+
+def published_in(slot: Path) -> Published | None:
+    """What the slot's note says; None without one, and with one that is not understood."""
+    try:
+        return Published(**json.loads(published_path(slot).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def withdraw(slot: Path) -> None:
+    """Remove the note; call it under the slot's exclusive lock, before the bytes change."""
+    published_path(slot).unlink(missing_ok=True)

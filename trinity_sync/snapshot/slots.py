@@ -1,0 +1,147 @@
+"""Which slot the next image of a component goes into, so that training hardly ever waits.
+
+A free slot is taken first, that of the newest published version last. Where readers hold all that
+are free, a slot is added, so that training never waits for a reader. Where images wait in all of
+them, one whose save failed or that nobody writes gives way.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trinity_sync.errors import SpoolError, SpoolFull
+from trinity_sync.layout import Kind
+from trinity_sync.snapshot.published import published_in
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import Export, failure_path, ticket_path
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who saves what: the part of a ticket that all images of one hand-over share."""
+
+    root: str
+    run: int
+    run_key: str
+    step: int
+    kind: Kind
+    role: str
+    roles: tuple[str, ...]
+    rank: int
+    world_size: int
+    node_ranks: tuple[int, ...]
+    keep: int = 0
+    """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
+
+
+class Slots:
+    """The slots of one process, by role, component and rank; kept mapped between saves.
+
+    Args:
+        spool: the job's folder on this node.
+        count: slots that a component has; readers that are slow may make it more.
+        wait_s: as ``slot_wait_s`` of the `Stager`.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, spool: JobSpool, count: int, wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._spool = spool
+        self._count = count
+        self._wait_s = wait_s
+        self._clock = clock
+        self._slots: dict[tuple[str, str, int], list[Slot]] = {}
+
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on wait no longer than this for a slot."""
+        self._wait_s = min(self._wait_s, seconds)
+
+    def close(self) -> None:
+        """Unmap all slots and delete those in which no image waits."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close(remove=True)
+        self._slots.clear()
+
+    def of(self, role: str, component: str, rank: int) -> list[Slot]:
+        """The slots of a rank's component, with those that an earlier process added."""
+        key = (role, component, rank)
+        if key not in self._slots:
+            slots = self._slots[key] = []
+            for number in itertools.count():
+                path = self._spool.slot(*key, number)
+                if number >= self._count and not path.exists():
+                    break
+                slots.append(Slot(path))
+        return self._slots[key]
+
+    def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
+        """A locked slot without an image, and the seconds that it took to get it."""
+        slots = self.of(origin.role, component, origin.rank)
+        start, may_add = time.monotonic(), True
+        while True:
+            waited = time.monotonic() - start
+            free = sorted((slot for slot in slots if slot.free), key=_published_last)
+            for slot in free:
+                if slot.try_lock():
+                    if slot.free:
+                        return slot, waited
+                    slot.unlock()
+            if may_add and any(slot.published for slot in free):
+                if added := self._add_slot(origin, component, nbytes):
+                    return added, waited
+                may_add = False
+            oldest_first = sorted(set(slots).difference(free), key=lambda slot: slot.sealed_at)
+            for slot in oldest_first:
+                age = self._clock() - slot.sealed_at
+                if (slot.failed or age >= self._wait_s) and slot.try_lock():
+                    self._give_way(slot, origin, age)
+                    return slot, waited
+            if waited >= self._wait_s:
+                raise SpoolError(
+                    f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
+                    f"not saved, because every slot is still being written out, or read, after "
+                    f"{waited:.0f} s. Is the storage hanging? Later saves try again."
+                )
+            time.sleep(0.002)
+
+    def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
+        """One slot more, locked, since readers have all that are free; None without the room."""
+        slots = self.of(origin.role, component, origin.rank)
+        path = self._spool.slot(origin.role, component, origin.rank, len(slots))
+        slot = Slot(path)
+        if slot.try_lock() and slot.free:
+            try:
+                slot.image(nbytes)
+            except SpoolFull as error:
+                logger.warning("readers hold all slots, and one more cannot be had: %s", error)
+            else:
+                slots.append(slot)
+                return slot
+        slot.close(remove=True)
+        return None
+
+    def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
+        """Drop the image in ``slot``, which was not saved in time."""
+        logger.warning(
+            "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
+            "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
+            slot.path,
+            origin.step,
+            "its save failed" if slot.failed else f"nobody wrote it within {age:.0f} s",
+        )
+        ticket_path(slot.path).unlink(missing_ok=True)
+        failure_path(slot.path).unlink(missing_ok=True)
+
+
+def _published_last(slot: Slot) -> tuple[int, int]:
+    """Order in which free slots are taken: the newest version that readers know of comes last."""
+    published = published_in(slot.path) if slot.published else None
+    return (published.run, published.step) if published else (0, 0)

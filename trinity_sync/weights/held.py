@@ -1,0 +1,181 @@
+"""A version that a reader holds: nobody can change or remove it until it is given back.
+
+From memory, the images of all ranks are locked, and their notes seen to be of the very version,
+before the first byte is copied. From a checkpoint, the step is leased. What cannot be held as a
+whole is not held at all, so a reader never has parts of two versions.
+"""
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trinity_sync.errors import CommitError, WeightSyncError
+from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.snapshot.mapped import MappedSlot, read_only
+from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.manifest import FileRecord, read_manifest
+from trinity_sync.storage.writer import digest_of
+from trinity_sync.weights.assemble import Slice, Whole, copy_whole, plan_of, whole_tensors
+from trinity_sync.weights.version import Version
+
+KNOWN_PLANS = 4
+"""Structures of which a reader remembers the plan."""
+
+Target = nn.Module | Mapping[str, torch.Tensor]
+
+
+class Gone(WeightSyncError):
+    """The version is not to be had any more: the trainer has gone on, or the step was removed."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes of one version, as long as the block lasts that gave it."""
+
+    version: Version
+    plan: tuple[Whole, ...]
+    images: Sequence[torch.Tensor]
+
+    def tensors(
+        self, slices: Mapping[str, Slice] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors on the CPU, in memory of their own, one after the other.
+
+        Args:
+            slices: what is wanted of some tensors, by name: (dimension, start, stop).
+        """
+        return whole_tensors(self.plan, self.images, slices or {})
+
+    def load_into(self, target: Target, slices: Mapping[str, Slice] | None = None) -> None:
+        """Copy every tensor into the parameter or buffer of its name, in one copy.
+
+        Args:
+            target: a module, or tensors by name, on any device; each is to be filled.
+            slices: as in `tensors`.
+
+        Raises:
+            WeightSyncError: names, shapes or dtypes differ; nothing was loaded.
+        """
+        named = target.state_dict() if isinstance(target, nn.Module) else target
+        copy_whole(self.plan, self.images, named, slices or {})
+
+
+class Holder:
+    """Holds versions for one reader; keeps slots mapped and plans made between them.
+
+    Args:
+        name: of the reader, for the lease.
+        verify: compare the digests of a checkpoint's files, not their sizes alone.
+    """
+
+    def __init__(self, name: str, *, verify: bool = False) -> None:
+        self._name = name
+        self._verify = verify
+        self._slots: dict[str, MappedSlot] = {}
+        self._plans: OrderedDict[tuple[str, ...], tuple[Whole, ...]] = OrderedDict()
+
+    @contextmanager
+    def images(self, version: Version) -> Iterator[Held]:
+        """Hold a version in the shared memory of this node.
+
+        Raises:
+            Gone: one of its images is overwritten or removed.
+            WeightSyncError: images are missing or do not make whole tensors.
+        """
+        refs = sorted(version.images, key=lambda ref: ref.rank)
+        layouts: list[str] = []
+        memories: list[torch.Tensor] = []
+        with ExitStack() as locks:
+            for rank, ref in enumerate(refs):
+                slot = self._slots.setdefault(ref.slot, MappedSlot(Path(ref.slot)))
+                said = slot.try_lock(ref.image)
+                if said is None:
+                    raise Gone(f"{_what(version)}: the image in {ref.slot} was overwritten")
+                locks.callback(slot.unlock)
+                if (said.run, said.step, said.rank) != (version.run, version.step, rank):
+                    raise WeightSyncError(
+                        f"{_what(version)}: {ref.slot} holds rank {said.rank} of step {said.step}"
+                    )
+                if said.world_size != len(refs):
+                    raise WeightSyncError(
+                        f"{_what(version)} names images of {len(refs)} of {said.world_size} ranks"
+                    )
+                layouts.append(said.layout)
+                memories.append(slot.memory[: ref.nbytes])
+            if not refs:
+                raise WeightSyncError(f"{_what(version)} names no images")
+            yield Held(version, self.plan(memories, layouts), memories)
+
+    @contextmanager
+    def checkpoint(self, version: Version) -> Iterator[Held]:
+        """Hold a committed step.
+
+        Raises:
+            Gone: the step is not committed (any more), or damaged.
+            WeightSyncError: it has no weights of the role.
+        """
+        root, step = Path(version.root), version.step
+        try:
+            lease = take_lease(root, step, self._name)
+        except CommitError as error:
+            raise Gone(f"{_what(version)}: {error}") from error
+        with lease:
+            manifest = read_manifest(root, step)
+            if manifest is None or manifest.run != version.run:
+                raise Gone(f"{_what(version)}: another run has replaced the step")
+            records = sorted(
+                (
+                    record
+                    for record in manifest.files
+                    if (record.role, record.component) == (version.role, "model")
+                    and Path(record.path).name
+                    == shard_file("model", record.world_size, record.rank)
+                ),
+                key=lambda record: record.rank,
+            )
+            if [record.rank for record in records] != list(range(max(len(records), 1))):
+                raise WeightSyncError(f"{_what(version)} has no shards of role {version.role}")
+            memories = [self._mapped(step_folder(root, step), record) for record in records]
+            yield Held(version, self.plan(memories, None), memories)
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+    def plan(
+        self, memories: Sequence[torch.Tensor], layouts: Sequence[str] | None
+    ) -> tuple[Whole, ...]:
+        """The plan of images, made once for each structure where their layouts are known."""
+        key = tuple(layouts or ())
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        plan = plan_of([memory.numpy().data for memory in memories])
+        if key:
+            self._plans[key] = plan
+            if len(self._plans) > KNOWN_PLANS:
+                self._plans.popitem(last=False)
+        return plan
+
+    def _mapped(self, folder: Path, record: FileRecord) -> torch.Tensor:
+        path = folder / record.path
+        with path.open("rb") as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if self._verify and digest_of(path) != record.digest:
+            raise WeightSyncError(
+                f"{path} is damaged: it has not the digest that the manifest names; restore it "
+                "from a copy, or remove the step"
+            )
+        return read_only(content)
+
+
+def _what(version: Version) -> str:
+    return f"version {version.step} (run {version.run}) of {version.role} in {version.root}"

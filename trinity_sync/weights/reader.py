@@ -1,0 +1,223 @@
+"""The explorer's side: hear of a new version, and have it in one's own parameters.
+
+::
+
+    reader = WeightReader(synchronizer, name="explorer-0")
+    while await reader.wait_newer() is not None:
+        reader.load_into(model)
+
+A reader takes what is newest when it begins to copy. If the trainer has overwritten a version
+meanwhile, that is a newer one, or the commit of the same step; never parts of two, and never an
+older one than it had. The trainer does not notice.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import ray
+import torch
+
+from trinity_sync.errors import WeightSyncError
+from trinity_sync.storage.steps import newest
+from trinity_sync.weights.assemble import Slice
+from trinity_sync.weights.held import Gone, Held, Holder, Target
+from trinity_sync.weights.synchronizer import Synchronizer
+from trinity_sync.weights.version import Version
+
+
+class Versions(Protocol):
+    """What a reader asks of the Synchronizer."""
+
+    def latest(self) -> Version | None:
+        """The newest version."""
+
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
+        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
+
+    def serving(self, reader: str, step: int, run: int) -> None:
+        """The reader serves this version now."""
+
+
+class FromActor:
+    """The Synchronizer, a Ray actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def latest(self) -> Version | None:
+        """The newest version."""
+        found: Version | None = ray.get(self._actor.latest.remote())
+        return found
+
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
+        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
+        found: Version | None = await self._actor.wait_newer.remote(than, timeout_s, run)
+        return found
+
+    def serving(self, reader: str, step: int, run: int) -> None:
+        """The reader serves this version now; nothing is waited for."""
+        self._actor.serving.remote(reader, step, run)
+
+
+class WeightReader:
+    """Reads versions for one explorer.
+
+    Args:
+        synchronizer: the job's, a Ray actor, or anything with the methods of `Versions`; by default
+            that of the job at ``root``.
+        root: of the job, where no Synchronizer is given.
+        name: of this reader, unique in the job; shown to people, and the holder of its leases.
+        verify: compare the digests of what is read from disk, not the sizes alone.
+        patience_s: seconds to look for a version that can be held before giving up.
+    """
+
+    def __init__(
+        self,
+        synchronizer: Any = None,
+        *,
+        name: str,
+        root: str | Path | None = None,
+        verify: bool = False,
+        patience_s: float = 60.0,
+    ) -> None:
+        synchronizer = synchronizer or Synchronizer.get_actor(root=root)
+        is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
+        self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
+        self._name = name
+        self._holder = Holder(name, verify=verify)
+        self._patience_s = patience_s
+        self.version: Version | None = None
+        """What was read last."""
+
+    async def wait_newer(
+        self, than: int | None = None, timeout_s: float | None = None
+    ) -> Version | None:
+        """Wait for a version that is newer than the one read last; None at the time-out.
+
+        Args:
+            than: a step that it has to be beyond instead.
+            timeout_s: seconds; without end by default.
+        """
+        at = self.version
+        beyond = than if than is not None else at.step if at else -1
+        return await self._versions.wait_newer(beyond, timeout_s, at.run if at else None)
+
+    @contextmanager
+    def hold(self, version: Version | None = None) -> Iterator[Held]:
+        """Hold a version, so that it stays what it is within the block.
+
+        Args:
+            version: the one that is wanted, the newest by default. If it is gone, a newer one is
+                held; ``held.version`` says which.
+
+        Raises:
+            WeightSyncError: no version can be had within ``patience_s`` seconds, or what there is
+                makes no whole tensors.
+        """
+        deadline = time.monotonic() + self._patience_s
+        wanted = version or self._versions.latest()
+        trouble = "nothing was published"
+        while True:
+            for candidate in self._candidates(wanted):
+                with ExitStack() as opened:
+                    try:
+                        held = opened.enter_context(self._open(candidate))
+                    except Gone as error:
+                        trouble = str(error)
+                        continue
+                    yield held
+                self.version = held.version
+                return
+            if time.monotonic() >= deadline:
+                raise WeightSyncError(
+                    f"reader {self._name} found no version that it can read within "
+                    f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
+                    "process see its shared memory and its root?"
+                )
+            time.sleep(0.005)
+            wanted = self._versions.latest()
+
+    def iter_weights(
+        self,
+        version: Version | None = None,
+        *,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names, as Hugging Face's, and whole tensors of a version; tied ones once.
+
+        They are on the CPU and in memory of their own. Args and errors are those of `hold`, and of
+        `Held.tensors`; ``reader.version`` says which version it was, after the last one.
+        """
+        with self.hold(version) as held:
+            yield from held.tensors(slices)
+        self._versions.serving(self._name, held.version.step, held.version.run)
+
+    def load_into(
+        self,
+        target: Target,
+        version: Version | None = None,
+        *,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> int:
+        """Copy a version into a module, or a dict of tensors; returns the step that it has now.
+
+        Args and errors are those of `hold`, and of `Held.load_into`. Nothing else may use the
+        target meanwhile.
+        """
+        with self.hold(version) as held:
+            held.load_into(target, slices)
+        self._versions.serving(self._name, held.version.step, held.version.run)
+        return held.version.step
+
+    def close(self) -> None:
+        """Let go of the trainer's memory."""
+        self._holder.close()
+
+    def __enter__(self) -> "WeightReader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _candidates(self, wanted: Version | None) -> Iterator[Version]:
+        """Where to look, best first, each asked for when the one before is gone."""
+        at = self.version
+        if wanted and (at is None or _order(wanted) >= _order(at)):
+            yield wanted
+        latest = self._versions.latest()
+        least = max((_order(v) for v in (wanted, at) if v), default=(0, 0))
+        if latest and latest != wanted and _order(latest) >= least:
+            yield latest
+        if known := latest or wanted or at:
+            manifest = newest(known.root, "state_dict")
+            if manifest and (manifest.run, manifest.step) >= least:
+                yield Version(
+                    manifest.step, manifest.run, "checkpoint", root=known.root, role=known.role
+                )
+
+    def _open(self, version: Version) -> AbstractContextManager[Held]:
+        if version.source == "checkpoint":
+            return self._holder.checkpoint(version)
+        if version.source == "memory":
+            return self._holder.images(version)
+        raise WeightSyncError(
+            f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
+            "the trainer's sync_method to memory or checkpoint"
+        )
+
+
+def _order(version: Version) -> tuple[int, int]:
+    return (version.run, version.step)
