@@ -5,6 +5,8 @@ is asked for before the commit begins. What comes after it (the export of models
 asked for, the removal of older steps) may fail and be retried without touching the commit.
 """
 
+import time
+
 from prefect import flow, get_run_logger
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
@@ -15,6 +17,7 @@ from tasks.commit import commit_step, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
+from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 
@@ -26,6 +29,7 @@ async def save_step(request: SaveRequest) -> None:
     Args:
         request: the step, and the spools in which its images wait.
     """
+    began, committed = time.perf_counter(), 0.0
     try:
         parts = []
         for node, spool in request.spools.items():
@@ -35,10 +39,13 @@ async def save_step(request: SaveRequest) -> None:
                     for component in request.components
                 ]
         written = [file for files in await results(parts) for file in files]
+        persisted = time.perf_counter()
         node, spool = next(iter(request.spools.items()))
         with remote_options(**on_node(node)):
             commit = commit_step.submit(request, written, spool)
             (exports,) = await results([commit])
+        committed = time.perf_counter()
+        metrics.METRICS.committed(request, written, persisted - began, committed - persisted)
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**on_node(node)):
@@ -46,6 +53,8 @@ async def save_step(request: SaveRequest) -> None:
         finally:
             await ask_for_copy(request, Settings().replicate_to)
     except Exception as error:
+        if not committed:
+            metrics.METRICS.failed(request)
         await _note_failure(request, str(error))
         raise
     if request.keep:

@@ -74,6 +74,12 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two polls of the flow worker, when no event has woken it before."""
 
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which the flow worker answers Prometheus; 0 for none."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address at which it does; ``0.0.0.0`` for all of the node's."""
+
     home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
     """Folder of the embedded stack: its database, logs and state file."""
 

@@ -66,6 +66,7 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "weights",
         "diff",
         "doctor",
+        "report",
     ],
 )
 def test_each_command_shows_an_example(command: str) -> None:
@@ -262,6 +263,21 @@ def test_doctor_finds_a_working_stack_and_a_job_in_order(
     for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk"):
         assert checks[name]["state"] == "ok", checks[name]
     assert checks["latest checkpoint"]["found"] == "names step 4"
+
+
+def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    page = tmp_path / "page.html"
+    done = run(
+        "report", root, "--output", page, PREFECT_API_URL="", TRINITY_SYNC_HOME=str(tmp_path)
+    )
+    assert done.returncode == 0
+    assert "data-step='4'" in page.read_text()
+    for wrong in (tmp_path, tmp_path / "none" / "page.html"):
+        refused = run("report", root, "--output", wrong, TRINITY_SYNC_HOME=str(tmp_path))
+        assert refused.returncode == 1
+        assert is_one_sentence(refused.stderr)
 
 
 def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:

@@ -7,6 +7,7 @@ from trinity_sync.cli import (  # noqa: F401
     copies,
     doctor,
     history,
+    report,
     retention,
     stack,
     steps,

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import anyio
@@ -13,7 +14,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import COMPONENTS
+from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
@@ -23,6 +26,8 @@ def serve(settings: Settings) -> None:
     """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C."""
     import ray
 
+    if settings.metrics_port:
+        METRICS.serve(settings)
     load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
@@ -51,4 +56,7 @@ async def _until_stopped(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    serve(Settings())
+    try:
+        serve(Settings())
+    except TrinitySyncError as error:
+        sys.exit(f"trinity-sync: {error}")

@@ -104,7 +104,7 @@ def _is_here(root: Path, manifest: Manifest) -> bool:
     try:
         if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
             return True
-        why = "is another commit than that of the store"
+        why = "is not the step of the store"
     except CommitError as error:
         why = f"cannot be used: {error}"
     raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")

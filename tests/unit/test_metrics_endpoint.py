@@ -1,0 +1,85 @@
+"""What Prometheus reads from a flow worker."""
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.job import Job
+from trinity_sync.errors import StackError
+from trinity_sync.orchestration.metrics import WorkerMetrics
+from trinity_sync.orchestration.roots import note_root
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def scraped(port: int) -> dict[tuple[str, ...], float]:
+    """Values by name and labels, without the job's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "job")): (
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+    }
+
+
+def request(job: Job, step: int) -> SaveRequest:
+    return SaveRequest(root=str(job.root), step=step, run=1, spools={"here": "/spool"})
+
+
+def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
+    job.stage(4, {"model": {"w": torch.zeros(1000)}})
+    written = job.persist(4)
+    metrics.committed(request(job, 4), written, persist_s=2.0, commit_s=0.25)
+    metrics.committed(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
+    metrics.failed(request(job, 5))
+    found = scraped(metrics.serve(settings))
+    assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
+    assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
+    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "persist"] == 3.0
+    assert found["trinity_sync_saved_bytes_total", "checkpoint"] == written[0].record.nbytes
+    assert found["trinity_sync_newest_step", "checkpoint"] == 4
+    assert found["trinity_sync_newest_step", "state_dict"] == 4
+    assert 0 <= found["trinity_sync_newest_commit_age_seconds", "checkpoint"] < 60
+
+
+def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path, metrics_port=free_port())
+    job.stage(7, {"model": {"w": torch.zeros(3)}})
+    job.commit(7)
+    note_root(settings, job.root)
+    found = scraped(WorkerMetrics().serve(settings))
+    assert found["trinity_sync_newest_step", "checkpoint"] == 7
+
+
+def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
+            WorkerMetrics().serve(Settings(home=tmp_path, metrics_port=port))
+
+
+def test_a_flow_that_counts_can_be_handed_to_ray() -> None:
+    """Prefect hands the flow to every task, pickled with what it refers to."""
+    from ray import cloudpickle
+
+    from flows.save import save_step
+
+    assert cloudpickle.loads(cloudpickle.dumps(save_step)).name == "save-step"

@@ -1,0 +1,40 @@
+"""Commands that show a job as a whole: report."""
+
+from pathlib import Path
+from typing import Annotated
+from uuid import uuid4
+
+import typer
+
+from trinity_sync.cli.frame import Root, app, existing, read_settings
+from trinity_sync.cli.page import render
+from trinity_sync.errors import ConfigError
+
+
+@app.command(
+    epilog="Durations, failures and retention's decisions come from the Prefect server, if one "
+    "answers.\n\nExamples:  [bold]trinity-sync report ckpts[/]  ·  "
+    "[bold]trinity-sync report ckpts --output /tmp/ckpts.html[/]"
+)
+def report(
+    root: Root,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML page about a job that needs no network: steps, times, failures, readers."""
+    from trinity_sync.orchestration.report import gather
+
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; pass the name of a file as --output")
+    page = render(gather(read_settings(), existing(root)))
+    temporary = output.with_name(f".{output.name}.{uuid4().hex}.tmp")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(output)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{output} cannot be written: {error.strerror}; pass another --output"
+        ) from error
+    typer.echo(f"{output}: open it in a browser")

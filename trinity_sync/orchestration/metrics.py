@@ -1,0 +1,117 @@
+"""What a flow worker counts, for Prometheus to scrape: off unless ``metrics_port`` is set.
+
+Counted is what this worker ran, so sum over workers; where a job stands is looked up at the start.
+"""
+
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from trinity_sync.errors import StackError
+from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
+from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.storage.persist import Written
+from trinity_sync.storage.steps import newest
+
+_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class WorkerMetrics:
+    """The counters of one worker process."""
+
+    def __init__(self) -> None:
+        self._stands: dict[tuple[str, Kind], tuple[int, int]] = {}
+        self.registry = CollectorRegistry()
+        self._saves = Counter(
+            "trinity_sync_saves",
+            "Runs of save-step that ended",
+            ["job", "kind", "outcome"],
+            registry=self.registry,
+        )
+        self._phases = Histogram(
+            "trinity_sync_phase_seconds",
+            "Seconds of a save: persist until all files are durable, commit until it is official",
+            ["job", "kind", "phase"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._bytes = Counter(
+            "trinity_sync_saved_bytes",
+            "Bytes that were written and committed",
+            ["job", "kind"],
+            registry=self.registry,
+        )
+        self._newest = Gauge(
+            "trinity_sync_newest_step",
+            "Newest committed step that serves as the kind",
+            ["job", "kind"],
+            registry=self.registry,
+        )
+        self._age = Gauge(
+            "trinity_sync_newest_commit_age_seconds",
+            "Seconds since the newest commit that serves as the kind",
+            ["job", "kind"],
+            registry=self.registry,
+        )
+
+    def committed(
+        self,
+        request: SaveRequest,
+        written: Iterable[Written],
+        persist_s: float,
+        commit_s: float,
+    ) -> None:
+        """Count a save that was committed, and what it cost."""
+        labels = (request.job, request.kind)
+        self._saves.labels(*labels, "committed").inc()
+        self._phases.labels(*labels, "persist").observe(persist_s)
+        self._phases.labels(*labels, "commit").observe(commit_s)
+        self._bytes.labels(*labels).inc(sum(file.record.nbytes for file in written if file.image))
+        for kind in SERVES_AS[request.kind]:
+            self._stand(request.job, kind, request.run, request.step, time.time())
+
+    def failed(self, request: SaveRequest) -> None:
+        """Count a save that failed."""
+        self._saves.labels(request.job, request.kind, "failed").inc()
+
+    def serve(self, settings: Settings) -> int:
+        """Answer Prometheus at ``metrics_host:metrics_port``, in a thread; returns the port.
+
+        Raises:
+            StackError: the port is taken, or the host is none of this node.
+        """
+        for root in known_roots(settings):
+            for kind in KINDS:
+                if best := newest(root, kind):
+                    self._stand(job_id(root), kind, best.run, best.step, best.committed_at)
+        where = f"{settings.metrics_host}:{settings.metrics_port}"
+        try:
+            server, _ = start_http_server(
+                settings.metrics_port, settings.metrics_host, registry=self.registry
+            )
+        except OSError as error:
+            raise StackError(
+                f"metrics cannot be served at {where}: {error.strerror}. Set "
+                "TRINITY_SYNC_METRICS_PORT to a free port, one for each worker of a node."
+            ) from error
+        return int(server.server_port)
+
+    def _stand(self, job: str, kind: Kind, run: int, step: int, committed_at: float) -> None:
+        """Say where a job stands, unless it is further already: saves may end late."""
+        if (run, step) >= self._stands.get((job, kind), (0, 0)):
+            self._stands[job, kind] = run, step
+            self._newest.labels(job, kind).set(step)
+            age = partial(_seconds_since, committed_at)
+            self._age.labels(job, kind).set_function(age)
+
+
+def _seconds_since(moment: float) -> float:
+    return max(0.0, time.time() - moment)
+
+
+METRICS = WorkerMetrics()
+"""Those of this process."""

@@ -1,0 +1,114 @@
+"""All that is known of a job, for a page to show: its files, and what Prefect remembers of it."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import CommitError, ManifestError, StackError
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, steps_on_disk
+from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
+from trinity_sync.orchestration.server import server_client
+from trinity_sync.orchestration.trigger import api_url_for
+from trinity_sync.settings import Settings
+from trinity_sync.storage.claims import Lease, Pin, leases, pins
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.steps import require_committed
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One step on disk."""
+
+    step: int
+    state: str
+    manifest: Manifest | None
+    pointers: tuple[str, ...]
+
+    @property
+    def by_component(self) -> dict[str, int]:
+        """Bytes of each component; of what functions wrote under ``other``."""
+        found: dict[str, int] = {}
+        for record in self.manifest.files if self.manifest else ():
+            name = record.component or "other"
+            found[name] = found.get(name, 0) + record.nbytes
+        return found
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What `gather` found."""
+
+    root: str
+    job: str
+    made_at: float
+    steps: list[StepFacts]
+    aside: list[str]
+    """Steps that were set aside, as ``time/global_step_N``."""
+    leases: list[Lease]
+    pins: list[Pin]
+    readers: dict[str, dict[str, Any]]
+    """Who serves which version of the weights, by name."""
+    runs: list[RunFacts] = field(default_factory=list)
+    retention: list[dict[str, Any]] = field(default_factory=list)
+    no_server: str = ""
+    """Why nothing of Prefect is known."""
+
+
+def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.time) -> JobFacts:
+    """Read the job's files, and ask the Prefect server if one answers."""
+    root = root.resolve()
+    runs, retention, problem = _asked(settings, root)
+    aside = sorted((root / PRIVATE_FOLDER / "aside").glob("*/global_step_*"))
+    return JobFacts(
+        root=str(root),
+        job=job_id(root),
+        made_at=clock(),
+        steps=[_step(root, step) for step in steps_on_disk(root)],
+        aside=["/".join(path.parts[-2:]) for path in aside],
+        leases=leases(root),
+        pins=list(pins(root).values()),
+        readers=_readers(root),
+        runs=runs,
+        retention=retention,
+        no_server=problem,
+    )
+
+
+def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[str, Any]], str]:
+    url = api_url_for(settings)
+    if not url:
+        return [], [], "no Prefect server is known"
+    try:
+        with server_client(url) as client:
+            return runs_of(client, root), retention_of(client, root), ""
+    except StackError as error:
+        return [], [], str(error)
+
+
+def _step(root: Path, step: int) -> StepFacts:
+    pointers = tuple(kind for kind in KINDS if read_iteration(root, kind) == step)
+    try:
+        manifest = read_manifest(root, step)
+    except ManifestError:
+        return StepFacts(step, "damaged manifest", None, pointers)
+    if manifest is None:
+        return StepFacts(step, "not committed", None, pointers)
+    try:
+        require_committed(root, step)
+    except CommitError:
+        return StepFacts(step, "damaged", manifest, pointers)
+    return StepFacts(step, "whole", manifest, pointers)
+
+
+def _readers(root: Path) -> dict[str, dict[str, Any]]:
+    """Of the Synchronizer's state file; empty where there is none, or another format."""
+    try:
+        state = json.loads((root / PRIVATE_FOLDER / "weights" / "state.json").read_text())
+        readers = state["book"]["readers"]
+        return {str(name): dict(serving) for name, serving in readers.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
