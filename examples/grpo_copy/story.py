@@ -53,7 +53,6 @@ def run_job(
 ) -> tuple[History, list]:
     """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
     history, schedule = History(), Schedule(sync)
-    synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
     explorer = start_explorer(untrained, root)
     ranks = TrainerGroup(untrained, root, output)
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
@@ -72,7 +71,6 @@ def run_job(
     fingerprints = ranks.fingerprints()
     ranks.close()
     ray.kill(explorer)
-    ray.kill(synchronizer)
     say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
     lag = sum(history.lags.values()) / len(history.lags)
     say(f"weights came by {sync}: the explorer sampled with ones that were {lag:.1f} steps old")
@@ -114,11 +112,13 @@ def tell(output: Path, sync: Sync = "checkpoint") -> bool:
     root = output / f"job-{time.strftime('%H%M%S')}"
     untrained = model.create(output / "model")
     recording = Recording(output / "batches")
+    synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
     history, fingerprints = run_job(output, root, untrained, recording, sync)
     same = compare(output, history, fingerprints, untrained, recording)
     console.print(report.table_of_saves(root, history))
     report.draw(history, KILL_AT, output / "demo.png")
     say(f"picture: {output / 'demo.png'}")
+    ray.kill(synchronizer)
     ray.shutdown()
     return same
 
