@@ -31,7 +31,7 @@ from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.reader import digest_file
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.steps import require_committed, require_unreplaced
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
@@ -134,6 +134,7 @@ def export_step(
             trust_remote_code=trust_remote_code,
             small=[] if to is None else _small_files(manifest, role),
         )
+        require_unreplaced(root, manifest)  # all that was read is of one run
         if to is None:
             _join(root, manifest, role, progress)
             forget_wish(root, step, role)
