@@ -4,14 +4,15 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json
+from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, read_settings
 
 
 @app.command(
+    rich_help_panel="Keep and remove steps",
     epilog="Exit code 1 if a newer step is leased or pinned, or the answer is no; nothing is "
     "changed then.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
     "Examples:  [bold]trinity-sync rewind ckpts --to 40[/]  ·  "
-    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]"
+    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]",
 )
 def rewind(
     root: Root,
@@ -21,6 +22,7 @@ def rewind(
     as_json: AsJson = False,
 ) -> None:
     """Make an earlier step the newest; newer ones are set aside, and nothing is deleted."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.rewind import newer_steps
     from trinity_sync.storage.rewind import rewind as carry_out
 
@@ -29,6 +31,7 @@ def rewind(
         what = f"set {len(newer)} newer steps aside ({_listed(newer)})" if newer else "point at it"
         typer.confirm(f"rewind {root} to step {to}: {what}?", abort=True, err=True)
     done = carry_out(root, to, force=force)
+    try_mirror(read_settings(), root, done.aside)
     if as_json:
         where = str(done.folder) if done.folder else None
         print_json({"step": to, "run": done.run, "aside": done.aside, "folder": where})

@@ -21,9 +21,10 @@ Step = Annotated[int, typer.Argument(min=0, help="Number of the step.")]
 
 
 @app.command(
+    rich_help_panel="Keep and remove steps",
     epilog="Exit code 0 if it was done, also if nothing was to be removed; 1 if a policy is "
     "refused.\n\nExamples:  [bold]trinity-sync prune ckpts --keep last=3 --dry-run[/]  ·  "
-    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]"
+    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]",
 )
 def prune(
     root: Root,
@@ -40,6 +41,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove steps that no policy, pin, lease or pointer keeps, once newer ones are whole."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.policies import parse_policy
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
 
@@ -52,6 +54,7 @@ def prune(
     done = None
     if not dry_run:
         done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+        try_mirror(settings, root, [each.step for each in done.removed])
     found, freed = verdicts(made, done), (done or made).nbytes
     if as_json:
         steps = [
@@ -69,23 +72,32 @@ def prune(
     console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
 
 
-@app.command(epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]")
+@app.command(
+    rich_help_panel="Keep and remove steps",
+    epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]",
+)
 def pin(
     root: Root,
     step: Step,
     reason: Annotated[str, typer.Option(help="Why, for who wonders later.")] = "",
 ) -> None:
     """Keep a committed step until it is unpinned, whatever policies say."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
     claims.pin(existing(root), step, reason)
+    try_mirror(read_settings(), root, [])
     typer.echo(f"step {step} is pinned")
 
 
-@app.command(epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]")
+@app.command(
+    rich_help_panel="Keep and remove steps", epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]"
+)
 def unpin(root: Root, step: Step) -> None:
     """Let the policies decide about a pinned step again."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
     pinned = claims.unpin(existing(root), step)
+    try_mirror(read_settings(), root, [])
     typer.echo(f"step {step} is not pinned any more" if pinned else f"step {step} was not pinned")
