@@ -20,7 +20,8 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
 from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.manifest import FileRecord, read_manifest
-from trinity_sync.storage.writer import digest_of
+from trinity_sync.storage.steps import require_unreplaced
+from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.assemble import Slice, Whole, copy_whole, plan_of, whole_tensors
 from trinity_sync.weights.version import Version
 
@@ -141,7 +142,15 @@ class Holder:
             )
             if [record.rank for record in records] != list(range(max(len(records), 1))):
                 raise WeightSyncError(f"{_what(version)} has no shards of role {version.role}")
-            memories = [self._mapped(step_folder(root, step), record) for record in records]
+            try:
+                mapped = [_mapped(step_folder(root, step) / record.path) for record in records]
+                require_unreplaced(root, manifest)  # by now they are mapped, and stay as they are
+            except (CommitError, FileNotFoundError) as error:
+                raise Gone(f"{_what(version)}: {error}") from error
+            if self._verify:
+                for content, record in zip(mapped, records, strict=True):
+                    _check(content, step_folder(root, step) / record.path, record)
+            memories = [read_only(content) for content in mapped]
             yield Held(version, self.plan(memories, None), memories)
 
     def close(self) -> None:
@@ -165,16 +174,18 @@ class Holder:
                 self._plans.popitem(last=False)
         return plan
 
-    def _mapped(self, folder: Path, record: FileRecord) -> torch.Tensor:
-        path = folder / record.path
-        with path.open("rb") as file:
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if self._verify and digest_of(path) != record.digest:
-            raise WeightSyncError(
-                f"{path} is damaged: it has not the digest that the manifest names; restore it "
-                "from a copy, or remove the step"
-            )
-        return read_only(content)
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _check(content: memoryview, path: Path, record: FileRecord) -> None:
+    if digest_of_bytes(content) != record.digest:
+        raise WeightSyncError(
+            f"{path} is damaged: it has not the digest that the manifest names; restore it from a "
+            "copy, or remove the step"
+        )
 
 
 def _what(version: Version) -> str:
