@@ -1,18 +1,13 @@
-"""The ``trinity-sync`` command; a module for each group of its commands, each registers its own."""
+"""The ``trinity-sync`` command; a module for each group of its commands, which registers them."""
 
-from trinity_sync.cli import (  # noqa: F401
-    care,
-    catalog,
-    compare,
-    copies,
-    doctor,
-    history,
-    report,
-    retention,
-    stack,
-    steps,
-    weights,
-)
+# help shows the groups in this order
+# isort: off
+from trinity_sync.cli import stack, doctor  # noqa: F401
+from trinity_sync.cli import steps, compare, report, weights, catalog  # noqa: F401
+from trinity_sync.cli import retention, history  # noqa: F401
+from trinity_sync.cli import care, copies  # noqa: F401
+# isort: on
+
 from trinity_sync.cli.frame import app
 
 __all__ = ["app"]

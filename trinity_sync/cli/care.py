@@ -27,9 +27,10 @@ DAY_S = 86_400
 
 
 @app.command(
+    rich_help_panel="Look after steps",
     epilog="Exit code 0 if all that was read is whole, else 1.\n\n"
     "Examples:  [bold]trinity-sync verify ckpts[/]  ·  [bold]trinity-sync verify ckpts --step 40[/]"
-    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]"
+    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]",
 )
 def verify(
     root: Root,
@@ -78,8 +79,9 @@ def verify(
 
 
 @app.command(
+    rich_help_panel="Look after steps",
     epilog="Examples:  [bold]trinity-sync reconcile ckpts[/]  ·  "
-    "[bold]trinity-sync reconcile ckpts --json[/]"
+    "[bold]trinity-sync reconcile ckpts --json[/]",
 )
 def reconcile(
     root: Root,
@@ -122,8 +124,9 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
 
 
 @app.command(
+    rich_help_panel="Look after steps",
     epilog="Examples:  [bold]trinity-sync export ckpts 40[/]  ·  "
-    "[bold]trinity-sync export ckpts 40 --to model --dtype bf16[/]"
+    "[bold]trinity-sync export ckpts 40 --to model --dtype bf16[/]",
 )
 def export(
     root: Root,

@@ -23,7 +23,7 @@ catalog = typer.Typer(
     no_args_is_help=True,
     help="The SQL index of all jobs; it can be made from their files at any time.",
 )
-app.add_typer(catalog, name="catalog")
+app.add_typer(catalog, name="catalog", rich_help_panel="Look at a job")
 
 Roots = Annotated[list[Path], typer.Argument(help="Folders of jobs.")]
 

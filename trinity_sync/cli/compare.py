@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 @app.command(
+    rich_help_panel="Look at a job",
     epilog="Files are unpickled: compare steps of your own jobs only.\n\n"
     "Examples:  [bold]trinity-sync diff ckpts 40 50[/]  ·  "
-    "[bold]trinity-sync diff ckpts 40 50 --component optim --json[/]"
+    "[bold]trinity-sync diff ckpts 40 50 --component optim --json[/]",
 )
 def diff(
     root: Root,

@@ -16,10 +16,11 @@ Url = Annotated[
 
 
 @app.command(
+    rich_help_panel="Copies in a store",
     epilog="Credentials come from the environment, for S3: AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.\n\n"
     "Examples:  [bold]trinity-sync replicate ckpts s3://bucket/job --step 40[/]  ·  "
-    "[bold]trinity-sync replicate ckpts file:///backup/job --newest --keep-last 5[/]"
+    "[bold]trinity-sync replicate ckpts file:///backup/job --newest --keep-last 5[/]",
 )
 def replicate(
     root: Root,
@@ -58,8 +59,9 @@ def replicate(
 
 
 @app.command(
+    rich_help_panel="Copies in a store",
     epilog="Examples:  [bold]trinity-sync fetch s3://bucket/job 40 ckpts[/]  ·  "
-    "[bold]trinity-sync fetch s3://bucket/job newest ckpts[/]"
+    "[bold]trinity-sync fetch s3://bucket/job newest ckpts[/]",
 )
 def fetch(
     url: Url,

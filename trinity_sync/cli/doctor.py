@@ -12,8 +12,9 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @app.command(
+    rich_help_panel="Run the stack",
     epilog="Exit code 0 if nothing failed, else 1; a warning is no failure.\n\n"
-    "Examples:  [bold]trinity-sync doctor[/]  ·  [bold]trinity-sync doctor ckpts --json[/]"
+    "Examples:  [bold]trinity-sync doctor[/]  ·  [bold]trinity-sync doctor ckpts --json[/]",
 )
 def doctor(
     root: Annotated[Path | None, typer.Argument(help="A job's folder to look at, too.")] = None,

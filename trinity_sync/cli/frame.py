@@ -39,7 +39,6 @@ class _Plain(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_Plain,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

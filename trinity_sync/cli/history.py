@@ -8,10 +8,11 @@ from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json
 
 
 @app.command(
+    rich_help_panel="Keep and remove steps",
     epilog="Exit code 1 if a newer step is leased or pinned, or the answer is no; nothing is "
     "changed then.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
     "Examples:  [bold]trinity-sync rewind ckpts --to 40[/]  ·  "
-    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]"
+    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]",
 )
 def rewind(
     root: Root,

@@ -12,9 +12,10 @@ from trinity_sync.errors import ConfigError
 
 
 @app.command(
+    rich_help_panel="Look at a job",
     epilog="Durations, failures and retention's decisions come from the Prefect server, if one "
     "answers.\n\nExamples:  [bold]trinity-sync report ckpts[/]  ·  "
-    "[bold]trinity-sync report ckpts --output /tmp/ckpts.html[/]"
+    "[bold]trinity-sync report ckpts --output /tmp/ckpts.html[/]",
 )
 def report(
     root: Root,

@@ -21,9 +21,10 @@ Step = Annotated[int, typer.Argument(min=0, help="Number of the step.")]
 
 
 @app.command(
+    rich_help_panel="Keep and remove steps",
     epilog="Exit code 0 if it was done, also if nothing was to be removed; 1 if a policy is "
     "refused.\n\nExamples:  [bold]trinity-sync prune ckpts --keep last=3 --dry-run[/]  ·  "
-    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]"
+    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]",
 )
 def prune(
     root: Root,
@@ -69,7 +70,10 @@ def prune(
     console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
 
 
-@app.command(epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]")
+@app.command(
+    rich_help_panel="Keep and remove steps",
+    epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]",
+)
 def pin(
     root: Root,
     step: Step,
@@ -82,7 +86,9 @@ def pin(
     typer.echo(f"step {step} is pinned")
 
 
-@app.command(epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]")
+@app.command(
+    rich_help_panel="Keep and remove steps", epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]"
+)
 def unpin(root: Root, step: Step) -> None:
     """Let the policies decide about a pinned step again."""
     from trinity_sync.storage import claims

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog='Examples:  [bold]trinity-sync up[/]  ·  [bold]eval "$(trinity-sync up --export)"[/]'
+    rich_help_panel="Run the stack",
+    epilog='Examples:  [bold]trinity-sync up[/]  ·  [bold]eval "$(trinity-sync up --export)"[/]',
 )
 def up(
     cpus: Annotated[
@@ -46,7 +47,7 @@ def up(
     typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
 
 
-@app.command(epilog="Example:  [bold]trinity-sync down[/]")
+@app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
 def down() -> None:
     """Stop what up has started. Database, logs and unsaved images stay."""
     from trinity_sync.orchestration import stack
@@ -57,8 +58,9 @@ def down() -> None:
 
 
 @app.command(
+    rich_help_panel="Run the stack",
     epilog="Exit code 0 if all parts work and a worker is online, else 1.\n\n"
-    "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]"
+    "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]",
 )
 def status(as_json: AsJson = False) -> None:
     """Show what runs, where, and whether a worker is online."""
@@ -74,7 +76,8 @@ def status(as_json: AsJson = False) -> None:
 
 
 @app.command(
-    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]"
+    rich_help_panel="Run the stack",
+    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
 def deploy() -> None:
     """Register work pool and deployments on a Prefect server; twice is as good as once."""
@@ -88,8 +91,9 @@ def deploy() -> None:
 
 
 @app.command(
+    rich_help_panel="Run the stack",
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api RAY_ADDRESS=10.0.0.4:6379 "
-    "trinity-sync worker[/]"
+    "trinity-sync worker[/]",
 )
 def worker() -> None:
     """Run a flow worker in the foreground, for the stack of up or that of the environment."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 @app.command(
     "ls",
+    rich_help_panel="Look at a job",
     epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  "
     "[bold]trinity-sync ls ckpts --json[/]  ·  [bold]trinity-sync ls s3://bucket/job[/]",
 )
@@ -53,8 +54,9 @@ def list_steps(
 
 
 @app.command(
+    rich_help_panel="Look at a job",
     epilog="Examples:  [bold]trinity-sync show ckpts 40[/]  ·  "
-    "[bold]trinity-sync show ckpts 40 --json[/]"
+    "[bold]trinity-sync show ckpts 40 --json[/]",
 )
 def show(
     root: Root,

@@ -12,8 +12,9 @@ LIVES = {True: "runs", False: "not reachable", None: "on another host"}
 
 
 @app.command(
+    rich_help_panel="Look at a job",
     epilog="Examples:  [bold]trinity-sync weights ckpts[/]  ·  "
-    "[bold]trinity-sync weights ckpts --json[/]"
+    "[bold]trinity-sync weights ckpts --json[/]",
 )
 def weights(root: Root, as_json: AsJson = False) -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
