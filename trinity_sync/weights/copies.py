@@ -72,10 +72,11 @@ def fetch(
 def _begin_copy(ref: ImageRef) -> list[Any]:
     there = NodeAffinitySchedulingStrategy(ref.node, soft=False)
     options = {"num_cpus": 0, "num_returns": 2, "max_retries": 0, "scheduling_strategy": there}
-    references: list[Any] = ray.remote(_copy).options(**options).remote(ref)
+    references: list[Any] = _copy.options(**options).remote(ref)
     return references
 
 
+@ray.remote
 def _copy(ref: ImageRef) -> Iterator[Any]:
     """A generator, so that Ray has put the bytes into its store before the lock is given back."""
     slot = Path(ref.slot)
