@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+SYNC ?= checkpoint
+
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
@@ -13,11 +15,11 @@ export RAY_USAGE_STATS_ENABLED := 0
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
-demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up)
-	$(BIN)/python examples/demo.py
+demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory or nccl)
+	$(BIN)/python examples/demo.py --sync $(SYNC)
 
-test: $(READY) ## all tests, on real parts
-	$(BIN)/python -m pytest
+test: $(READY) ## all tests, on real parts, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 unit integration faults e2e: $(READY) ## one suite of the tests; unit needs no server
 	$(BIN)/python -m pytest tests/$@

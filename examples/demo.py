@@ -6,10 +6,12 @@ FSDP2 ranks; both ranks are killed the moment after a checkpoint was handed over
 still commits, a new run resumes from it, and an uninterrupted repetition on the recorded batches
 shows that nothing was lost: losses, weights and optimizer state are equal to the last bit.
 
-Run it with ``python examples/demo.py``; ``KEEP=1`` leaves the stack up, to look at the saves in the
-Prefect UI.
+Run it with ``python examples/demo.py``. ``--sync memory`` lets the explorer read the weights from
+shared memory, ``--sync nccl`` broadcasts them (by gloo), and by default it reads what is committed.
+``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -25,6 +27,9 @@ OUTPUT = Path("demo-output").resolve()
 
 def main() -> int:
     """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sync", choices=("checkpoint", "memory", "nccl"), default="checkpoint")
+    sync = parser.parse_args().sync
     keep = os.environ.get("KEEP") == "1"
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
@@ -34,7 +39,7 @@ def main() -> int:
         page = f"{state.api_url.removesuffix('/api')}/runs"
         print(f"every save will be a row in the Prefect UI: {page}")
         story = subprocess.run(
-            [sys.executable, "-m", "grpo_copy.story", OUTPUT],
+            [sys.executable, "-m", "grpo_copy.story", OUTPUT, sync],
             env={**os.environ, **state.environment, **_imports()},
             check=False,
         )

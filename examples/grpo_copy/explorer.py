@@ -1,22 +1,22 @@
 """The explorer: samples answers with the newest weights that it has loaded.
 
-A process of its own, without veRL: weights reach it only through committed saves on disk. It reads
-``latest_state_dict_iteration.txt``, which names a step that is complete, and merges that step's
-shards into full tensors.
+A process of its own, without veRL. Weights reach it through a `WeightReader`, from the trainer's
+shared memory or from committed saves; or by a broadcast, once it has joined a group with the
+trainer. Either way they are written into the model that it samples with.
 """
 
-import time
+import asyncio
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
 from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
-from trinity_sync.layout import step_folder
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.weights.broadcast import receive_into
+from trinity_sync.weights.group import WeightGroup, join_weight_group
+from trinity_sync.weights.reader import WeightReader
 
-POLL_S = 0.02
+TIMEOUT_S = 120.0
 
 
 class Explorer:
@@ -24,35 +24,42 @@ class Explorer:
 
     Args:
         model: folder of the untrained model, which is version 0.
-        root: root folder of the job whose saves are followed.
+        root: root folder of the job whose weights are followed.
         seed: step N's prompts and samples depend on it and on N alone.
     """
 
     def __init__(self, model: Path, root: Path, *, seed: int = 0) -> None:
         torch.set_num_threads(1)
         self._model = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
-        self._root = root
+        self._reader = WeightReader(root=root, name="explorer")
+        self._group: WeightGroup | None = None
         self._seed = seed
         self.version = 0
 
-    def follow(self, at_least: int, timeout_s: float = 60.0) -> int:
-        """Wait for a committed version of ``at_least`` and load the newest one; returns its step.
+    def join(self, address: str, port: int) -> None:
+        """Get the weights by broadcast from now on; returns when the trainer has joined, too."""
+        if self._group is not None:
+            self._group.close()  # that of a trainer that was killed
+        self._group = join_weight_group(
+            address, port, rank=1, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
+        )
+
+    def follow(self, at_least: int) -> int:
+        """Wait for a version of ``at_least`` and load the newest one; returns its step.
 
         Raises:
-            TimeoutError: no such version was committed in time.
+            TimeoutError: there was no such version in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while (version := read_iteration(self._root, "state_dict") or 0) < at_least:
-            if time.monotonic() > deadline:
+        if self._group is not None:
+            self.version = receive_into(self._model.state_dict(), self._group)
+        while self.version < at_least:
+            if asyncio.run(self._reader.wait_newer(timeout_s=TIMEOUT_S)) is None:
                 raise TimeoutError(
-                    f"{self._root}: step {at_least} was not committed within {timeout_s:.0f} s "
-                    f"(newest: {version}); see its flow run in the Prefect UI"
+                    f"step {at_least} was not there within {TIMEOUT_S:.0f} s (newest: "
+                    f"{self.version}); see the flow runs of the job in the Prefect UI"
                 )
-            time.sleep(POLL_S)
-        if version > self.version:
-            self._model.load_state_dict(merged(step_folder(self._root, version) / "actor"))
-            self.version = version
-        return version
+            self.version = self._reader.load_into(self._model)
+        return self.version
 
     @torch.inference_mode()
     def sample(self, step: int) -> Batch:
@@ -74,21 +81,3 @@ class Explorer:
             groups=groups,
             version=self.version,
         )
-
-
-def merged(folder: Path) -> dict[str, torch.Tensor]:
-    """Full tensors of the model from the shards of all ranks in ``folder``."""
-    files = sorted(folder.glob("model_world_size_*_rank_*.pt"), key=_rank)
-    shards = [torch.load(file, weights_only=False, mmap=True) for file in files]
-    full = {}
-    for name, first in shards[0].items():
-        if isinstance(first, DTensor) and first.placements[-1].is_shard():
-            parts = [shard[name].to_local() for shard in shards]
-            full[name] = torch.cat(parts, dim=first.placements[-1].dim)
-        else:
-            full[name] = first.to_local() if isinstance(first, DTensor) else first
-    return full
-
-
-def _rank(file: Path) -> int:
-    return int(file.stem.rpartition("_")[2])

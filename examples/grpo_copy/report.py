@@ -5,23 +5,25 @@ from pathlib import Path
 from rich.table import Table
 
 from grpo_copy.run import History, Save
+from trinity_sync.layout import KINDS
 from trinity_sync.storage.manifest import read_manifest
 
 
 def table_of_saves(root: Path, history: History) -> Table:
-    """Every save that was handed over, and what became of it."""
-    table = Table(title="Saves, as the training loop saw them")
+    """Every save and sync that was handed over, and what became of it."""
+    table = Table(title="Saves and syncs, as the training loop saw them")
     for column in ("step", "kind", "bytes", "stall ms", "commit ms", "state"):
         table.add_column(column, justify="left" if column in ("kind", "state") else "right")
     for save in history.saves:
         commit_s = seconds_to_commit(root, save)
+        lost = "[red]not committed" if save.kind in KINDS else "sent, not saved"
         table.add_row(
             str(save.step),
             save.kind,
             f"{save.nbytes:,}",
             f"{1e3 * save.stall_s:.1f}",
             "" if commit_s is None else f"{1e3 * commit_s:.0f}",
-            "committed" if commit_s is not None else "[red]not committed",
+            "committed" if commit_s is not None else lost,
         )
     return table
 
@@ -45,9 +47,9 @@ def draw(history: History, killed_at: int, picture: Path) -> None:
     steps = sorted(history.rewards)
     above.plot(steps, [history.rewards[step] for step in steps])
     above.set(ylabel="reward", ylim=(0, 1), title="GRPO with veRL's FSDP2 engine on CPU")
-    for kind, mark in (("state_dict", "o"), ("checkpoint", "s")):
+    for kind in sorted({save.kind for save in history.saves}):
         saves = [save for save in history.saves if save.kind == kind]
-        below.plot([s.step for s in saves], [1e3 * s.stall_s for s in saves], mark, label=kind)
+        below.plot([s.step for s in saves], [1e3 * s.stall_s for s in saves], "o", label=kind)
     below.set(ylabel="stall of the training, ms", xlabel="step")
     below.set_ylim(bottom=0)
     below.legend()

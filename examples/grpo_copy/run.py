@@ -1,4 +1,4 @@
-"""A run: train, hand saves over, keep the explorer one interval behind; and its repetition."""
+"""A run: train, hand saves over, let the explorer have the weights; and its repetition."""
 
 import time
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ import ray
 
 from grpo_copy.explorer import Explorer
 from grpo_copy.recording import Recording
-from grpo_copy.trainer import Handover, TrainerGroup, environment
-from trinity_sync.layout import Kind
+from grpo_copy.trainer import Handover, Sync, TrainerGroup, environment
 
 
 @dataclass
 class Save:
-    """A save as the training loop saw it."""
+    """A save or a sync as the training loop saw it."""
 
     step: int
-    kind: Kind
+    kind: str
+    """``checkpoint`` or ``state_dict``; ``memory`` or ``nccl`` where nothing was saved."""
     nbytes: int
     """Of all ranks."""
     stall_s: float
@@ -35,21 +35,30 @@ class History:
     rewards: dict[int, float] = field(default_factory=dict)
     losses: dict[int, list[float]] = field(default_factory=dict)
     """Loss of each rank."""
+    lags: dict[int, int] = field(default_factory=dict)
+    """Steps between the weights that were trained and those that had sampled the batch."""
     saves: list[Save] = field(default_factory=list)
 
-    def note(self, step: int, kind: Kind, parts: list[Handover]) -> None:
-        """Keep what a save cost."""
+    def note(self, step: int, kind: str, parts: list[Handover]) -> None:
+        """Keep what a save cost, if anything was left to do for it."""
         nbytes, stall_s = sum(p.nbytes for p in parts), max(p.stall_s for p in parts)
-        self.saves.append(Save(step, kind, nbytes, stall_s, time.time()))
+        if nbytes:
+            self.saves.append(Save(step, kind, nbytes, stall_s, time.time()))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When to save."""
+    """When to save, and how the explorer gets the weights."""
 
+    sync: Sync = "checkpoint"
     sync_every: int = 5
     checkpoint_every: int = 20
-    """A multiple of ``sync_every``: a checkpoint serves as the sync of its step."""
+    """A multiple of ``sync_every``: a checkpoint serves as the save of its step's weights."""
+
+    @property
+    def behind(self) -> int:
+        """Steps that the explorer may lag at a sync; a commit has an interval to come about."""
+        return self.sync_every if self.sync == "checkpoint" else 0
 
 
 def start_explorer(model: Path, root: Path) -> Any:
@@ -68,11 +77,15 @@ def train(
 ) -> None:
     """Train ``steps`` on what the explorer samples, and return right after the last hand-over.
 
-    While an interval is trained on, the explorer waits for the weights of the one before, so that
-    neither training nor sampling stands still until a save is committed.
+    By commits, the explorer waits for the weights of one interval while the next is trained on, so
+    that neither training nor sampling stands still. From memory or by broadcast it gets them at
+    once, and samples with those that are trained.
     """
-    ranks.save_state_dict(steps.start - 1)  # the first one only says where explorers begin
-    following = explorer.follow.remote(0)
+    kind = "state_dict" if schedule.sync == "checkpoint" else schedule.sync
+    if schedule.sync == "nccl":
+        ranks.meet(explorer)
+    following = explorer.follow.remote(steps.start - 1)
+    ranks.sync_weights(steps.start - 1, schedule.sync)
     batches: dict[int, Any] = {}
     for step in steps:
         if step not in batches:
@@ -82,13 +95,13 @@ def train(
         batch = ray.get(batches[step])
         recording.write(step, batch)
         history.rewards[step] = batch.rewards.mean().item()
+        history.lags[step] = step - 1 - batch.version
         history.losses[step] = ranks.train_on(batch)
         if step % schedule.checkpoint_every == 0:
             history.note(step, "checkpoint", ranks.save_checkpoint(step))
-        elif step % schedule.sync_every == 0:
-            history.note(step, "state_dict", ranks.save_state_dict(step))
         if step % schedule.sync_every == 0:
-            following = explorer.follow.remote(step - schedule.sync_every)
+            following = explorer.follow.remote(step - schedule.behind)
+            history.note(step, kind, ranks.sync_weights(step, schedule.sync))
 
 
 def repeat(

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import ray
 from rich.console import Console
@@ -15,9 +16,10 @@ from rich.console import Console
 from grpo_copy import model, report
 from grpo_copy.recording import Recording
 from grpo_copy.run import History, Schedule, repeat, start_explorer, train
-from grpo_copy.trainer import TrainerGroup
+from grpo_copy.trainer import Sync, TrainerGroup
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.steps import newest
+from trinity_sync.weights.synchronizer import Synchronizer
 
 STEPS = 140
 KILL_AT = 80
@@ -47,10 +49,11 @@ def wait_for_commit(root: Path, run: int, step: int) -> float:
 
 
 def run_job(
-    output: Path, root: Path, untrained: Path, recording: Recording
+    output: Path, root: Path, untrained: Path, recording: Recording, sync: Sync
 ) -> tuple[History, list]:
     """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
-    history, schedule = History(), Schedule()
+    history, schedule = History(), Schedule(sync)
+    synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
     explorer = start_explorer(untrained, root)
     ranks = TrainerGroup(untrained, root, output)
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
@@ -69,7 +72,10 @@ def run_job(
     fingerprints = ranks.fingerprints()
     ranks.close()
     ray.kill(explorer)
+    ray.kill(synchronizer)
     say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
+    lag = sum(history.lags.values()) / len(history.lags)
+    say(f"weights came by {sync}: the explorer sampled with ones that were {lag:.1f} steps old")
     return history, fingerprints
 
 
@@ -101,14 +107,14 @@ def reward_in_words(history: History) -> str:
     return f"mean reward {first:.2f} in the first ten steps, {last:.2f} in the last ten"
 
 
-def tell(output: Path) -> bool:
+def tell(output: Path, sync: Sync = "checkpoint") -> bool:
     """Run the demo in ``output``; returns whether every bit was as expected."""
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
     # a new name each time: a job that is begun again from nothing is another job to Prefect
     root = output / f"job-{time.strftime('%H%M%S')}"
     untrained = model.create(output / "model")
     recording = Recording(output / "batches")
-    history, fingerprints = run_job(output, root, untrained, recording)
+    history, fingerprints = run_job(output, root, untrained, recording, sync)
     same = compare(output, history, fingerprints, untrained, recording)
     console.print(report.table_of_saves(root, history))
     report.draw(history, KILL_AT, output / "demo.png")
@@ -118,4 +124,4 @@ def tell(output: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if tell(Path(sys.argv[1])) else 1)
+    sys.exit(0 if tell(Path(sys.argv[1]), cast(Sync, sys.argv[2])) else 1)

@@ -6,14 +6,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
 from grpo_copy.task import Batch
 from trinity_sync.layout import step_folder
+from trinity_sync.weights.group import join_weight_group, weight_group_address
 
 ROLE = "actor"
+TIMEOUT_S = 120.0
+
+Sync = Literal["checkpoint", "memory", "nccl"]
+"""How weights get to the explorer: by a commit, shared memory or a broadcast (here by gloo)."""
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +38,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Handover:
-    """What one save cost a rank: bytes staged and seconds that its training stood still."""
+    """What a save or sync cost a rank: bytes moved and seconds that its training stood still."""
 
     nbytes: int
     stall_s: float
@@ -66,6 +71,7 @@ class TrainerRank:
         self._policy = Policy(model)
         self._coordinator = CheckpointCoordinator.of_process_group(root)
         self._manager = use_trinity_sync(self._policy.engine, self._coordinator)
+        self._group: Any = None
 
     def process(self) -> int:
         """Process id of this rank; answers once the rank is up."""
@@ -81,11 +87,32 @@ class TrainerRank:
         staged = self._manager.save_checkpoint(self._path(step), step)
         return Handover(staged.nbytes if staged else 0, time.perf_counter() - start)
 
-    def save_state_dict(self, step: int) -> Handover:
-        """Hand the weights over for the explorer."""
+    def sync_weights(self, step: int, sync: Sync) -> Handover:
+        """Let the explorer have the weights of a step; by a commit and memory, nobody waits."""
         start = time.perf_counter()
-        staged = self._manager.save_state_dict(self._path(step), step)
-        return Handover(staged.nbytes if staged else 0, time.perf_counter() - start)
+        if sync == "nccl":
+            from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
+
+            fsdp_sync_weight_nccl(self._policy.engine, self._group, version=step)
+            sent = self._policy.engine.module.parameters() if self._group else ()
+            nbytes = sum(weight.numel() * weight.element_size() for weight in sent)
+        else:
+            if sync == "memory":
+                staged = self._manager.upload_state_dict(step)
+            else:
+                staged = self._manager.save_state_dict(self._path(step), step)
+            nbytes = staged.nbytes if staged else 0
+        return Handover(nbytes, time.perf_counter() - start)
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and port where the explorer finds this rank, the first one."""
+        return weight_group_address()
+
+    def join(self, address: str, port: int) -> None:
+        """Join the explorer in a group for broadcasts; returns when it is there, too."""
+        self._group = join_weight_group(
+            address, port, rank=0, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
+        )
 
     def load(self, step: int) -> None:
         """Continue from a committed checkpoint."""
@@ -133,9 +160,15 @@ class TrainerGroup:
         """Hand a checkpoint over on all ranks."""
         return self._all("save_checkpoint", step)
 
-    def save_state_dict(self, step: int) -> list[Handover]:
-        """Hand the weights over on all ranks."""
-        return self._all("save_state_dict", step)
+    def sync_weights(self, step: int, sync: Sync) -> list[Handover]:
+        """Let the explorer have the weights of all ranks."""
+        return self._all("sync_weights", step, sync)
+
+    def meet(self, explorer: Any) -> None:
+        """Form the group for broadcasts of the first rank and the explorer."""
+        first = self._ranks[0]
+        place = ray.get(first.meeting_point.remote())
+        ray.get([each.join.remote(*place) for each in (first, explorer)])
 
     def load(self, step: int) -> None:
         """Continue from a committed checkpoint."""

@@ -19,7 +19,7 @@ def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
 ) -> None:
     paths = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
     told = subprocess.run(
-        [sys.executable, "-m", "grpo_copy.story", str(tmp_path)],
+        [sys.executable, "-m", "grpo_copy.story", str(tmp_path), "checkpoint"],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

@@ -1,0 +1,43 @@
+"""Answer a prompt with each new version of a job's weights, by plain transformers.
+
+While the job trains, on the trainer's node or where its root is mounted::
+
+    python examples/serve_transformers.py MODEL_FOLDER ROOT "a prompt"
+
+``MODEL_FOLDER`` is what the trainer began with; ``RAY_ADDRESS`` names the job's Ray cluster.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trinity_sync.weights.reader import WeightReader
+
+
+async def answers(
+    reader: WeightReader, model: Any, tokenizer: Any, prompt: str
+) -> AsyncIterator[tuple[int, str]]:
+    """Each new version's step, and what the model answers with it."""
+    tokens = tokenizer(prompt, return_tensors="pt")
+    while await reader.wait_newer():
+        step = reader.load_into(model)
+        answer = model.generate(**tokens, max_new_tokens=32, do_sample=False)
+        yield step, tokenizer.decode(answer[0])
+
+
+async def main(folder: str, root: str, prompt: str) -> None:
+    """Print an answer for each version until it is interrupted."""
+    ray.init()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with WeightReader(root=root, name="serve-transformers") as reader:
+        async for step, answer in answers(reader, model, tokenizer, prompt):
+            print(f"step {step}: {answer}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4]))
