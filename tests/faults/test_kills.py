@@ -73,21 +73,6 @@ def test_a_ray_worker_killed_in_mid_write(
     assert newest(root).step == 3
 
 
-def test_a_writer_killed_under_single_thread_holds_up_no_later_save(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> None:
-    """A known defect of the system that this one replaces: later saves waited for ever."""
-    settings = stack_settings.model_copy(update={"save_strategy": "single_thread"})
-    with CheckpointCoordinator(root, settings=settings) as saves:
-        begin_slow_save(saves, root, 2)
-        (writer,) = ray_processes(stack, "ray::model")
-        writer.kill()
-        saves.save(3, {"model": {"w": torch.ones(3)}})
-        with pytest.raises(SaveFailed, match="step 2"):
-            saves.wait_all(120)
-    assert newest(root).step == 3
-
-
 def test_the_flows_process_killed_in_mid_write(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
 ) -> None:

@@ -212,19 +212,20 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
     home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
     for step in (10, 20, 30, 40):
         commit_files(root, step)
-    run("catalog", "rebuild", root, **home)
+    with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+        rebuild(engine, root)
     for command in (
         ("pin", root, 10),
-        ("unpin", root, 10),
         ("pin", root, 20),
+        ("unpin", root, 10),
         ("rewind", root, "--to", 30, "--yes"),
         ("prune", root, "--keep", "last=1"),
     ):
         assert run(*command, **home).returncode == 0
-        checked = run("catalog", "check", root, **home)
-        assert checked.returncode == 0, (command, checked.stdout)
-    shown = run("catalog", "ls", "--json", **home)
-    assert [each["step"] for each in json.loads(shown.stdout)[0]["steps"]] == [20, 30]
+        with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+            assert (command, differences(engine, root)) == (command, [])
+            (job,) = jobs(engine)
+    assert [each.step for each in job.steps] == [20, 30]
 
 
 def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
