@@ -18,8 +18,8 @@ help: ## what there is
 demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory or nccl)
 	$(BIN)/python examples/demo.py --sync $(SYNC)
 
-test: $(READY) ## all tests, on real parts
-	$(BIN)/python -m pytest
+test: $(READY) ## all tests, on real parts, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 unit integration faults e2e: $(READY) ## one suite of the tests; unit needs no server
 	$(BIN)/python -m pytest tests/$@

@@ -63,6 +63,9 @@ class Dict:
 class Piped:
     """Tells one reader of versions, through its pipe."""
 
+    node = None
+    """All images are here."""
+
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self._latest: Any = None
@@ -243,7 +246,6 @@ def measure(root: Path, spool: Path) -> Samples:
         slots = sum(p.stat().st_blocks * 512 for p in saves.spool.folder.glob("*.slot"))
         note(many, "shared memory a byte", slots / SIZE.nbytes)
         note(many, "memory of a reader a byte", max(used) / SIZE.nbytes)
-        publisher.close()
     return {key: values for key, values in samples.items() if key[0] != "warm-up"}
 
 

@@ -577,6 +577,7 @@ class CheckpointCoordinator:
             node_ranks=self._node_ranks,
             keep=keep,
             export=export,
+            strategy=self.settings.save_strategy,
         )
 
     def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from trinity_sync.layout import SaveStrategy
+
 
 def _default_spool() -> Path:
     return Path(f"/dev/shm/trinity_sync-{os.getuid()}")
@@ -48,6 +50,11 @@ class Settings(BaseSettings):
 
     writers: int = Field(default=4, ge=1)
     """Shards that one task writes at a time."""
+
+    save_strategy: SaveStrategy = "unrestricted"
+    """How many shards are written at once: ``unrestricted``; ``single_process``, one of each rank;
+    ``single_node``, one on each node; ``single_thread``, one of the job, on whatever node. That of
+    the trainer counts."""
 
     nice: int = Field(default=10, ge=0, le=19)
     """By how much the threads that write, and the embedded server and worker, yield to training."""

@@ -206,6 +206,28 @@ def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) ->
     assert "the catalog lacks 1 steps" in listed.stderr
 
 
+def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
+    root: Path, tmp_path: Path
+) -> None:
+    home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
+    for step in (10, 20, 30, 40):
+        commit_files(root, step)
+    with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+        rebuild(engine, root)
+    for command in (
+        ("pin", root, 10),
+        ("pin", root, 20),
+        ("unpin", root, 10),
+        ("rewind", root, "--to", 30, "--yes"),
+        ("prune", root, "--keep", "last=1"),
+    ):
+        assert run(*command, **home).returncode == 0
+        with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+            assert (command, differences(engine, root)) == (command, [])
+            (job,) = jobs(engine)
+    assert [each.step for each in job.steps] == [20, 30]
+
+
 def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> None:

@@ -8,9 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.claims import leases
 from trinity_sync.storage.diff import PIECE, Change, diff
+from trinity_sync.storage.runs import open_run
 
 
 def commit(job: Job, step: int, *states: Any, component: str = "model") -> None:
@@ -118,6 +120,21 @@ def test_a_sharded_tensor_is_compared_without_a_process_group(job: Job) -> None:
         dist.destroy_process_group()
     (change,) = diff(job.root, 1, 2)
     assert (change.changed, change.relative_l2) == (4, 1.0)
+
+
+def test_steps_of_which_one_is_replaced_meanwhile_are_not_compared(job: Job) -> None:
+    for run in (1, 2):
+        open_run(job.root, str(run), 0)
+        for step in (1, 2):
+            job.stage(step, {"model": {"w": torch.full((9,), float(run * step))}}, run=run)
+            if run == 1:
+                job.commit(step)
+    shard = job.root / "global_step_2/actor/model_world_size_1_rank_0.pt"
+    with (
+        when_opened(shard, lambda: job.commit(2, run=2)),
+        pytest.raises(CommitError, match=r"step 2 .* run 2 has replaced it"),
+    ):
+        diff(job.root, 1, 2)
 
 
 def test_what_cannot_be_compared_is_a_sentence(job: Job) -> None:

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.export import writing
 from trinity_sync.export.naming import Naming
@@ -25,6 +26,7 @@ from trinity_sync.export.shards import ShardedModel
 from trinity_sync.export.step import export_step
 from trinity_sync.export.writing import save_tensors
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.verify import check, choose, judge
 
@@ -308,6 +310,25 @@ def test_a_damaged_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Pat
         file.write(b"x")
     with pytest.raises(CommitError, match="is damaged"):
         export_step(job.root, 1, to=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_that_is_replaced_meanwhile_is_not_exported(
+    job: Job, commit: Commit, tmp_path: Path
+) -> None:
+    model = tiny()
+    open_run(job.root, "first", 0)
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config)
+    open_run(job.root, "second", 0)
+    for rank, state in enumerate(ranks):
+        job.stage(1, {"model": {name: t * 0 for name, t in state.items()}}, rank=rank, run=2)
+    shard = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
+    with (
+        when_opened(shard, lambda: job.commit(1, run=2)),
+        pytest.raises(CommitError, match=r"step 1 .* run 2 has replaced it"),
+    ):
+        export_step(job.root, 1, to=tmp_path / "out", check=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.mirror import differences
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
 from trinity_sync.orchestration.roots import note_root
@@ -29,10 +31,9 @@ def settings(job: Job, tmp_path: Path) -> Settings:
 
 
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
-    """A reconciliation without a server, so many seconds from now."""
-    return asyncio.run(
-        reconcile(settings, [job.root], None, clock=lambda: time.time() + later_s),
-    )
+    """What one without a server finds, so many seconds from now, the catalog aside."""
+    found = reconcile(settings, [job.root], None, clock=lambda: time.time() + later_s)
+    return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
 
 
 def save(job: Job, *steps: int, run: int = 1) -> None:
@@ -203,3 +204,24 @@ def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
     found = asyncio.run(reconcile(settings, [other, job.root], None))
     assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
     assert read_iteration(job.root, "checkpoint") == 1
+
+
+def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    (found,) = asyncio.run(reconcile(settings, [job.root], None))
+    assert (found.what, found.state) == ("catalog", "mended")
+    assert "lacks 2 steps" in found.why
+    with opened(url_of(settings)) as engine:
+        assert differences(engine, job.root) == []
+    assert asyncio.run(reconcile(settings, [job.root], None)) == []
+
+
+def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings: Settings) -> None:
+    save(job, 1, 2)
+    (job.root / "latest_checkpointed_iteration.txt").write_text("1")
+    away = settings.model_copy(update={"catalog_url": "sqlite:////proc/nowhere/catalog.db"})
+    found = asyncio.run(reconcile(away, [job.root], None))
+    assert [(each.what, each.state) for each in found] == [
+        ("latest_checkpointed_iteration.txt", "mended"),
+        ("catalog", "left"),
+    ]

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened
 from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.storage.claims import leases
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
 
@@ -73,6 +77,45 @@ def test_where_a_version_was_overwritten_its_commit_is_taken(
         assert [lease.holder for lease in leases(job.root)] == ["test"]
     assert leases(job.root) == []
     assert loaded(reader) == (3, 3)
+
+
+def test_a_reader_never_has_parts_of_two_runs(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    """A later run commits a step again, leased or not, while a reader opens its files."""
+    job.world_size = 2
+    for run in (1, 2):
+        open_run(job.root, str(run), 0)
+        for rank in (0, 1):
+            job.stage(1, {"model": weights(10 * run + rank)}, rank=rank, run=run)
+        if run == 1:
+            job.commit(1)
+    versions.tell(Version(1, 2, "checkpoint", str(job.root)))
+    second = job.root / "global_step_1/actor/model_world_size_2_rank_1.pt"
+    with (
+        when_opened(second, lambda: job.commit(1, run=2)),
+        reader.hold(Version(1, 1, "checkpoint", str(job.root))) as held,
+    ):
+        have = [digest_of_bytes(memoryview(image.numpy())) for image in held.images]
+    manifest = read_manifest(job.root, 1)
+    assert manifest
+    assert (held.version.run, manifest.run) == (2, 2)
+    assert have == [record.digest for record in manifest.files]
+
+
+def test_what_a_reader_holds_stays_as_it_is_when_its_step_is_replaced(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    for run in (1, 2):
+        open_run(job.root, str(run), 0)
+        job.stage(1, {"model": weights(run)}, run=run)
+        if run == 1:
+            job.commit(1)
+    target = weights(-1)
+    with reader.hold(Version(1, 1, "checkpoint", str(job.root))) as held:
+        job.commit(1, run=2)
+        held.load_into(target)
+    assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
 
 
 def test_an_older_version_is_never_taken(

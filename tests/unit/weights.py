@@ -16,6 +16,7 @@ class VersionFile:
     """Stands in for the Synchronizer, for any number of processes."""
 
     path: Path
+    node: None = None
 
     def tell(self, version: Version) -> None:
         temporary = self.path.with_suffix(".tmp")
@@ -45,7 +46,7 @@ class VersionFile:
         pass
 
 
-def upload(job: Job, step: int, *states: Any, run: int = 1) -> Version:
+def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:
     """Stage a state a rank, without saving it, and give the version."""
     images = []
     for rank, state in enumerate(states):
@@ -54,6 +55,6 @@ def upload(job: Job, step: int, *states: Any, run: int = 1) -> Version:
             stager.carry_out(stager.plan(origin, {"model": state}), sealed=False)
             assert stager.publish(origin, "model")
     for slot, said in job.spool.published("actor", run, step).items():
-        images.append(ImageRef("here", str(slot), said.image, said.rank, said.nbytes))
+        images.append(ImageRef(node, str(slot), said.image, said.rank, said.nbytes))
     assert len(images) == len(states)
     return Version(step, run, "memory", str(job.root), "actor", tuple(images))

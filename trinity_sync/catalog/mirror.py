@@ -79,12 +79,20 @@ def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] =
         return _refill(connection, job, root, steps_on_disk(root), known, None)
 
 
-def differences(engine: sa.Engine, root: str | Path) -> list[str]:
-    """In what the catalog and the files of a job differ; empty if they agree."""
+def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
+    """In what the catalog and the files of a job differ; empty if they agree.
+
+    Args:
+        engine: the catalog, `database.opened`.
+        root: the job's root.
+        claims: compare pins and leases, too. Leases come and go, and nobody tells the catalog.
+    """
     job = job_id(root)
     found = []
     with reading(engine) as connection:
         for model, rows in _rows_of(job, root, steps_on_disk(root), {}, None).items():
+            if model is Claim and not claims:
+                continue
             columns = [c for c in model.__table__.columns if c.name not in ("job", "flow_run")]
             of_job = model.__table__.columns["job"] == job
             have = {tuple(row) for row in connection.execute(sa.select(*columns).where(of_job))}

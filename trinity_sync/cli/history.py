@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json
+from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, read_settings
 
 
 @app.command(
@@ -22,6 +22,7 @@ def rewind(
     as_json: AsJson = False,
 ) -> None:
     """Make an earlier step the newest; newer ones are set aside, and nothing is deleted."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.rewind import newer_steps
     from trinity_sync.storage.rewind import rewind as carry_out
 
@@ -30,6 +31,7 @@ def rewind(
         what = f"set {len(newer)} newer steps aside ({_listed(newer)})" if newer else "point at it"
         typer.confirm(f"rewind {root} to step {to}: {what}?", abort=True, err=True)
     done = carry_out(root, to, force=force)
+    try_mirror(read_settings(), root, done.aside)
     if as_json:
         where = str(done.folder) if done.folder else None
         print_json({"step": to, "run": done.run, "aside": done.aside, "folder": where})

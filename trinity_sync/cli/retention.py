@@ -41,6 +41,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove steps that no policy, pin, lease or pointer keeps, once newer ones are whole."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.policies import parse_policy
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
 
@@ -53,6 +54,7 @@ def prune(
     done = None
     if not dry_run:
         done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+        try_mirror(settings, root, [each.step for each in done.removed])
     found, freed = verdicts(made, done), (done or made).nbytes
     if as_json:
         steps = [
@@ -80,9 +82,11 @@ def pin(
     reason: Annotated[str, typer.Option(help="Why, for who wonders later.")] = "",
 ) -> None:
     """Keep a committed step until it is unpinned, whatever policies say."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
     claims.pin(existing(root), step, reason)
+    try_mirror(read_settings(), root, [])
     typer.echo(f"step {step} is pinned")
 
 
@@ -91,7 +95,9 @@ def pin(
 )
 def unpin(root: Root, step: Step) -> None:
     """Let the policies decide about a pinned step again."""
+    from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
     pinned = claims.unpin(existing(root), step)
+    try_mirror(read_settings(), root, [])
     typer.echo(f"step {step} is not pinned any more" if pinned else f"step {step} was not pinned")

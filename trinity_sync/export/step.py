@@ -31,7 +31,7 @@ from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.reader import digest_file
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.steps import require_committed, require_unreplaced
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
@@ -125,15 +125,20 @@ def export_step(
             _check_digests(folder, records)
         progress = begun(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
-        _build(
-            progress,
-            model,
-            folder / role,
-            in_place=to is None,
-            max_bytes=max_shard_bytes,
-            trust_remote_code=trust_remote_code,
-            small=[] if to is None else _small_files(manifest, role),
-        )
+        try:
+            _build(
+                progress,
+                model,
+                folder / role,
+                in_place=to is None,
+                max_bytes=max_shard_bytes,
+                trust_remote_code=trust_remote_code,
+                small=[] if to is None else _small_files(manifest, role),
+            )
+        except FileNotFoundError:
+            require_unreplaced(root, manifest)  # or the other run has no such file
+            raise
+        require_unreplaced(root, manifest)  # all that was read is of one run
         if to is None:
             _join(root, manifest, role, progress)
             forget_wish(root, step, role)

@@ -210,7 +210,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         coordinator = self._coordinator
         collect = collect or self.model_state
         published, staged = coordinator.upload(global_step, collect, role=role)
-        if published and coordinator.rank == 0:
+        if published:
             if self._publisher is None:
                 root, namespace = coordinator.root, self.ray_namespace or None
                 actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)

@@ -27,7 +27,8 @@ from trinity_sync.fsdp.collect import adapters_only, model_state
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
 from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.dcp import SavedComponent
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.steps import require_committed, require_unreplaced
 from trinity_sync.storage.writer import digest_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def resharded(
     with ExitStack() as claim:
         committed = (role_folder.parent / MANIFEST).exists()
         if committed:
-            _together(lambda: _claim(role_folder, claim) if rank == 0 else None)
+            manifest = _together(lambda: _claim(role_folder, claim))
             _together(lambda: _verify(role_folder, saved_by, components))
         for component in components:
             if component == "model":
@@ -79,11 +80,17 @@ def resharded(
                 yield component, _optimizer_state(role_folder, saved_by, optimizer)
             else:
                 yield component, _together(lambda: _extra_state(role_folder, saved_by, rank))
+        if committed:
+            _together(lambda: require_unreplaced(role_folder.parent.parent, manifest))
         dist.barrier()
 
 
-def _claim(role_folder: Path, claim: ExitStack) -> None:
+def _claim(role_folder: Path, claim: ExitStack) -> Manifest:
+    """What is to be loaded; rank 0 claims it, too."""
     root, step, _ = split_role_path(role_folder)
+    manifest = require_committed(root, step)
+    if dist.get_rank():
+        return manifest
     try:
         claim.enter_context(take_lease(root, step, "resharding load", ttl_s=LEASE_S))
     except OSError as error:  # another job's root, which may be for reading only
@@ -93,6 +100,7 @@ def _claim(role_folder: Path, claim: ExitStack) -> None:
             root,
             error.strerror,
         )
+    return manifest
 
 
 def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:

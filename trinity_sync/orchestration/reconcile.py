@@ -22,6 +22,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
+from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.mirror import differences, rebuild
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.export.wishes import Wish, wishes
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
@@ -65,8 +67,8 @@ async def reconcile(
         clock: seconds since the epoch.
 
     Returns:
-        What was mended and what was left, in this order: runs, images, files, memory. Not what is
-        as it should be.
+        What was mended and what was left, in this order: runs, images, files and catalog, memory.
+        Not what is as it should be.
     """
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
@@ -144,6 +146,7 @@ def _mend_files(
     busy = None if runs is None else _steps_of(runs)
     for root in roots:
         yield from _files_of(root)
+        yield from _catalog_of(settings, root)
         steps = None if busy is None else busy[root]
         for wish in wishes(root):
             if steps is not None and wish.step not in steps:
@@ -178,6 +181,17 @@ def _files_of(root: Path) -> Iterator[Finding]:
             yield from repair(root)
         except (OSError, TrinitySyncError) as error:
             yield Finding(str(root), repair.__name__.replace("_", " "), "left", str(error))
+
+
+def _catalog_of(settings: Settings, root: Path) -> Iterator[Finding]:
+    """Rows that a commit or a removal could not write while the catalog was away."""
+    try:
+        with opened(url_of(settings)) as engine:
+            if missed := differences(engine, root, claims=False):
+                rebuild(engine, root)
+                yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")
+    except (OSError, TrinitySyncError) as error:
+        yield Finding(str(root), "catalog", "left", str(error))
 
 
 def _steps_of(runs: Iterable[FlowRun]) -> dict[Path, set[int]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trinity_sync.errors import SpoolError, SpoolFull
-from trinity_sync.layout import Kind
+from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
@@ -38,6 +38,8 @@ class Origin:
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
     export: Export = ""
+    strategy: SaveStrategy = "unrestricted"
+    """How many are written at once."""
 
 
 class Slots:

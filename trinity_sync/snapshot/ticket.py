@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import TicketError
-from trinity_sync.layout import Kind
+from trinity_sync.layout import Kind, SaveStrategy
 
 VERSION = 1
 TICKET_SUFFIX = ".ticket"
@@ -54,6 +54,8 @@ class Ticket:
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
     export: Export = ""
+    strategy: SaveStrategy = "unrestricted"
+    """The trainer's, so that whoever writes images of the job takes turns by the same rule."""
 
     @property
     def what(self) -> str:

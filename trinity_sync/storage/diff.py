@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.manifest import FileRecord
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.steps import require_committed, require_unreplaced
 
 PIECE = 1 << 20
 """Elements that are compared at a time."""
@@ -67,8 +67,8 @@ def diff(
         ConfigError: the two were saved by different numbers of ranks.
     """
     with take_lease(root, before, "diff"), take_lease(root, after, "diff"):
-        old = _shards(root, before, role, component)
-        new = _shards(root, after, role, component)
+        manifests = [require_committed(root, step) for step in (before, after)]
+        old, new = (_shards(root, each, role, component) for each in manifests)
         if len(old) != len(new):
             raise ConfigError(
                 f"{component} of {role} was saved by {len(old)} ranks at step {before} and by "
@@ -83,11 +83,15 @@ def diff(
             for name in {**a, **b}:
                 change = changes.setdefault(name, Change(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
+        for manifest in manifests:
+            require_unreplaced(root, manifest)
     return sorted(changes.values(), key=_by_change)
 
 
-def _shards(root: str | Path, step: int, role: str, component: str) -> dict[int, FileRecord]:
-    files = require_committed(root, step).files
+def _shards(
+    root: str | Path, manifest: Manifest, role: str, component: str
+) -> dict[int, FileRecord]:
+    files = manifest.files
     found = {
         record.rank: record
         for record in files
@@ -97,7 +101,7 @@ def _shards(root: str | Path, step: int, role: str, component: str) -> dict[int,
     if not found:
         named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}
         raise CommitError(
-            f"step {step} in {root} has no {component} of role {role}; it has "
+            f"step {manifest.step} in {root} has no {component} of role {role}; it has "
             f"{', '.join(sorted(named)) or 'none'}"
         )
     return found

@@ -25,6 +25,7 @@ from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_tick
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.recycling import remove_spares, take_spare
+from trinity_sync.storage.turns import ones_turn
 from trinity_sync.storage.writer import write_file
 
 
@@ -101,7 +102,7 @@ def persist(
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-        write = partial(_write, save, options)
+        write = partial(_write, spool, save, options)
         written = list(writers.map(write, sealed, contents))
     return [*committed, *(file for files in written for file in files)]
 
@@ -206,15 +207,20 @@ def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
         raise ImageError(f"{save}: the image of {what} is gone from the spool") from error
 
 
-def _write(save: Save, options: WriteOptions, sealed: Sealed, image: memoryview) -> list[Written]:
+def _write(
+    spool: JobSpool, save: Save, options: WriteOptions, sealed: Sealed, image: memoryview
+) -> list[Written]:
     ticket = sealed.ticket
+    if not Path(save.root).is_dir():
+        raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     try:
-        if ticket.form == "file":
-            return [_write_one(save, sealed, ticket.path, image, options)]
-        return [
-            _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
-            for name, small in _unpack(ticket, image)
-        ]
+        with ones_turn(spool, ticket):
+            if ticket.form == "file":
+                return [_write_one(save, sealed, ticket.path, image, options)]
+            return [
+                _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
+                for name, small in _unpack(ticket, image)
+            ]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
@@ -250,8 +256,6 @@ def _write_one(
     final = save.folder / path
     if not final.resolve().is_relative_to(save.folder.resolve()):
         raise ImageError(f"{save}: the image of {ticket.what} wants to be written outside, {final}")
-    if not Path(save.root).is_dir():
-        raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     make_folder(final.parent)
     temporary = temporary_name(final, ticket.image)
     start = time.perf_counter()

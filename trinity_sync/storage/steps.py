@@ -61,6 +61,24 @@ def require_committed(root: str | Path, step: int) -> Manifest:
     return manifest
 
 
+def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
+    """See that no other run has replaced a step since its manifest was read.
+
+    A later run that commits a step again exchanges its folder, leases or not. So files that were
+    opened between the two looks are those of the manifest, and what is open or mapped stays so.
+
+    Raises:
+        CommitError: another run has replaced the step, or it was removed.
+    """
+    now = read_manifest(root, manifest.step)
+    if now is None or now.run != manifest.run:
+        found = "it is gone" if now is None else f"run {now.run} has replaced it"
+        raise CommitError(
+            f"step {manifest.step} in {root} changed while it was read: it was that of run "
+            f"{manifest.run}, and {found}. Nothing of what was read counts; read it again."
+        )
+
+
 def _size_of(path: Path) -> int | None:
     """Bytes of a regular file; None if there is none, or no longer."""
     try:

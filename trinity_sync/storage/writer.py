@@ -66,6 +66,11 @@ def digest_of(path: Path) -> str:
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
+def digest_of_bytes(content: memoryview) -> str:
+    """Digest of a file's bytes, in the form of `write_file`."""
+    return f"{DIGEST}:{xxhash.xxh3_128(content).hexdigest()}"
+
+
 def _open(path: Path, direct: bool) -> tuple[int, bool]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     if direct:

@@ -1,13 +1,14 @@
 """A version that a reader holds: nobody can change or remove it until it is given back.
 
 From memory, the images of all ranks are locked, and their notes seen to be of the very version,
-before the first byte is copied. From a checkpoint, the step is leased. What cannot be held as a
-whole is not held at all, so a reader never has parts of two versions.
+before the first byte is copied; those of other nodes are copies that nobody changes. From a
+checkpoint, the step is leased. What cannot be held as a whole is not held at all, so a reader never
+has parts of two versions.
 """
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +19,21 @@ from torch import nn
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
+from trinity_sync.snapshot.published import Published
 from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.manifest import FileRecord, read_manifest
-from trinity_sync.storage.writer import digest_of
+from trinity_sync.storage.steps import require_unreplaced
+from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.assemble import Slice, Whole, copy_whole, plan_of, whole_tensors
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.copies import Copy
+from trinity_sync.weights.version import Gone, Version
 
 KNOWN_PLANS = 4
 """Structures of which a reader remembers the plan."""
 
 Target = nn.Module | Mapping[str, torch.Tensor]
-
-
-class Gone(WeightSyncError):
-    """The version is not to be had any more: the trainer has gone on, or the step was removed."""
+Fetch = Callable[[Sequence[int]], Sequence[Copy]]
+"""Gets the images of these ranks from their nodes."""
 
 
 @dataclass(frozen=True)
@@ -72,32 +74,45 @@ class Holder:
     Args:
         name: of the reader, for the lease.
         verify: compare the digests of a checkpoint's files, not their sizes alone.
+        node: Ray node id (hex) of this process; without one, all images are taken to be here.
     """
 
-    def __init__(self, name: str, *, verify: bool = False) -> None:
+    def __init__(self, name: str, *, verify: bool = False, node: str | None = None) -> None:
         self._name = name
+        self._node = node
         self._verify = verify
         self._slots: dict[str, MappedSlot] = {}
         self._plans: OrderedDict[tuple[str, ...], tuple[Whole, ...]] = OrderedDict()
 
     @contextmanager
-    def images(self, version: Version) -> Iterator[Held]:
-        """Hold a version in the shared memory of this node.
+    def images(self, version: Version, fetch: Fetch) -> Iterator[Held]:
+        """Hold a version in shared memory: what is on this node as it is, the rest as a copy.
 
         Raises:
-            Gone: one of its images is overwritten or removed.
+            Gone: one of its images is overwritten, removed or out of reach.
             WeightSyncError: images are missing or do not make whole tensors.
         """
         refs = sorted(version.images, key=lambda ref: ref.rank)
-        layouts: list[str] = []
-        memories: list[torch.Tensor] = []
+        if not refs:
+            raise WeightSyncError(f"{_what(version)} names no images")
+        notes: dict[int, Published] = {}
+        memories: dict[int, torch.Tensor] = {}
+        away = [ref.rank for ref in refs if self._node not in (None, ref.node)]
         with ExitStack() as locks:
-            for rank, ref in enumerate(refs):
+            for ref in refs:
+                if ref.rank in away:
+                    continue
                 slot = self._slots.setdefault(ref.slot, MappedSlot(Path(ref.slot)))
                 said = slot.try_lock(ref.image)
                 if said is None:
                     raise Gone(f"{_what(version)}: the image in {ref.slot} was overwritten")
                 locks.callback(slot.unlock)
+                notes[ref.rank], memories[ref.rank] = said, slot.memory[: ref.nbytes]
+            if away:
+                for rank, (said, content) in zip(away, fetch(away), strict=True):
+                    notes[rank], memories[rank] = said, read_only(memoryview(content))
+            for rank, ref in enumerate(refs):
+                said = notes[ref.rank]
                 if (said.run, said.step, said.rank) != (version.run, version.step, rank):
                     raise WeightSyncError(
                         f"{_what(version)}: {ref.slot} holds rank {said.rank} of step {said.step}"
@@ -106,11 +121,9 @@ class Holder:
                     raise WeightSyncError(
                         f"{_what(version)} names images of {len(refs)} of {said.world_size} ranks"
                     )
-                layouts.append(said.layout)
-                memories.append(slot.memory[: ref.nbytes])
-            if not refs:
-                raise WeightSyncError(f"{_what(version)} names no images")
-            yield Held(version, self.plan(memories, layouts), memories)
+            images = [memories[rank] for rank in range(len(refs))]
+            layouts = [notes[rank].layout for rank in range(len(refs))]
+            yield Held(version, self.plan(images, layouts), images)
 
     @contextmanager
     def checkpoint(self, version: Version) -> Iterator[Held]:
@@ -141,7 +154,15 @@ class Holder:
             )
             if [record.rank for record in records] != list(range(max(len(records), 1))):
                 raise WeightSyncError(f"{_what(version)} has no shards of role {version.role}")
-            memories = [self._mapped(step_folder(root, step), record) for record in records]
+            try:
+                mapped = [_mapped(step_folder(root, step) / record.path) for record in records]
+                require_unreplaced(root, manifest)  # by now they are mapped, and stay as they are
+            except (CommitError, FileNotFoundError) as error:
+                raise Gone(f"{_what(version)}: {error}") from error
+            if self._verify:
+                for content, record in zip(mapped, records, strict=True):
+                    _check(content, step_folder(root, step) / record.path, record)
+            memories = [read_only(content) for content in mapped]
             yield Held(version, self.plan(memories, None), memories)
 
     def close(self) -> None:
@@ -165,16 +186,18 @@ class Holder:
                 self._plans.popitem(last=False)
         return plan
 
-    def _mapped(self, folder: Path, record: FileRecord) -> torch.Tensor:
-        path = folder / record.path
-        with path.open("rb") as file:
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if self._verify and digest_of(path) != record.digest:
-            raise WeightSyncError(
-                f"{path} is damaged: it has not the digest that the manifest names; restore it "
-                "from a copy, or remove the step"
-            )
-        return read_only(content)
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _check(content: memoryview, path: Path, record: FileRecord) -> None:
+    if digest_of_bytes(content) != record.digest:
+        raise WeightSyncError(
+            f"{path} is damaged: it has not the digest that the manifest names; restore it from a "
+            "copy, or remove the step"
+        )
 
 
 def _what(version: Version) -> str:

@@ -1,13 +1,11 @@
-"""The trainer's side: tell the Synchronizer of a version, once the images of all ranks are there.
+"""The trainer's side: each rank offers its image of a version to the Synchronizer.
 
-Each rank leaves its note beside its slot and trains on. A thread of rank 0 sees when the notes of
-all ranks are there, and tells the Synchronizer: no collective is needed, and no training thread
-waits for an actor.
+That makes the images of all ranks, whatever nodes they are on, a version. A rank makes one call
+that it does not wait for: no collective is needed, and no training thread stands still.
 """
 
 import logging
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes the versions of one job; rank 0 has one.
+    """Has the versions of one job published; every rank has one, in a process of the Ray cluster.
 
     Args:
         synchronizer: the job's, a Ray actor.
         root: of the job.
-        spool: of the job on this node, which all ranks share.
-        gather_s: seconds that a version waits for the notes of all ranks.
+        spool: of the job on this node.
+        gather_s: seconds that a version waits for the images of all ranks.
     """
 
     def __init__(
@@ -38,65 +36,51 @@ class Publisher:
         self._root = str(root)
         self._spool = spool
         self._gather_s = gather_s
-        self._newest = (0, 0)
-        self._thread = ThreadPoolExecutor(1, "publish")
-        self._pending: list[Future[None]] = []
+        self._node = ray.get_runtime_context().get_node_id()
+        self._pending: list[tuple[str, Future[None]]] = []
 
-    def publish(self, published: Published) -> None:
-        """Have the version of this rank's note published; returns at once."""
-        self._newest = (published.run, published.step)
-        self._pending = [each for each in self._pending if not each.done() or each.exception()]
-        self._pending.append(self._thread.submit(self._publish, published))
+    def publish(self, mine: Published) -> None:
+        """Offer the image of this rank's note; returns at once."""
+        what = f"version {mine.step} (run {mine.run}) of {self._root}"
+        found = self._spool.published(mine.role, mine.run, mine.step)
+        slot = next((str(slot) for slot, said in found.items() if said == mine), None)
+        if slot is None:
+            logger.info("%s is left out: a newer one is at hand", what)
+            return
+        image = ImageRef(self._node, slot, mine.image, mine.rank, mine.nbytes)
+        version = Version(mine.step, mine.run, "memory", self._root, mine.role, (image,))
+        offered = self._synchronizer.offer.remote(version, mine.world_size, self._gather_s)
+        told: Future[None] = offered.future()
+        told.add_done_callback(lambda done: _log(what, done))
+        self._pending = [each for each in self._pending if not _succeeded(each[1])]
+        self._pending.append((what, told))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the Synchronizer knows of all versions.
+        """Wait until the Synchronizer knows of all versions that this rank has offered.
 
         Raises:
-            WeightSyncError: it could not be told of one; each is raised once.
+            WeightSyncError: one is not published; each is raised once.
             TimeoutError: the time is over.
         """
-        pending, failures = self._pending, []
-        for each in pending:
-            if error := each.exception(timeout_s):
-                failures.append(str(error))
+        failures = [
+            f"{what} is not published: {_reason(error)}"
+            for what, told in self._pending
+            if (error := told.exception(timeout_s))
+        ]
         self._pending = []
         if failures:
             raise WeightSyncError("; ".join(failures))
 
-    def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
-        self._thread.shutdown()
 
-    def _publish(self, mine: Published) -> None:
-        try:
-            images = self._gather(mine)
-            if images:
-                version = Version(mine.step, mine.run, "memory", self._root, mine.role, images)
-                ray.get(self._synchronizer.publish.remote(version))
-        except Exception as error:
-            message = f"version {mine.step} (run {mine.run}) of {self._root} is not published"
-            logger.exception("%s; training goes on", message)
-            raise WeightSyncError(f"{message}: {error}") from error
+def _succeeded(told: "Future[None]") -> bool:
+    return told.done() and not told.exception()
 
-    def _gather(self, mine: Published) -> tuple[ImageRef, ...]:
-        """The images of all ranks; none where the trainer has gone on meanwhile."""
-        deadline = time.monotonic() + self._gather_s
-        node = ray.get_runtime_context().get_node_id()
-        while True:
-            found = self._spool.published(mine.role, mine.run, mine.step)
-            images = {
-                said.rank: ImageRef(node, str(slot), said.image, said.rank, said.nbytes)
-                for slot, said in found.items()
-            }
-            if len(images) == mine.world_size:
-                return tuple(images[rank] for rank in range(mine.world_size))
-            if self._newest > (mine.run, mine.step):
-                logger.info("version %d is left out: a newer one is at hand", mine.step)
-                return ()
-            if time.monotonic() >= deadline:
-                absent = sorted(set(range(mine.world_size)) - set(images))
-                raise WeightSyncError(
-                    f"ranks {absent} did not upload step {mine.step} on this node within "
-                    f"{self._gather_s:g} s; all ranks have to upload, at the same steps"
-                )
-            time.sleep(0.002)
+
+def _reason(error: BaseException) -> BaseException:
+    """What was raised in the actor, without Ray's traceback of it."""
+    return getattr(error, "cause", None) or error
+
+
+def _log(what: str, told: "Future[None]") -> None:
+    if error := told.exception():
+        logger.error("%s is not published; training goes on: %s", what, _reason(error))

@@ -8,11 +8,12 @@
 
 A reader takes what is newest when it begins to copy. If the trainer has overwritten a version
 meanwhile, that is a newer one, or the commit of the same step; never parts of two, and never an
-older one than it had. The trainer does not notice.
+older one than it had. The trainer does not notice. Images on other nodes than the reader's come
+through Ray's object store, once for all readers of a node.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +25,17 @@ import torch
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
-from trinity_sync.weights.held import Gone, Held, Holder, Target
+from trinity_sync.weights.copies import Copy, fetch
+from trinity_sync.weights.held import Held, Holder, Target
 from trinity_sync.weights.synchronizer import Synchronizer
-from trinity_sync.weights.version import Version
+from trinity_sync.weights.version import Gone, Version
 
 
 class Versions(Protocol):
     """What a reader asks of the Synchronizer."""
+
+    node: str | None
+    """Ray node id (hex) of the reader; None where all images are on its node."""
 
     def latest(self) -> Version | None:
         """The newest version."""
@@ -43,12 +48,16 @@ class Versions(Protocol):
     def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now."""
 
+    def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
+        """The images of these ranks, which are on other nodes; see `copies.fetch`."""
+
 
 class FromActor:
     """The Synchronizer, a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
         """The newest version."""
@@ -65,6 +74,10 @@ class FromActor:
     def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now; nothing is waited for."""
         self._actor.serving.remote(reader, step, run)
+
+    def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
+        """The images of these ranks, which are on other nodes; see `copies.fetch`."""
+        return fetch(self._actor, version, ranks, timeout_s)
 
 
 class WeightReader:
@@ -92,7 +105,7 @@ class WeightReader:
         is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
         self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
         self._name = name
-        self._holder = Holder(name, verify=verify)
+        self._holder = Holder(name, verify=verify, node=self._versions.node)
         self._patience_s = patience_s
         self.version: Version | None = None
         """What was read last."""
@@ -129,7 +142,7 @@ class WeightReader:
             for candidate in self._candidates(wanted):
                 with ExitStack() as opened:
                     try:
-                        held = opened.enter_context(self._open(candidate))
+                        held = opened.enter_context(self._open(candidate, deadline))
                     except Gone as error:
                         trouble = str(error)
                         continue
@@ -140,7 +153,7 @@ class WeightReader:
                 raise WeightSyncError(
                     f"reader {self._name} found no version that it can read within "
                     f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
-                    "process see its shared memory and its root?"
+                    "process see its root and, on the trainer's node, its shared memory?"
                 )
             time.sleep(0.005)
             wanted = self._versions.latest()
@@ -208,11 +221,16 @@ class WeightReader:
                     manifest.step, manifest.run, "checkpoint", root=known.root, role=known.role
                 )
 
-    def _open(self, version: Version) -> AbstractContextManager[Held]:
+    def _open(self, version: Version, deadline: float) -> AbstractContextManager[Held]:
         if version.source == "checkpoint":
             return self._holder.checkpoint(version)
         if version.source == "memory":
-            return self._holder.images(version)
+            return self._holder.images(
+                version,
+                lambda ranks: self._versions.copies(
+                    version, ranks, max(0.0, deadline - time.monotonic())
+                ),
+            )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"

@@ -21,12 +21,14 @@ from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
 from trinity_sync.weights.book import Reader
 from trinity_sync.weights.committed import model_path
+from trinity_sync.weights.copies import Copies
 from trinity_sync.weights.files import address_file, read_address, write_address
 from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.ledger import Ledger, known_root
+from trinity_sync.weights.offers import Offers
 from trinity_sync.weights.parties import Status
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import Source, Version
+from trinity_sync.weights.version import Gone, Source, Version
 
 NAMESPACE = "trinity_sync"
 """Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
@@ -92,6 +94,8 @@ class Synchronizer(Handshakes):
         """Counts `notify_no_new_model_state_dict`."""
         self._state: dict[str, Any] | str | None = None
         """Of Trinity's `set_model_state_dict`: name -> reference into Ray's object store."""
+        self._offers = Offers(self._ledger)
+        self._copies = Copies()
 
     async def announce(self) -> None:
         """Be found by commits, also where the root was removed and begun anew meanwhile."""
@@ -110,7 +114,21 @@ class Synchronizer(Handshakes):
         twice, does no harm.
         """
         await self._ledger.refresh()
-        return await self._ledger.record(version)
+        is_newest = await self._ledger.record(version)
+        self._copies.keep_only(self._ledger.book.newest("memory"))
+        return is_newest
+
+    async def offer(self, version: Version, world_size: int, timeout_s: float) -> None:
+        """One rank's image of a version, which is published once those of all are offered.
+
+        Returns once it is, or a newer one: the trainer has gone on then. Ray repeats the calls that
+        were under way when this actor was killed, so offers outlive it.
+
+        Raises:
+            WeightSyncError: ranks did not offer theirs within ``timeout_s``; they are named.
+        """
+        if whole := await self._offers.take(version, world_size, timeout_s):
+            await self.publish(whole)
 
     async def committed(self, root: str, run: int, step: int, kinds: Sequence[str]) -> bool:
         """A step of ``kinds`` is committed; whether it is the newest version now."""
@@ -155,6 +173,19 @@ class Synchronizer(Handshakes):
     async def latest(self, source: Source | None = None) -> Version | None:
         """The newest version, or the newest that can be had from ``source``."""
         return self._ledger.book.newest(source)
+
+    async def copies(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
+        """For each rank, references of a note and bytes in Ray's object store; see `copies.fetch`.
+
+        They are made for the first who asks, and the same for all.
+
+        Raises:
+            Gone: the version is not the newest in memory.
+        """
+        newest = self._ledger.book.newest("memory")
+        if newest is None or (newest.run, newest.step) != (run, step):
+            raise Gone(f"version {step} (run {run}) is not the newest in memory any more")
+        return self._copies.of(newest, ranks)
 
     async def wait_newer(
         self, than: int, timeout_s: float | None = None, run: int | None = None

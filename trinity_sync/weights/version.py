@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trinity_sync.errors import WeightSyncError
+
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
+
+
+class Gone(WeightSyncError):
+    """The version is not to be had any more: the trainer has gone on, or the step was removed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Versions in shared memory are published when the images of all ranks are there."""
+"""A version in shared memory is published when all ranks have offered their images."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import ray
 import torch
 
 from tests.unit.job import Job
-from tests.unit.weights import upload
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import open_job_spool
@@ -31,20 +30,22 @@ def state(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {f"of_rank{rank}": torch.full((1000,), float(step))}
 
 
-def note_of(job: Job, step: int) -> Published:
-    return next(iter(job.spool.published("actor", 1, step).values()))
+def note_of(job: Job, step: int, rank: int = 0) -> Published:
+    """Stage what a rank has at a step, as an upload does."""
+    stager, origin = job.stager(rank), job.origin(step, rank=rank)
+    stager.carry_out(stager.plan(origin, {"model": state(rank, step)}), sealed=False)
+    published = stager.publish(origin, "model")
+    assert published is not None
+    return published
 
 
 def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchronizer: Any) -> None:
-    publisher = Publisher(synchronizer, job.root, job.spool)
-    rank, origin = job.stager(), job.origin(7)
-    rank.carry_out(rank.plan(origin, {"model": state(0, 7)}), sealed=False)
-    published = rank.publish(origin, "model")
-    assert published is not None
-    publisher.publish(published)
+    publishers = [Publisher(synchronizer, job.root, job.spool) for _ in range(2)]
+    publishers[0].publish(note_of(job, 7, rank=0))
     assert ray.get(synchronizer.latest.remote()) is None
-    upload(job, 7, state(0, 7), state(1, 7))
-    publisher.wait(30)
+    publishers[1].publish(note_of(job, 7, rank=1))
+    for publisher in publishers:
+        publisher.wait(30)
     reader = WeightReader(synchronizer, name="explorer-0")
     version = asyncio.run(reader.wait_newer(timeout_s=30))
     assert version is not None
@@ -54,31 +55,32 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     assert all(torch.equal(found[f"of_rank{n}"], state(n, 7)[f"of_rank{n}"]) for n in (0, 1))
     serving = ray.get(synchronizer.readers.remote())
     assert [(each.name, each.step) for each in serving] == [("explorer-0", 7)]
-    publisher.close()
 
 
 def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.05)
-    rank, origin = job.stager(), job.origin(7)
-    rank.carry_out(rank.plan(origin, {"model": state(0, 7)}), sealed=False)
-    rank.publish(origin, "model")
     publisher.publish(note_of(job, 7))
     with pytest.raises(WeightSyncError, match=r"version 7 .* ranks \[1\] did not upload step 7"):
         publisher.wait(30)
     publisher.wait(0)  # each failure is raised once
-    publisher.close()
 
 
-def test_a_version_that_the_trainer_has_overwritten_is_left_out(
+def test_a_version_that_the_trainer_has_left_behind_is_left_out(
     job: Job, synchronizer: Any
 ) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool)
-    rank, origin = job.stager(), job.origin(1)
-    rank.carry_out(rank.plan(origin, {"model": state(0, 1)}), sealed=False)
-    rank.publish(origin, "model")
     publisher.publish(note_of(job, 1))  # whose rank 1 never comes
-    upload(job, 2, state(0, 2), state(1, 2))
-    publisher.publish(note_of(job, 2))
+    for rank in (0, 1):
+        publisher.publish(note_of(job, 2, rank))
     publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 2
-    publisher.close()
+
+
+def test_what_was_offered_outlives_a_killed_synchronizer(job: Job, synchronizer: Any) -> None:
+    publisher = Publisher(synchronizer, job.root, job.spool)
+    publisher.publish(note_of(job, 3))
+    ray.get(synchronizer.latest.remote())
+    ray.kill(synchronizer, no_restart=False)
+    publisher.publish(note_of(job, 3, rank=1))
+    publisher.wait(30)
+    assert ray.get(synchronizer.latest.remote()).step == 3

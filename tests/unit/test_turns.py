@@ -1,0 +1,113 @@
+"""Save strategies: how many shards are written at once, and that nobody waits for the dead."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.dying import in_a_process
+from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened
+from trinity_sync.errors import SaveError
+from trinity_sync.layout import SaveStrategy
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.steps import newest
+from trinity_sync.storage.turns import lock_of, ones_turn
+
+SINGLE: tuple[SaveStrategy, ...] = ("single_thread", "single_node", "single_process")
+
+
+def stage(job: Job, step: int, strategy: SaveStrategy, *, rank: int = 0) -> None:
+    job.stage(step, {"model": {"w": torch.full((9,), 1.0)}}, rank=rank, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "node", "another_job"),
+    [
+        ("unrestricted", False, False, False),
+        ("single_process", False, False, False),
+        ("single_node", True, False, True),
+        ("single_thread", True, True, False),
+    ],
+)
+def test_who_waits_for_whom(
+    job: Job, strategy: SaveStrategy, rank: bool, node: bool, another_job: bool, tmp_path: Path
+) -> None:
+    """Whether a rank's shard waits for that of another rank, node, or job on the node."""
+    stage(job, 1, strategy)
+    ticket = job.spool.tickets()[0][0].ticket
+    lock = lock_of(job.spool, ticket)
+    same = lock_of(job.spool, replace(ticket, component="optim", step=2))
+    assert (lock is not None and lock == same) is (strategy != "unrestricted")
+    elsewhere = JobSpool(tmp_path / "other node" / job.spool.folder.name)
+    neighbour = JobSpool(job.spool.folder.with_name("other-job"))
+    others = (
+        lock_of(job.spool, replace(ticket, rank=1)),
+        lock_of(elsewhere, ticket),
+        lock_of(neighbour, replace(ticket, root=str(tmp_path / "other root"))),
+    )
+    assert [lock is not None and lock == other for other in others] == [rank, node, another_job]
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_one_writes_at_a_time(job: Job, strategy: SaveStrategy) -> None:
+    stage(job, 1, strategy)
+    ticket = job.spool.tickets()[0][0].ticket
+    at_once: list[int] = []
+    writing = set()
+
+    def write(_: int) -> None:
+        for _ in range(20):
+            with ones_turn(job.spool, ticket):
+                writing.add(threading.get_ident())
+                os.sched_yield()
+                at_once.append(len(writing))
+                writing.discard(threading.get_ident())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert at_once == [1] * 160
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_a_writer_that_is_killed_in_its_turn_holds_up_no_later_save(
+    job: Job, strategy: SaveStrategy
+) -> None:
+    """A known defect of the system that this one replaces: later saves waited for ever."""
+    stage(job, 1, strategy)
+    in_its_turn = job.root / "global_step_1/actor"
+
+    def die_while_it_writes() -> None:
+        (image,), _ = job.spool.tickets()
+        temporary = in_its_turn / f".model_world_size_1_rank_0.pt.{image.ticket.image}.tmp"
+        with when_opened(temporary, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            job.persist(1)
+
+    assert in_a_process(die_while_it_writes, job.root.parent, die_before=10**6) == 10**6
+    assert in_its_turn.is_dir()  # it got as far as that
+    stage(job, 2, strategy)
+    job.commit(2)
+    assert (found := newest(job.root))
+    assert found.step == 2
+    job.commit(1)  # and a retry of its own
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_a_save_that_fails_in_its_turn_holds_up_no_later_one(
+    job: Job, strategy: SaveStrategy
+) -> None:
+    stage(job, 1, strategy)
+    (job.root / "global_step_1").write_text("in the way of the step's folder")
+    with pytest.raises(SaveError, match="cannot write"):
+        job.persist(1)
+    mark_failed(job.spool, job.save(1), "the disk's fault")
+    stage(job, 2, strategy)
+    job.commit(2)
+    assert (found := newest(job.root))
+    assert found.step == 2
