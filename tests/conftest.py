@@ -95,6 +95,20 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
     assert not Path(now.ray_folder).exists()
 
 
+@pytest.fixture(autouse=True)
+def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that does not ask for the session's stack does not find it in its environment."""
+    if "stack" in request.fixturenames or "PREFECT_API_URL" not in os.environ:
+        yield
+        return
+    from prefect.context import refresh_global_settings_context
+
+    with environment({}):
+        refresh_global_settings_context()
+        yield
+    refresh_global_settings_context()
+
+
 @pytest.fixture
 def spool_folder() -> Iterator[Path]:
     """A folder in shared memory."""

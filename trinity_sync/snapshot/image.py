@@ -187,6 +187,7 @@ def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pi
     own way to the same result costs as much as all the rest of a layout.
     """
     alike: dict[tuple[Any, ...], Any] = {}
+    newer = torch.storage._new_dtypes()  # float8 and the like have another form
 
     class RecordingPickler(pickle.Pickler):
         def __init_subclass__(cls) -> None:
@@ -203,7 +204,7 @@ def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pi
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is torch.Tensor and is_plain(obj):
+            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
                 return _reduced(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
                 return OrderedDict, ()

@@ -17,8 +17,8 @@ def ray_node() -> Iterator[None]:
     """A Ray node of its own, whatever stack the session has."""
     with environment(QUIET | {"PYTHONPATH": str(Path.cwd())}):
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+    yield  # without that environment: a stack may begin before this ends
+    ray.shutdown()
 
 
 @pytest.fixture

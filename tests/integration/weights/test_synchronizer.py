@@ -287,8 +287,9 @@ def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
     ask(synchronizer.set_trainer_status.remote("running"))
     first = explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")
     require(synchronizer, "a", "require_sync")
-    ray.kill(explorers["b"])
     trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
+    ask(synchronizer.explorers.remote())  # by now the trainer waits for b
+    ray.kill(explorers["b"])
     assert ask([trainer, first]) == [None, None]
     assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "stopped"}
     again = synchronizer.ready_to_nccl_sync.remote("trainer", 7)
