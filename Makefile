@@ -19,7 +19,7 @@ demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEE
 	$(BIN)/python examples/demo.py --sync $(SYNC)
 
 test: $(READY) ## all tests, on real parts, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 unit integration faults e2e: $(READY) ## one suite of the tests; unit needs no server
 	$(BIN)/python -m pytest tests/$@
