@@ -41,6 +41,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.manifest import read_manifest
 
+pytestmark = pytest.mark.slow
+
 DEAD = f"{TAKEN_BY}{socket.gethostname()}/1/1"
 """How a run is taken by a process of this node that is dead: pid 1 began at another time."""
 
