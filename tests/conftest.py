@@ -25,16 +25,21 @@ OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
 @contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
     """``changes`` instead of all that the caller had set for Prefect, Ray and us."""
-    before = dict(os.environ)
+    before = _ours(*changes)
     for name in before:
-        if name.startswith(OURS):
-            del os.environ[name]
+        del os.environ[name]
     os.environ.update(QUIET | changes)
     try:
         yield
-    finally:
-        os.environ.clear()
+    finally:  # what others have set meanwhile stays
+        for name in _ours(*changes):
+            del os.environ[name]
         os.environ.update(before)
+
+
+def _ours(*more: str) -> dict[str, str]:
+    names = (*OURS, *QUIET, *more)
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
 
 
 def processes_of(state: StackState) -> list[psutil.Process]:

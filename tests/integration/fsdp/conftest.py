@@ -16,7 +16,7 @@ def verl_on_cpu() -> None:
     use_cpu()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
     import torch.distributed as dist

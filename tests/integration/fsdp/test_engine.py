@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-from grpo_copy.explorer import merged
 from grpo_copy.policy import Policy
 from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.merged import merged
 from tests.integration.weights.conftest import ray_node as ray_node
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError

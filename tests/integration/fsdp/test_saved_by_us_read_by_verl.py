@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_copy.explorer import merged
 from safetensors.torch import load_file
 
+from tests.integration.fsdp.merged import merged
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync.export.step import export_step
