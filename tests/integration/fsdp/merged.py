@@ -1,4 +1,4 @@
-"""Whole tensors from the shards of a folder, put together by hand: what others are compared with."""
+"""Whole tensors from the shards of a folder, put together by hand, to compare others with."""
 
 from pathlib import Path
 
