@@ -12,9 +12,9 @@ from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ray_node() -> Iterator[None]:
-    """A Ray node of its own, whatever stack the session has."""
+    """A Ray node of its own, whatever stack the session has, until the file's last test."""
     with environment(QUIET | {"PYTHONPATH": str(Path.cwd())}):
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield  # without that environment: a stack may begin before this ends
