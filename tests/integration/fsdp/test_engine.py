@@ -16,6 +16,7 @@ from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
+from tests.integration.prefect_api import until
 from tests.integration.weights.conftest import ray_node as ray_node
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
@@ -157,8 +158,11 @@ def test_an_uploaded_model_is_loaded_by_an_explorer(
     manager.wait_on_save_thread()
     committed, found = merged(folder), model.state_dict()
     assert all(torch.equal(committed[name], found[name]) for name in committed)
-    serving = [(each.name, each.step) for each in ray.get(synchronizer.readers.remote())]
-    assert serving == [("explorer", 2)]
+
+    def served() -> set[tuple[str, int]]:
+        return {(each.name, each.step) for each in ray.get(synchronizer.readers.remote())}
+
+    assert until(lambda: ("explorer", 2) in served(), "word of the reader", 30)
     ray.kill(synchronizer)
 
 

@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 
+from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
@@ -53,7 +54,7 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     assert [image.rank for image in version.images] == [0, 1]
     found = dict(reader.iter_weights(version))
     assert all(torch.equal(found[f"of_rank{n}"], state(n, 7)[f"of_rank{n}"]) for n in (0, 1))
-    serving = ray.get(synchronizer.readers.remote())
+    serving = until(lambda: ray.get(synchronizer.readers.remote()), "word of the reader", 30)
     assert [(each.name, each.step) for each in serving] == [("explorer-0", 7)]
 
 
