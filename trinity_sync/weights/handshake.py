@@ -17,6 +17,9 @@ from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
 
+PROBE_S = 1.0
+"""How often a party that is waited for is asked whether it lives; Ray tells of no death unasked."""
+
 
 class Handshakes:
     """The methods of Trinity's Synchronizer that a broadcast needs."""
@@ -126,13 +129,19 @@ class Handshakes:
             self._actors[name] = actor
 
     async def _watch(self, explorer: str | None, shake: Handshake) -> None:
-        """End the handshake if that party (None: the trainer) has died; it may answer late."""
+        """End the handshake if that party (None: the trainer) dies before it is over."""
         name = explorer or self._settings.trainer
         await self._note_actor(name)
-        if name not in self._actors or not await meeting.died(self._actors[name]) or shake.over:
+        actor = self._actors.get(name)
+        if actor is None:
+            return
+        while not await meeting.died(actor):
+            if await self._ledger.until(lambda: shake.over or None, PROBE_S):
+                return
+        if shake.over:
             return
         logger.warning("%s died before a weight sync", name)
-        del self._actors[name]
+        self._actors.pop(name, None)
         if explorer is None:
             self._ledger.parties.set_trainer(Status.STOPPED)
         else:

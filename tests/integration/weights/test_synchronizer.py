@@ -288,7 +288,9 @@ def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
     first = explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")
     require(synchronizer, "a", "require_sync")
     trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
-    ask(synchronizer.explorers.remote())  # by now the trainer waits for b
+    until(lambda: ask(synchronizer.trainer_requires_weight_sync.remote()), "the trainer", ASK_S)
+    for _ in range(20):  # b has long answered that it lives
+        ask(explorers["b"].what_was_seen.remote())
     ray.kill(explorers["b"])
     assert ask([trainer, first]) == [None, None]
     assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "stopped"}
