@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.commit_lock import one_change_at_a_time
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.steps import newest, require_committed

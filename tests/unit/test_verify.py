@@ -15,8 +15,8 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.reader import PIECE, READERS, digest_file
 from trinity_sync.storage.runs import open_run

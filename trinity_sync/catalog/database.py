@@ -5,7 +5,6 @@ PostgreSQL for a cluster. The schema is made and brought up to date when the cat
 by one process at a time.
 """
 
-import fcntl
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,6 +16,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from trinity_sync.errors import CatalogError
 from trinity_sync.settings import Settings
+from trinity_sync.storage.locks import file_lock
 
 SCHEMA = 1
 """Number of the newest migration."""
@@ -122,8 +122,7 @@ def _migrate(engine: sa.Engine, where: str) -> None:
 def _alone(engine: sa.Engine) -> Iterator[None]:
     """No other process migrates meanwhile."""
     if engine.dialect.name == "sqlite":
-        with Path(f"{engine.url.database}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(Path(f"{engine.url.database}.lock")):
             with closing(sqlite3.connect(str(engine.url.database))) as database:
                 database.execute(
                     "PRAGMA journal_mode=WAL"

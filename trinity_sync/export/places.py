@@ -1,6 +1,5 @@
 """Where an export may go, that one at a time goes there, and how it takes its place."""
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -11,7 +10,8 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError, ExportError
 from trinity_sync.export.writing import progress_of
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.durable import sync_folder
+from trinity_sync.storage.locks import file_lock_if_free
 
 
 def usable(to: Path, root: Path) -> Path:
@@ -48,14 +48,11 @@ def one_export(root: Path, scratch: Path) -> Iterator[None]:
     """
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
     lock = root / PRIVATE_FOLDER / "exports" / f"{name}.lock"
-    make_folder(lock.parent)
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with file_lock_if_free(lock) as ours:
+        if not ours:
             raise ExportError(
                 f"another export to the same place is under way ({scratch}); wait for its end"
-            ) from None
+            )
         yield
 
 

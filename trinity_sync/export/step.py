@@ -27,8 +27,8 @@ from trinity_sync.export.writing import (
 )
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import require_committed, require_unreplaced

@@ -9,7 +9,6 @@ Who has a run in hand is told by the message of the Pending state with which it 
 one call, which either happened or did not; the run's ``infrastructure_pid`` is set by a later one.
 """
 
-import fcntl
 import logging
 import socket
 from collections import defaultdict
@@ -38,6 +37,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 from trinity_sync.orchestration.sweep import let_give_way
 from trinity_sync.snapshot.receipt import process_lives
 from trinity_sync.snapshot.spool import own_folder
+from trinity_sync.storage.locks import file_lock_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,8 @@ def one_worker_a_node(spool: Path) -> Iterator[bool]:
     One that has just seen a run as lost must not end it after another has begun it again.
     """
     own_folder(spool)
-    with (spool / ".mend.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    with file_lock_if_free(spool / ".mend.lock") as ours:
+        yield ours
 
 
 async def runs_in(client: PrefectClient, pool: str, *states: StateType) -> list[FlowRun]:

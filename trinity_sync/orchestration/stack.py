@@ -5,7 +5,6 @@ touched; only what is missing is started. ``home/stack.json`` says what was, so 
 process can look at it, mend it or stop it.
 """
 
-import fcntl
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration.daemon import Daemon
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.storage.locks import file_lock
 
 STATE_FILE = "stack.json"
 
@@ -269,8 +269,7 @@ def _locked(home: Path) -> Iterator[None]:
     """One `up` or `down` at a time."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with (home / "stack.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(home / "stack.lock"):
             yield
     except OSError as error:
         raise StackError(

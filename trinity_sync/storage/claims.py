@@ -14,7 +14,6 @@ folder that vanishes under its hands. A reader that died without giving its leas
 step until the lease ends; not at all where its process is known to be gone.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -30,6 +29,7 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.receipt import process_lives, process_name
 from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.steps import require_committed
 
 LEASE_S = 600.0
@@ -91,7 +91,7 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
     Raises:
         CommitError: the step is not committed, or damaged.
     """
-    with _lock(root, fcntl.LOCK_SH):
+    with file_lock(_lock_of(root), shared=True):
         require_committed(root, step)
         path = _folder(root, "leases") / f"{step}.{uuid.uuid4().hex}.json"
         lease = Lease(step, holder, socket.gethostname(), process_name(os.getpid()), ttl_s, path)
@@ -129,7 +129,7 @@ def pin(
     Raises:
         CommitError: the step is not committed, or damaged.
     """
-    with _lock(root, fcntl.LOCK_SH):
+    with file_lock(_lock_of(root), shared=True):
         require_committed(root, step)
         made = Pin(step, reason, clock())
         replace_file(_folder(root, "pins") / f"{step}.json", json.dumps(asdict(made)))
@@ -175,17 +175,12 @@ def nobody_claims(root: str | Path) -> Iterator[None]:
 
     Look at `leases` and `pins` inside, and take a step's name away before the block ends.
     """
-    with _lock(root, fcntl.LOCK_EX):
+    with file_lock(_lock_of(root)):
         yield
 
 
-@contextmanager
-def _lock(root: str | Path, how: int) -> Iterator[None]:
-    folder = Path(root) / PRIVATE_FOLDER
-    make_folder(folder)
-    with (folder / "claims.lock").open("a") as lock:
-        fcntl.flock(lock, how)
-        yield
+def _lock_of(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "claims.lock"
 
 
 def _folder(root: str | Path, name: str) -> Path:

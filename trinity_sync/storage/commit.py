@@ -29,10 +29,10 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import advance_iteration, settle_iteration
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,

@@ -4,7 +4,6 @@ The files gather in ``root/.trinity_sync/fetching/global_step_N``, where a downl
 goes on; the folder gets its name, with the manifest inside, when all of it is whole and durable.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,8 @@ import xxhash
 from trinity_sync.errors import CommitError, ManifestError, RemoteError
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.commit import announce
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.locks import file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -143,6 +142,5 @@ def _commit(root: Path, manifest: Manifest, folder: Path) -> None:
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
     """One fetch into a root at a time."""
-    with (root / PRIVATE_FOLDER / "fetching.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(root / PRIVATE_FOLDER / "fetching.lock"):
         yield

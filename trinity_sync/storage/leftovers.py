@@ -6,7 +6,6 @@ the manifests, finds what was committed. Each function may be called while saves
 calls of it are at work, and again and again.
 """
 
-import fcntl
 import shutil
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
@@ -25,9 +24,9 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
+from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.recycling import is_ours_alone
 from trinity_sync.storage.steps import require_committed
 
@@ -83,10 +82,8 @@ def empty_trash(root: Path) -> Iterator[Finding]:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with (trash.parent / "trash.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with file_lock_if_free(trash.parent / TRASH_LOCK) as ours:
+        if not ours:
             return  # somebody is removing them just now
         yield from _removed(root, trash, "left by a removal that was broken off")
 

@@ -3,7 +3,6 @@
 A file of its own, because an evaluation may end before the step's commit or long after it.
 """
 
-import fcntl
 import json
 import logging
 import re
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import replace_file
+from trinity_sync.storage.locks import file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,7 @@ class MetricsLog:
 def write_metrics(root: str | Path, run: int, step: int, metrics: Mapping[str, float]) -> None:
     """Add to the metrics of a step; those of an earlier run of the job are replaced."""
     folder = _folder(root)
-    make_folder(folder)
-    with (folder / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(folder / "lock"):
         body = {"run": run, "metrics": {**read_metrics(root, run, step), **metrics}}
         replace_file(folder / f"{step}.json", json.dumps(body))
 

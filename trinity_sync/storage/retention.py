@@ -7,7 +7,6 @@ Its files are removed afterwards, without a lock, so whatever dies when, a step 
 committed or it is not there. What a crash left in the trash goes with the next retention.
 """
 
-import fcntl
 import time
 import uuid
 from collections import defaultdict
@@ -21,9 +20,9 @@ from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.claims import claimed, nobody_claims
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.locks import TRASH_LOCK, file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import Policy, StepInfo
@@ -303,7 +302,6 @@ def _empty_trash(root: Path, *, keep: int) -> None:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with (trash.parent / "trash.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(trash.parent / TRASH_LOCK):
         for folder in trash.iterdir():
             remove_folder(root, folder, keep=keep)

@@ -34,8 +34,8 @@ from trinity_sync.layout import (
     steps_on_disk,
 )
 from trinity_sync.storage.claims import leases, nobody_claims, pins, unpin
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed

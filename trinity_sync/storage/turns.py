@@ -14,7 +14,6 @@ whoever the kernel wakes first writes first.
 The first needs a shared file system that carries locks from node to node, as commits do.
 """
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.durable import make_folder
+from trinity_sync.storage.locks import file_lock
 
 
 @contextmanager
@@ -37,9 +36,7 @@ def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     if path is None:
         yield
         return
-    make_folder(path.parent)
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file_lock(path):
         yield
 
 

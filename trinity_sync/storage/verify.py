@@ -22,9 +22,9 @@ from typing import Literal
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.claims import Lease, take_lease
-from trinity_sync.storage.commit_lock import one_change_at_a_time
 from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, unmark
 from trinity_sync.storage.iteration import settle_iteration
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.storage.reader import digest_file
