@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.job import Job
+from trinity_sync.weights.copies import delta_between
 from trinity_sync.weights.version import ImageRef, Version
 
 
@@ -27,8 +28,7 @@ class VersionFile:
         if not self.path.exists():
             return None
         body = json.loads(self.path.read_text())
-        for name in ("images", "delta"):
-            body[name] = tuple(ImageRef(**ref) for ref in body[name])
+        body["images"] = tuple(ImageRef(**ref) for ref in body["images"])
         return Version(**body)
 
     async def wait_newer(
@@ -44,6 +44,9 @@ class VersionFile:
 
     def serving(self, reader: str, step: int, run: int) -> None:
         pass
+
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> list[Any]:
+        return [delta_between(base, version, image.rank) for image in version.images]
 
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trinity_sync.weights.version import ImageRef, Source, Version
 
-FORMAT = 1
+FORMAT = 2
 HISTORY = 8
 """Versions that are kept, besides the newest of each source: what a reader may fall back to."""
 MOST_READERS = 1024
@@ -189,8 +189,7 @@ class Book:
         for saved in body["versions"]:
             fields = dict(saved)
             now = float(fields.pop("known_at"))
-            for images in ("images", "delta"):
-                fields[images] = tuple(ImageRef(**image) for image in fields[images])
+            fields["images"] = tuple(ImageRef(**image) for image in fields["images"])
             book.record(Version(**fields), now)
         book._serving = {name: _Serving(**serving) for name, serving in body["readers"].items()}
         return book

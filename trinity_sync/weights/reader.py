@@ -24,7 +24,9 @@ import torch
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
-from trinity_sync.weights.copies import Copy, fetch
+from trinity_sync.weights.base import Base
+from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
+from trinity_sync.weights.delta import Array
 from trinity_sync.weights.held import Held, Holder, Target
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
@@ -49,6 +51,9 @@ class Versions(Protocol):
 
     def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
+
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
 
 
 class FromActor:
@@ -78,6 +83,10 @@ class FromActor:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
         return fetch(self._actor, version, ranks, timeout_s)
 
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
+        return fetch_deltas(self._actor, base, version, timeout_s)
+
 
 class WeightReader:
     """Reads versions for one explorer.
@@ -87,6 +96,8 @@ class WeightReader:
             that of the job at ``root``.
         root: of the job, where no Synchronizer is given.
         name: of this reader, unique in the job; shown to people, and the holder of its leases.
+        deltas: keep a copy of the weights, and get what changed in them where that can be had, the
+            whole version else; see ``base``.
         verify: compare the digests of what is read from disk, not the sizes alone.
         patience_s: seconds to look for a version that can be held before giving up.
     """
@@ -97,6 +108,7 @@ class WeightReader:
         *,
         name: str,
         root: str | Path | None = None,
+        deltas: bool = False,
         verify: bool = False,
         patience_s: float = 60.0,
     ) -> None:
@@ -105,9 +117,15 @@ class WeightReader:
         self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
         self._name = name
         self._holder = Holder(name, verify=verify, node=self._versions.node)
+        self._base = Base() if deltas else None
         self._patience_s = patience_s
         self.version: Version | None = None
         """What was read last."""
+
+    @property
+    def delta_bytes(self) -> int | None:
+        """Bytes of the deltas that made what was read last from memory; None if it came whole."""
+        return self._base.delta_bytes if self._base else None
 
     async def wait_newer(
         self, than: int | None = None, timeout_s: float | None = None
@@ -219,11 +237,17 @@ class WeightReader:
         if version.source == "checkpoint":
             return self._holder.checkpoint(version)
         if version.source == "memory":
-            return self._holder.images(
-                version,
-                lambda ranks: self._versions.copies(
-                    version, ranks, max(0.0, deadline - time.monotonic())
-                ),
+
+            def left_s() -> float:
+                return max(0.0, deadline - time.monotonic())
+
+            whole = self._holder.images(
+                version, lambda ranks: self._versions.copies(version, ranks, left_s())
+            )
+            if self._base is None:
+                return whole
+            return self._base.images(
+                version, whole, lambda base: self._versions.deltas(base, version, left_s() / 2)
             )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
