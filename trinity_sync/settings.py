@@ -57,8 +57,8 @@ class Settings(BaseSettings):
     the trainer counts."""
 
     nice: int = Field(default=10, ge=0, le=19)
-    """By how much the threads that write or make deltas, and the embedded server and worker, yield to
-    training."""
+    """By how much the threads that write or make deltas, and the embedded server and worker, yield
+    to training."""
 
     recycle: bool = True
     """Keep large files of removed steps for the next saves to write over: about twice as fast."""
