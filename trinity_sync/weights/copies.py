@@ -115,17 +115,25 @@ def delta_between(base: Version, version: Version, rank: int, *, nice: int = 0) 
         Gone: one of them is overwritten or removed, or they are of different structure.
     """
     old, new = base.images[rank], version.images[rank]
-    if _note(old).layout != _note(new).layout:
-        raise Gone(f"versions {base.step} and {version.step} are of different structure")
+
+    def require_both() -> None:
+        if _note(old).layout != _note(new).layout:
+            raise Gone(f"versions {base.step} and {version.step} are of different structure")
+
+    def each(*arguments: Any) -> Iterator[Any]:
+        for found in pool.map(*arguments):
+            require_both()  # or nothing more is compared in vain
+            yield found
+
+    require_both()
     try:
         before, after = _mapped(old), _mapped(new)
     except (FileNotFoundError, ValueError) as error:
         raise Gone(f"an image was removed with its trainer: {error}") from error
     names = {"base": base.name_of(old), "version": version.name_of(new)}
     with ThreadPoolExecutor(THREADS, "delta", partial(yield_to_others, nice)) as pool:
-        delta = encode(before, after, **names, each=pool.map)
-    for ref in (old, new):
-        _note(ref)
+        delta = encode(before, after, **names, each=each)
+    require_both()
     return delta
 
 
