@@ -32,6 +32,12 @@ from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
 
 
+ANSWER_S = 60.0
+"""Seconds for which the Synchronizer's answer is waited for; Ray may be starting it again."""
+LONGEST_PAUSE_S = 0.5
+"""Between two looks for a version that can be held."""
+
+
 class Versions(Protocol):
     """What a reader asks of the Synchronizer."""
 
@@ -64,8 +70,18 @@ class FromActor:
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
-        """The newest version."""
-        found: Version | None = ray.get(self._actor.latest.remote())
+        """The newest version.
+
+        Raises:
+            WeightSyncError: the Synchronizer does not answer.
+        """
+        try:
+            found: Version | None = ray.get(self._actor.latest.remote(), timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise WeightSyncError(
+                f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or "
+                "its node lost?"
+            ) from error
         return found
 
     async def wait_newer(
@@ -154,7 +170,7 @@ class WeightReader:
         """
         deadline = time.monotonic() + self._patience_s
         wanted = version or self._versions.latest()
-        trouble = "nothing was published"
+        trouble, pause_s = "nothing was published", 0.005
         while True:
             for candidate in self._candidates(wanted):
                 with ExitStack() as opened:
@@ -172,7 +188,8 @@ class WeightReader:
                     f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
                     "process see its root and, on the trainer's node, its shared memory?"
                 )
-            time.sleep(0.005)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             wanted = self._versions.latest()
 
     def iter_weights(
