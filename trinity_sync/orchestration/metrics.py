@@ -3,6 +3,8 @@
 Counted is what this worker ran, so sum over workers; where a job stands is looked up at the start.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -17,6 +19,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Written
 from trinity_sync.storage.steps import newest
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -25,6 +29,7 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self._stands: dict[tuple[str, Kind], tuple[int, int]] = {}
+        self._one_at_a_time = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
             "trinity_sync_saves",
@@ -81,13 +86,11 @@ class WorkerMetrics:
     def serve(self, settings: Settings) -> int:
         """Answer Prometheus at ``metrics_host:metrics_port``, in a thread; returns the port.
 
+        Where known jobs stand is looked up in another one: a root's file system may hang.
+
         Raises:
             StackError: the port is taken, or the host is none of this node.
         """
-        for root in known_roots(settings):
-            for kind in KINDS:
-                if best := newest(root, kind):
-                    self._stand(job_id(root), kind, best.run, best.step, best.committed_at)
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         try:
             server, _ = start_http_server(
@@ -98,15 +101,27 @@ class WorkerMetrics:
                 f"metrics cannot be served at {where}: {error.strerror}. Set "
                 "TRINITY_SYNC_METRICS_PORT to a free port, one for each worker of a node."
             ) from error
+        look = partial(self._look_up, settings)
+        threading.Thread(target=look, name="metrics-look-up", daemon=True).start()
         return int(server.server_port)
+
+    def _look_up(self, settings: Settings) -> None:
+        try:
+            for root in known_roots(settings):
+                for kind in KINDS:
+                    if best := newest(root, kind):
+                        self._stand(job_id(root), kind, best.run, best.step, best.committed_at)
+        except OSError as error:
+            logger.warning("where known jobs stand is not looked up: %s", error)
 
     def _stand(self, job: str, kind: Kind, run: int, step: int, committed_at: float) -> None:
         """Say where a job stands, unless it is further already: saves may end late."""
-        if (run, step) >= self._stands.get((job, kind), (0, 0)):
-            self._stands[job, kind] = run, step
-            self._newest.labels(job, kind).set(step)
-            age = partial(_seconds_since, committed_at)
-            self._age.labels(job, kind).set_function(age)
+        with self._one_at_a_time:
+            if (run, step) >= self._stands.get((job, kind), (0, 0)):
+                self._stands[job, kind] = run, step
+                self._newest.labels(job, kind).set(step)
+                age = partial(_seconds_since, committed_at)
+                self._age.labels(job, kind).set_function(age)
 
 
 def _seconds_since(moment: float) -> float:

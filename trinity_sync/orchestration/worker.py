@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -183,15 +184,19 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
-        try:
-            await asyncio.to_thread(mend_known_roots, self._trinity)
-        except Exception as error:  # saves must not wait for an old root's file system
-            logger.warning("what was left in known roots is not looked at: %s", error)
         services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
         for service in services:
             scope = anyio.CancelScope()
             self._scheduled_task_scopes.add(scope)
             self._runs_task_group.start_soon(self._serve, scope, service)
+        # a dead file system under an old root holds up neither saves nor the worker's end
+        threading.Thread(target=self._mend_roots, name="mend-roots", daemon=True).start()
+
+    def _mend_roots(self) -> None:
+        try:
+            mend_known_roots(self._trinity)
+        except Exception as error:
+            logger.warning("what was left in known roots is not looked at: %s", error)
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Take the runs that are due; none while the server is away."""
