@@ -50,3 +50,21 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: 
         if thread.name == "mend-roots":
             thread.join()
     assert read_iteration(job.root, "checkpoint") == 4
+
+
+def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.spool.chmod(0o755)
+
+    def said() -> list[str]:
+        return [each.message for each in caplog.records if "is tried again" in each.message]
+
+    async def start_and_wait() -> None:
+        async with TrinitySyncWorker(work_pool_name="any"):
+            while not said():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(start_and_wait(), 60))
+    (message,) = said()
+    assert f"run: chmod 700 {settings.spool}" in message

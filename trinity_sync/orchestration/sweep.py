@@ -9,7 +9,8 @@ import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,35 @@ def stranded(
         grace_s: seconds since the last seal that are left to the trainer to ask by itself.
         clock: seconds since the epoch.
     """
-    requests = []
+    requests: list[SaveRequest] = []
     for job in job_spools(spool):
-        sealed, bad = job.tickets()
-        for error in bad:
-            logger.warning("%s", error)
-        saves: dict[tuple[str, int, int, Kind], list[Sealed]] = defaultdict(list)
-        for image in sealed:
-            ticket = image.ticket
-            saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
-        for (root, run, step, kind), images in saves.items():
-            if is_committed(root, run, step, kind):
-                _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images)
-            elif not any(image.failed for image in images) and all(
-                clock() - image.ticket.sealed_at > grace_s for image in images
-            ):
-                requests.append(_request(job, root, run, step, kind, images))
+        try:
+            requests += _stranded_in(job, clock() - grace_s)
+        except (OSError, TrinitySyncError) as error:  # other jobs have their turn
+            warn_once(f"images in {job.folder} cannot be looked at: {error}")
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
+
+
+def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
+    """The saves of one job whose last seal was ``before``, in seconds since the epoch."""
+    sealed, bad = job.tickets()
+    for error in bad:
+        warn_once(str(error))
+    saves: dict[tuple[str, int, int, Kind], list[Sealed]] = defaultdict(list)
+    for image in sealed:
+        ticket = image.ticket
+        saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
+    for (root, run, step, kind), images in saves.items():
+        if is_committed(root, run, step, kind):
+            _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images)
+        elif all(image.ticket.sealed_at < before and not image.failed for image in images):
+            yield _request(job, root, run, step, kind, images)
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Say something that the next look, a few seconds later, would find again."""
+    logger.warning("%s", message)
 
 
 def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
@@ -83,7 +96,7 @@ def _finish(save: Save, images: list[Sealed]) -> None:
         for image in images:
             release(image.slot, image.ticket.image)
     except (OSError, TrinitySyncError) as error:  # other saves have their turn
-        logger.warning("%s is committed, but cannot be finished: %s", save, error)
+        warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
 def _request(

@@ -36,6 +36,7 @@ from prefect.workers.base import (
     BaseWorker,
     BaseWorkerResult,
 )
+from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.orchestration.mend import (
     TAKEN_BY,
@@ -47,7 +48,7 @@ from trinity_sync.orchestration.mend import (
     runs_in,
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
-from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
@@ -59,6 +60,14 @@ SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
 REFUSED = (409, 422)
 """How a server answers parameters that it will never take, as after an upgrade of one side only."""
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether an error says no more than that the server does not answer for now."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code >= 500
+    gone = (httpx.HTTPError, ConnectionError, TimeoutError, asyncio.TimeoutError)
+    return isinstance(error, (*gone, ConnectionClosed))
 
 
 class TrinitySyncJobConfiguration(BaseJobConfiguration):
@@ -214,7 +223,7 @@ class TrinitySyncWorker(
         try:
             yield
         except httpx.HTTPError as error:
-            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
+            if not _is_away(error):
                 raise
             if not self._away:
                 logger.warning("the Prefect server is away (%r); waiting for it", error)
@@ -232,6 +241,10 @@ class TrinitySyncWorker(
                     await service()
                 except Exception as error:
                     logger.debug("%s is taken up again after %r", service, error)
+                    if not _is_away(error):
+                        warn_once(
+                            f"a part of the worker's work fails and is tried again: {error!r}"
+                        )
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
