@@ -2,11 +2,7 @@
 
 import asyncio
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences
@@ -233,30 +230,6 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings:
     ]
 
 
-@contextmanager
-def server(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """URL of a server that answers by a path's beginning, with status and body; else with 404."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            known = [answers[path] for path in answers if self.path.startswith(f"/api{path}")]
-            status, body = known[0] if known else (404, "{}")
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{made.server_port}/api"
-        made.shutdown()
-
-
 def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
     async def run() -> list[Finding]:
         async with get_client() as client:
@@ -274,7 +247,7 @@ def test_files_are_mended_though_the_server_does_not_take_the_login(
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     temporary = written_but_never_committed(job, 3)
-    with server({"": (401, '{"exception_message": "Unauthorized"}')}) as url:
+    with server({}, login="who:what") as url:
         found = run_with(url, job, settings)
     assert [(each.what, each.state) for each in found] == [
         ("runs", "left"),
