@@ -76,7 +76,7 @@ async def reconcile(
         try:
             found += await _mend_runs(client, settings)
             found += await _ask_for_runs(client, settings, clock)
-            runs = await runs_in(client, settings.work_pool, *UNDER_WAY, StateType.SCHEDULED)
+            runs = await _saves_to_come(client, settings)
         except httpx.HTTPError as error:  # such as a login that it does not take
             found.append(Finding("Prefect", "runs", "left", f"the server cannot be asked: {error}"))
     found += await asyncio.to_thread(
@@ -140,6 +140,13 @@ async def _ask_for_runs(
             why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
             found.append(Finding(request.root, request.run_name, "left", why))
     return found
+
+
+async def _saves_to_come(client: PrefectClient, settings: Settings) -> list[FlowRun]:
+    """The saves that a run is at or will be; schedules have runs of other flows for weeks ahead."""
+    name = SAVE_DEPLOYMENT.rpartition("/")[2]
+    states = (*UNDER_WAY, StateType.SCHEDULED)
+    return await runs_in(client, settings.work_pool, *states, deployment=name)
 
 
 def _mend_files(
