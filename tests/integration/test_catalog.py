@@ -55,13 +55,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def history(root: Path) -> None:
-    """Two runs, three steps, a pin, a lease and a metric."""
+    """Two runs, three steps, a pin, and a metric beside some that are no numbers."""
     open_run(root, "first", 0)
     commit_files(root, 10)
     commit_files(root, 20, kind="state_dict")
     open_run(root, "second", 10)
     commit_files(root, 30, run=2)
-    write_metrics(root, 1, 10, {"reward": 0.5})
+    write_metrics(root, 1, 10, {"reward": 0.5, "loss": float("nan"), "gain": float("inf")})
     pin(root, 10, "the paper's")
 
 

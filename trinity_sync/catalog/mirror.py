@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def _rows_of(
         for record in manifest.files:
             rows[Shard].append({"job": job, "step": step, **asdict(record)})
         for name, value in read_metrics(root, manifest.run, step).items():
-            rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
+            if isfinite(value):  # NaN is NULL to SQLite, and differs from itself
+                rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
     for step, pin in pins(root).items():
