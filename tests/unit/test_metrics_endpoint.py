@@ -37,8 +37,9 @@ def scraped(port: int) -> dict[tuple[str, ...], float]:
     }
 
 
-def request(job: Job, step: int) -> SaveRequest:
-    return SaveRequest(root=str(job.root), step=step, run=1, spools={"here": "/spool"})
+def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
+    spools = {"here": "/spool"}
+    return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key, spools=spools)
 
 
 def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
@@ -67,6 +68,14 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     note_root(settings, job.root)
     port = WorkerMetrics().serve(settings)
     assert newest_step(port) == 7
+
+
+def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
+    metrics.committed(request(job, 40, 2, "old"), [], persist_s=1.0, commit_s=0.25)
+    for step in (3, 2):  # the second is late
+        metrics.committed(request(job, step, 1, "new"), [], persist_s=1.0, commit_s=0.25)
+    assert newest_step(metrics.serve(settings)) == 3
 
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:

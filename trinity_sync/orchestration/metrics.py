@@ -28,7 +28,7 @@ class WorkerMetrics:
     """The counters of one worker process."""
 
     def __init__(self) -> None:
-        self._stands: dict[tuple[str, Kind], tuple[int, int]] = {}
+        self._stands: dict[tuple[str, Kind], tuple[str | None, int]] = {}
         self._one_at_a_time = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
@@ -77,7 +77,7 @@ class WorkerMetrics:
         self._phases.labels(*labels, "commit").observe(commit_s)
         self._bytes.labels(*labels).inc(sum(file.record.nbytes for file in written if file.image))
         for kind in SERVES_AS[request.kind]:
-            self._stand(request.job, kind, request.run, request.step, time.time())
+            self._stand(request.job, kind, request.run_key, request.step, time.time())
 
     def failed(self, request: SaveRequest) -> None:
         """Count a save that failed."""
@@ -110,18 +110,25 @@ class WorkerMetrics:
             for root in known_roots(settings):
                 for kind in KINDS:
                     if best := newest(root, kind):
-                        self._stand(job_id(root), kind, best.run, best.step, best.committed_at)
+                        self._stand(job_id(root), kind, None, best.step, best.committed_at)
         except OSError as error:
             logger.warning("where known jobs stand is not looked up: %s", error)
 
-    def _stand(self, job: str, kind: Kind, run: int, step: int, committed_at: float) -> None:
-        """Say where a job stands, unless it is further already: saves may end late."""
+    def _stand(
+        self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
+    ) -> None:
+        """Say where a job stands, unless it is further already: saves of a run may end late.
+
+        Run numbers are not compared, as they begin again where a root was removed and begun anew.
+        What was looked up, of a run that is None, gives way to every commit.
+        """
         with self._one_at_a_time:
-            if (run, step) >= self._stands.get((job, kind), (0, 0)):
-                self._stands[job, kind] = run, step
-                self._newest.labels(job, kind).set(step)
-                age = partial(_seconds_since, committed_at)
-                self._age.labels(job, kind).set_function(age)
+            known = self._stands.get((job, kind))
+            if known and (run_key is None or (run_key == known[0] and step < known[1])):
+                return
+            self._stands[job, kind] = run_key, step
+            self._newest.labels(job, kind).set(step)
+            self._age.labels(job, kind).set_function(partial(_seconds_since, committed_at))
 
 
 def _seconds_since(moment: float) -> float:
