@@ -65,6 +65,20 @@ def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
     assert job.spool.tickets() == ([], [])
 
 
+def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    manifest = read_manifest(job.root, 5)
+    assert manifest
+
+    def sweep_at(moment: float) -> None:
+        assert stranded(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
+
+    sweep_at(manifest.committed_at + 1.9)
+    assert len(job.spool.tickets()[0]) == 1
+    sweep_at(manifest.committed_at + 2.1)
+    assert job.spool.tickets() == ([], [])
+
+
 def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
     job.stage(6, {"model": {"w": torch.ones(10)}})

@@ -22,7 +22,7 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.storage.commit import finish_interrupted
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import Save, mark_failed
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ def stranded(
 
     Args:
         spool: the node's spool, with one folder a job.
-        grace_s: seconds since the last seal that are left to the trainer to ask by itself.
+        grace_s: seconds since the last seal that are left to the trainer to ask by itself, and
+            since the commit that are left to whoever commits to free the slots.
         clock: seconds since the epoch.
     """
     requests: list[SaveRequest] = []
@@ -50,7 +51,7 @@ def stranded(
 
 
 def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
-    """The saves of one job whose last seal was ``before``, in seconds since the epoch."""
+    """The saves of one job whose last seal, or commit, was ``before`` (since the epoch)."""
     sealed, bad = job.tickets()
     for error in bad:
         warn_once(str(error))
@@ -60,7 +61,7 @@ def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
         saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
     for (root, run, step, kind), images in saves.items():
         if is_committed(root, run, step, kind):
-            _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images)
+            _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images, before)
         elif all(image.ticket.sealed_at < before and not image.failed for image in images):
             yield _request(job, root, run, step, kind, images)
 
@@ -90,8 +91,11 @@ def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
             logger.warning("%s keeps its slots for a while: %s", save, error)
 
 
-def _finish(save: Save, images: list[Sealed]) -> None:
+def _finish(save: Save, images: list[Sealed], before: float) -> None:
     try:
+        manifest = read_manifest(save.root, save.step)
+        if manifest is None or manifest.committed_at >= before:
+            return  # whoever commits it frees the slots, and notes what they hold
         finish_interrupted(save)
         for image in images:
             release(image.slot, image.ticket.image)
