@@ -80,6 +80,12 @@ def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] =
         return _refill(connection, job, root, steps_on_disk(root), known, None)
 
 
+def forget(engine: sa.Engine, root: str | Path) -> bool:
+    """Remove all rows of a job, whose files are left alone; whether there were any."""
+    with engine.begin() as connection:
+        return bool(connection.execute(sa.delete(Job).where(Job.id == job_id(root))).rowcount)
+
+
 def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
     """In what the catalog and the files of a job differ; empty if they agree.
 
