@@ -267,7 +267,8 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
             assert read_manifest(root, 2) is None
-            assert worker_log(stack_settings).count(f"step 2 of {root} is refused") == 1
+            refusal = f"step 2 of {root}: the Prefect server refuses"
+            assert worker_log(stack_settings).count(refusal) == 1
         finally:
             client.update_deployment(
                 deployment.id, DeploymentUpdate(parameter_openapi_schema=known)

@@ -49,8 +49,9 @@ from trinity_sync.orchestration.mend import (
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
 from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
+from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
 
@@ -58,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
-REFUSED = (409, 422)
-"""How a server answers parameters that it will never take, as after an upgrade of one side only."""
 
 
 def _is_away(error: Exception) -> bool:
@@ -103,7 +102,6 @@ class TrinitySyncWorker(
         self._trinity = Settings()
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
-        self._refused: set[str] = set()
         self._away = False
         self._infrastructure = f"{socket.gethostname()}/{process_name(os.getpid())}"
 
@@ -297,9 +295,9 @@ class TrinitySyncWorker(
                     deployment.id, **request.flow_run
                 )
             except httpx.HTTPStatusError as error:  # the others have their turn
-                if error.response.status_code not in REFUSED:
+                if not (refusal := refusal_of(error)):
                     raise
-                self._warn_of_refusal(request, error.response.text)
+                warn_once(f"{request.run_name} of {request.root}: {refusal}")
                 continue
             if run.state and run.state.is_cancelled():  # perhaps before anybody had taken it
                 let_give_way(run.parameters, "Cancelled.")
@@ -307,9 +305,3 @@ class TrinitySyncWorker(
                 with one_worker_a_node(self._trinity.spool) as alone:
                     if alone:  # a run that is cancelled is shown as crashed for an instant
                         await begin_again(self.client, run.id, crashed_for_s=2.0)
-
-    def _warn_of_refusal(self, request: SaveRequest, why: str) -> None:
-        if request.key not in self._refused:
-            self._refused.add(request.key)
-            what = f"{request.run_name} of {request.root}"
-            logger.error("%s is refused, run: trinity-sync deploy (%s)", what, why)
