@@ -24,6 +24,7 @@ from trinity_sync.catalog.queries import jobs
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.roots import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.metrics import write_metrics
@@ -55,13 +56,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def history(root: Path) -> None:
-    """Two runs, three steps, a pin, a lease and a metric."""
+    """Two runs, three steps, a pin, and a metric beside some that are no numbers."""
     open_run(root, "first", 0)
     commit_files(root, 10)
     commit_files(root, 20, kind="state_dict")
     open_run(root, "second", 10)
     commit_files(root, 30, run=2)
-    write_metrics(root, 1, 10, {"reward": 0.5})
+    write_metrics(root, 1, 10, {"reward": 0.5, "loss": float("nan"), "gain": float("inf")})
     pin(root, 10, "the paper's")
 
 
@@ -179,6 +180,8 @@ def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
         "oracle-of-delphi://",
         "no url",
         "sqlite:////proc/nowhere/catalog.db",
+        "sqlite://",
+        "sqlite:///:memory:",
     ],
 )
 def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
@@ -204,6 +207,25 @@ def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) ->
     listed = run("catalog", "ls", **home)
     assert str(root) in listed.stdout
     assert "the catalog lacks 1 steps" in listed.stderr
+
+
+def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_path: Path) -> None:
+    named = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_CATALOG_URL": url}
+    history(root)
+    other = tmp_path / "other"
+    commit_files(other, 10)
+    settings = Settings(home=tmp_path / "home", catalog_url=url)
+    with opened(url) as engine:
+        for each in (root, other):
+            rebuild(engine, each)
+            note_root(settings, each)
+        shutil.rmtree(root)
+        assert run("catalog", "forget", root, **named).returncode == 0
+        assert [job.root for job in jobs(engine)] == [str(other)]
+    assert len(list((settings.home / "roots").iterdir())) == 1
+    again = run("catalog", "forget", root, **named)
+    assert again.returncode == 1
+    assert is_one_sentence(again.stderr)
 
 
 def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences
@@ -225,3 +228,45 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings:
         ("latest_checkpointed_iteration.txt", "mended"),
         ("catalog", "left"),
     ]
+
+
+def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
+    async def run() -> list[Finding]:
+        async with get_client() as client:
+            return await reconcile(
+                settings, [job.root], client, clock=lambda: time.time() + LATER_S
+            )
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]
+
+
+def test_files_are_mended_though_the_server_does_not_take_the_login(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    temporary = written_but_never_committed(job, 3)
+    with server({}, login="who:what") as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("runs", "left"),
+        ("latest_checkpointed_iteration.txt", "mended"),
+        (str(temporary.relative_to(job.root)), "left"),
+    ]
+    assert "401 Unauthorized" in found[0].why
+
+
+def test_images_wait_and_files_are_mended_though_nothing_is_deployed(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    with server({"/flow_runs/filter": (200, "[]")}) as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("save actor step 2", "left"),
+        ("latest_checkpointed_iteration.txt", "mended"),
+    ]
+    assert "run: trinity-sync deploy" in found[0].why

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] =
         known = _flow_runs(connection, job, None)
         connection.execute(sa.delete(Step).where(Step.job == job))
         return _refill(connection, job, root, steps_on_disk(root), known, None)
+
+
+def forget(engine: sa.Engine, root: str | Path) -> bool:
+    """Remove all rows of a job, whose files are left alone; whether there were any."""
+    with engine.begin() as connection:
+        return bool(connection.execute(sa.delete(Job).where(Job.id == job_id(root))).rowcount)
 
 
 def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
@@ -160,7 +167,8 @@ def _rows_of(
         for record in manifest.files:
             rows[Shard].append({"job": job, "step": step, **asdict(record)})
         for name, value in read_metrics(root, manifest.run, step).items():
-            rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
+            if isfinite(value):  # NaN is NULL to SQLite, and differs from itself
+                rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
     for step, pin in pins(root).items():

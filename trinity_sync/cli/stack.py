@@ -96,14 +96,20 @@ def deploy() -> None:
     "trinity-sync worker[/]",
 )
 def worker() -> None:
-    """Run a flow worker in the foreground, for the stack of up or that of the environment."""
+    """Run a flow worker in the foreground, for what the environment names, or the stack of up."""
     from trinity_sync.orchestration import parts, stack
 
     settings = read_settings()
-    env = parts.environment(settings, stack.find(settings) or parts.StackState())
+    state = stack.find(settings) or parts.StackState()
+    env = parts.environment(settings, state.where_named(os.environ))
     for variable in ("PREFECT_API_URL", "RAY_ADDRESS"):
         if not env.get(variable):
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
+    if not parts.accepts(env["RAY_ADDRESS"]):  # Ray itself asks for minutes; a server may be away
+        raise StackError(
+            f"nothing answers at RAY_ADDRESS={env['RAY_ADDRESS']}. Start Ray there, or correct "
+            "RAY_ADDRESS; the stack's own is started by: trinity-sync up"
+        )
     settings.home.mkdir(parents=True, exist_ok=True)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)

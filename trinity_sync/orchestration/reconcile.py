@@ -73,9 +73,12 @@ async def reconcile(
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
     if client:
-        found += await _mend_runs(client, settings)
-        found += await _ask_for_runs(client, settings)
-        runs = await runs_in(client, settings.work_pool, *UNDER_WAY, StateType.SCHEDULED)
+        try:
+            found += await _mend_runs(client, settings)
+            found += await _ask_for_runs(client, settings, clock)
+            runs = await _saves_to_come(client, settings)
+        except httpx.HTTPError as error:  # such as a login that it does not take
+            found.append(Finding("Prefect", "runs", "left", f"the server cannot be asked: {error}"))
     found += await asyncio.to_thread(
         lambda: list(_mend_files(settings, roots, runs, before=clock() - grace_s))
     )
@@ -110,12 +113,18 @@ async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]
     return found
 
 
-async def _ask_for_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+async def _ask_for_runs(
+    client: PrefectClient, settings: Settings, clock: Callable[[], float]
+) -> list[Finding]:
     """Images that were handed over, and that nobody asked a flow run for."""
-    requests = await asyncio.to_thread(stranded, settings.spool)
+    requests = await asyncio.to_thread(stranded, settings.spool, clock=clock)
     if not requests:
         return []
-    deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+    try:
+        deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+    except ObjectNotFound:
+        why = f"{SAVE_DEPLOYMENT} is not deployed; run: trinity-sync deploy"
+        return [Finding(each.root, each.run_name, "left", why) for each in requests]
     found = []
     for request in requests:
         try:
@@ -131,6 +140,13 @@ async def _ask_for_runs(client: PrefectClient, settings: Settings) -> list[Findi
             why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
             found.append(Finding(request.root, request.run_name, "left", why))
     return found
+
+
+async def _saves_to_come(client: PrefectClient, settings: Settings) -> list[FlowRun]:
+    """The saves that a run is at or will be; schedules have runs of other flows for weeks ahead."""
+    name = SAVE_DEPLOYMENT.rpartition("/")[2]
+    states = (*UNDER_WAY, StateType.SCHEDULED)
+    return await runs_in(client, settings.work_pool, *states, deployment=name)
 
 
 def _mend_files(

@@ -31,6 +31,8 @@ class _Pending:
     ask_at: float
     exports: set[str]
     """Roles whose models are to be exported after the commit."""
+    troubled: bool = False
+    """Whether it was said already that the save cannot be followed."""
 
 
 class SaveWatch:
@@ -91,12 +93,27 @@ class SaveWatch:
                     return
                 pending = list(self._pending.values())
             for save in pending:
-                if self._settled(save):
+                if self._done_with(save):
                     with self._changed:
                         self._pending.pop(save.request.key, None)
                         self._changed.notify_all()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, LOOK_S)
+
+    def _done_with(self, save: _Pending) -> bool:
+        """Whether it is settled; not while the root's file system cannot tell."""
+        try:
+            return self._settled(save)
+        except Exception as error:  # ESTALE, EIO: without this thread whoever waits would hang
+            if not save.troubled:
+                logger.warning(
+                    "%s of %s cannot be followed, it is looked at again: %r",
+                    save.request.run_name,
+                    save.request.root,
+                    error,
+                )
+            save.troubled = True
+            return False
 
     def _settled(self, save: _Pending) -> bool:
         request = save.request
