@@ -157,13 +157,19 @@ def run_of(root: str | Path, step: int) -> int:
     return manifest.run if manifest else 0
 
 
-def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
-    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
+def own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
+    """What this very run has committed of a step; None if that is nothing, or nobody can tell."""
     try:
         manifest = read_manifest(root, step)
     except (ManifestError, OSError):
-        return False
-    return manifest is not None and manifest.run == run and kind in manifest.kinds
+        return None
+    return manifest if manifest and manifest.run == run else None
+
+
+def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
+    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
+    manifest = own_manifest(root, run, step)
+    return manifest is not None and kind in manifest.kinds
 
 
 def _is_below(path: str) -> bool:
