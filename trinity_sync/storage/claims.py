@@ -35,6 +35,9 @@ from trinity_sync.storage.steps import require_committed
 LEASE_S = 600.0
 """Seconds that a lease lasts unless it is renewed."""
 
+LONG_READ_S = 86_400.0
+"""Seconds for who reads long and renews nothing; where its process is gone it ends before."""
+
 
 @dataclass(frozen=True)
 class Lease:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trinity_sync.errors import ManifestError
-from trinity_sync.layout import MANIFEST, Kind, step_folder
+from trinity_sync.layout import MANIFEST, Kind, shard_file, step_folder
 from trinity_sync.storage.durable import replace_file
 
 VERSION = 1
@@ -26,6 +26,11 @@ class FileRecord:
     component: str = ""
     rank: int = 0
     world_size: int = 0
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is all of one rank's state, and not one of several small files."""
+        return self.path.endswith(shard_file(self.component, self.world_size, self.rank))
 
 
 @dataclass(frozen=True)
