@@ -529,6 +529,8 @@ class CheckpointCoordinator:
     def close(self, timeout: float = 10.0) -> None:
         """Let go of everything; what was handed over goes on without this process.
 
+        Signals that `on_preemption` took end the process again, or do what they did before.
+
         Args:
             timeout: seconds to get requests out that Prefect has not taken yet. After that the
                 worker of this node finds their images by itself.
@@ -539,6 +541,7 @@ class CheckpointCoordinator:
             self._metrics.close()
             self._watch.close()
             self._trigger.close(timeout)
+            self._preemption.forget()
         self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
