@@ -245,6 +245,7 @@ class CheckpointCoordinator:
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
+        self.wait_staged()  # until then it is open whether it took the attachments along
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
             origin, components, metadata=metadata, attachments=attached, overlap=overlap
@@ -264,10 +265,9 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name or the path cannot be used, or the step was handed over already.
+            ConfigError: the name or the path cannot be used, or this step or a later one is being
+                saved already.
         """
-        if self._states.has_handed_over(step):
-            raise ConfigError(f"step {step} was handed over; attach {name!r} before it is saved")
         self._attachments.add(step, name, content)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
@@ -599,6 +599,8 @@ class CheckpointCoordinator:
         return self.roles if kind == "checkpoint" else (role,)
 
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
+        if origin.kind == "checkpoint":
+            self._attachments.handed_over(origin.step)
         run = self._begin(0)
         request = self._request(run, origin.step, origin.kind, origin.roles, components)
         request = request.model_copy(update={"keep": origin.keep})
