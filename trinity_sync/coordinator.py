@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ from trinity_sync.layout import (
     Kind,
     check_name,
     step_folder,
+    steps_on_disk,
 )
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
@@ -43,10 +45,11 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.claims import LONG_READ_S, take_lease
+from trinity_sync.storage.manifest import is_committed, run_of
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import Run, open_run
+from trinity_sync.storage.runs import Run, newest_run, open_run
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class CheckpointCoordinator:
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
         self._run: Run | None = None
+        self._has_saved = False
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
@@ -150,7 +154,18 @@ class CheckpointCoordinator:
         """Begin this run at ``step``; saves of earlier runs beyond it, not committed yet, lapse.
 
         Raises:
-            ConfigError: this run has begun already.
+            ConfigError: as `check_resume`.
+        """
+        self.check_resume(step)
+        if self._run is None:  # whoever began the run first may have had nothing to load
+            self._run = replace(self._begin(step), resumed_from=step)
+
+    def check_resume(self, step: int) -> None:
+        """See that this run can begin at ``step``, before the step is loaded; `load` does it, too.
+
+        Raises:
+            ConfigError: this run has begun already, at another step; or its key is that of a run
+                that is not new.
         """
         self.wait_staged()  # what is loaded next must not reach an image
         if self._run and self._run.resumed_from != step:
@@ -158,7 +173,18 @@ class CheckpointCoordinator:
                 f"this run began at step {self._run.resumed_from} and cannot begin again at "
                 f"{step}; load before the first save"
             )
-        self._begin(step)
+        if self._run:
+            return
+        joined = newest_run(self.root)
+        if joined is None or joined.key != self._run_key or joined.resumed_from == step:
+            return
+        steps = steps_on_disk(self.root)
+        if joined.resumed_from or any(run_of(self.root, each) == joined.number for each in steps):
+            raise ConfigError(
+                f"run key {joined.key!r} is that of run {joined.number} of {self.root}, which "
+                f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
+                "TRINITY_SYNC_RUN a new value at each start"
+            )
 
     def _begin(self, resumed_from: int) -> Run:
         if self._run is None:
@@ -184,17 +210,23 @@ class CheckpointCoordinator:
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
         """This rank's states of a committed step, by component; this run begins at the step.
 
+        A step that cannot be loaded begins nothing, so another may be tried.
+
         They are read from the spool if this node still holds them, else from disk; the log says
         which. Tensors are on the CPU.
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is damaged.
-            ConfigError: as `resumed_from`.
+            ConfigError: as `check_resume`.
         """
-        self.resumed_from(step)
-        return load_states(
-            self.root, step, role, rank=self.rank, world_size=self.world_size, spool=self.spool
-        )
+        self.check_resume(step)
+        rank, world_size = self.rank, self.world_size
+        with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_READ_S):
+            states = load_states(
+                self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
+            )
+            self.resumed_from(step)  # from here on, retention spares the step for this run
+        return states
 
     # ---------------------------------------------------------------- states
 
@@ -245,6 +277,14 @@ class CheckpointCoordinator:
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
+        if kind == "checkpoint" and not self._has_saved:
+            if is_committed(self.root, origin.run, step, kind):  # this save would change nothing
+                raise ConfigError(
+                    f"step {step} of {self.root} was committed before by run {origin.run}, whose "
+                    f"key {origin.run_key!r} this one has; give TRINITY_SYNC_RUN a new value at "
+                    "each start"
+                )
+            self._has_saved = True
         self.wait_staged()  # until then it is open whether it took the attachments along
         attached = self._attachments.take(step) if kind == "checkpoint" else None
         return self._states.save(
