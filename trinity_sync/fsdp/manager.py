@@ -198,7 +198,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 staged before.
 
         Returns:
-            What was staged, and the seconds that it took.
+            What was staged, and the seconds that it took; None where nothing can be published.
 
         Raises:
             ConfigError: this manager has no coordinator yet.
@@ -214,12 +214,13 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         coordinator = self._coordinator
         collect = collect or self.model_state
         published, staged = coordinator.upload(global_step, collect, role=role)
-        if published:
-            if self._publisher is None:
-                root, namespace = coordinator.root, self.ray_namespace or None
-                actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
-                self._publisher = Publisher(actor, root, coordinator.spool)
-            self._publisher.publish(published)
+        if not published:
+            return None
+        if self._publisher is None:
+            root, namespace = coordinator.root, self.ray_namespace or None
+            actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
+            self._publisher = Publisher(actor, root, coordinator.spool)
+        self._publisher.publish(published)
         return staged
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
@@ -394,15 +395,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     ) -> Staged | None:
         if not states:
             return None
-        metadata = None
-        if self.rank == 0:
-            metadata = metadata_folder(
-                coordinator.spool,
-                role,
-                self.model,
-                self.processing_class,
-                world_size=self.world_size,
-            )
+        metadata = metadata_folder(coordinator, role, self.model, self.processing_class)
         overlap = coordinator.settings.overlap and self.optimizer is not None
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)
@@ -419,6 +412,6 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))
-        if export:
+        if export and staged.components:
             self._saved["hf_model"] = step
         return staged
