@@ -45,7 +45,7 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
-from trinity_sync.storage.claims import LONG_READ_S, take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import is_committed, run_of
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
@@ -221,7 +221,7 @@ class CheckpointCoordinator:
         """
         self.check_resume(step)
         rank, world_size = self.rank, self.world_size
-        with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_READ_S):
+        with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
             states = load_states(
                 self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
             )

@@ -10,7 +10,7 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.receipt import Receipt
-from trinity_sync.storage.claims import LONG_READ_S, leases
+from trinity_sync.storage.claims import LONG_LEASE_S, leases
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.drill import drill
 
@@ -87,7 +87,7 @@ def test_a_step_stays_claimed_however_long_it_takes_to_load(job: Job) -> None:
         return float(len(claimed))
 
     drill(job.root, clock=clock)
-    assert claimed == [LONG_READ_S, LONG_READ_S]
+    assert claimed == [LONG_LEASE_S, LONG_LEASE_S]
 
 
 def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:

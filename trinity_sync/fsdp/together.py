@@ -14,14 +14,11 @@ import torch.distributed as dist
 
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.layout import split_role_path
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
-
-LEASE_S = 3600.0
-"""Seconds for which a step is claimed at most, should the loading rank die on another node."""
 
 T = TypeVar("T")
 
@@ -66,7 +63,7 @@ def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
     if dist.get_rank():
         return manifest
     try:
-        claim.enter_context(take_lease(root, step, "load by all ranks", ttl_s=LEASE_S))
+        claim.enter_context(take_lease(root, step, "load by all ranks", ttl_s=LONG_LEASE_S))
     except OSError as error:  # another job's root, which may be for reading only
         logger.warning(
             "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.claims import LONG_READ_S, take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 
@@ -67,8 +67,8 @@ def diff(
         ConfigError: the two were saved by different numbers of ranks.
     """
     with (
-        take_lease(root, before, "diff", ttl_s=LONG_READ_S),
-        take_lease(root, after, "diff", ttl_s=LONG_READ_S),
+        take_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
+        take_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
     ):
         manifests = [require_committed(root, step) for step in (before, after)]
         old, new = (_shards(root, each, role, component) for each in manifests)

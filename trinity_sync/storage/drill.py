@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ImageError
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.loading import state_of
-from trinity_sync.storage.claims import LONG_READ_S, take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.reader import digest_file, read_file
 from trinity_sync.storage.restore import load_shards, require_digest
@@ -55,7 +55,7 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
     ]
     if not paths and not others:
         raise _nothing_in(step_folder(root, manifest.step))
-    with take_lease(root, manifest.step, "restore drill", ttl_s=LONG_READ_S):
+    with take_lease(root, manifest.step, "restore drill", ttl_s=LONG_LEASE_S):
         start = clock()
         nbytes = 0
         try:
