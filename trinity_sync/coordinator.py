@@ -533,9 +533,9 @@ class CheckpointCoordinator:
         components = {name for ticket in mine for name in ticket.components}
         roles = mine[0].roles if mine else self.roles
         expected = state_dict_thread_count + checkpoint_thread_count
-        request = self._request(run, global_step, kind, roles, components, expected)
         keep = max((ticket.keep for ticket in mine), default=0)
-        self._hand_over(request.model_copy(update={"keep": keep}), always=True)
+        request = self._request(run, global_step, kind, roles, components, keep, expected)
+        self._hand_over(request, always=True)
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Wait until all that this process handed over is committed, or has failed.
@@ -561,10 +561,6 @@ class CheckpointCoordinator:
     def commit_seconds(self) -> Mapping[str, float]:
         """Seconds from hand-over to commit, by request key, of this process's committed saves."""
         return self._watch.commit_seconds
-
-    def request_key(self, step: int, kind: Kind = "checkpoint") -> str:
-        """Idempotency key of a save of this run, by which Prefect knows its flow run."""
-        return self._request(self._begin(0), step, kind, self.roles, ()).key
 
     def close(self, timeout: float = 10.0) -> None:
         """Let go of everything; what was handed over goes on without this process.
@@ -642,8 +638,9 @@ class CheckpointCoordinator:
         if origin.kind == "checkpoint":
             self._attachments.handed_over(origin.step)
         run = self._begin(0)
-        request = self._request(run, origin.step, origin.kind, origin.roles, components)
-        request = request.model_copy(update={"keep": origin.keep})
+        request = self._request(
+            run, origin.step, origin.kind, origin.roles, components, origin.keep
+        )
         self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
@@ -653,6 +650,7 @@ class CheckpointCoordinator:
         kind: Kind,
         roles: Sequence[str],
         components: Sequence[str] | set[str],
+        keep: int,
         expected: int = 0,
     ) -> SaveRequest:
         known: list[Component] = [name for name in COMPONENTS if name in components]
@@ -666,6 +664,7 @@ class CheckpointCoordinator:
             components=tuple(known),
             spools={socket.gethostname(): str(self.spool.folder)},
             expected=expected,
+            keep=keep,
         )
 
     def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:

@@ -10,7 +10,7 @@ import torch
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry
 
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
 from trinity_sync.layout import Kind
@@ -23,7 +23,7 @@ STATE = {"w": torch.arange(5000.0)}
 
 
 def key(saves: CheckpointCoordinator, step: int, kind: Kind = "checkpoint") -> str:
-    return saves.request_key(step, kind)
+    return key_of(saves.root, step, kind)
 
 
 def load(root: Path, step: int, component: str = "model", role: str = "actor") -> Any:
