@@ -12,7 +12,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.attachments import Attachments
+from trinity_sync.beginning import OwnRun
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.layout import (
@@ -32,7 +32,6 @@ from trinity_sync.layout import (
     Kind,
     check_name,
     step_folder,
-    steps_on_disk,
 )
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
@@ -46,10 +45,10 @@ from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
-from trinity_sync.storage.manifest import is_committed, run_of
+from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import Run, newest_run, open_run
+from trinity_sync.storage.runs import Run
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,6 @@ class CheckpointCoordinator:
         self.rank, self.world_size = rank, world_size
         self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
         self._node_ranks = tuple(range(world_size)) if node_ranks is None else tuple(node_ranks)
-        self._run_key = run_key or _own_run_key()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -120,8 +118,7 @@ class CheckpointCoordinator:
         self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
-        self._run: Run | None = None
-        self._has_saved = False
+        self._run = OwnRun(self.root, run_key or _own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
@@ -156,9 +153,8 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: as `check_resume`.
         """
-        self.check_resume(step)
-        if self._run is None:  # whoever began the run first may have had nothing to load
-            self._run = replace(self._begin(step), resumed_from=step)
+        self.wait_staged()
+        self._run.begin_at(step)
 
     def check_resume(self, step: int) -> None:
         """See that this run can begin at ``step``, before the step is loaded; `load` does it, too.
@@ -168,28 +164,7 @@ class CheckpointCoordinator:
                 that is not new.
         """
         self.wait_staged()  # what is loaded next must not reach an image
-        if self._run and self._run.resumed_from != step:
-            raise ConfigError(
-                f"this run began at step {self._run.resumed_from} and cannot begin again at "
-                f"{step}; load before the first save"
-            )
-        if self._run:
-            return
-        joined = newest_run(self.root)
-        if joined is None or joined.key != self._run_key or joined.resumed_from == step:
-            return
-        steps = steps_on_disk(self.root)
-        if joined.resumed_from or any(run_of(self.root, each) == joined.number for each in steps):
-            raise ConfigError(
-                f"run key {joined.key!r} is that of run {joined.number} of {self.root}, which "
-                f"began at step {joined.resumed_from} and cannot begin again at {step}; give "
-                "TRINITY_SYNC_RUN a new value at each start"
-            )
-
-    def _begin(self, resumed_from: int) -> Run:
-        if self._run is None:
-            self._run = open_run(self.root, self._run_key, resumed_from)
-        return self._run
+        self._run.require_can_begin_at(step)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
         """Folder of the newest committed step of ``kind``, or None if there is none.
@@ -277,16 +252,11 @@ class CheckpointCoordinator:
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
-        if kind == "checkpoint" and not self._has_saved:
-            if is_committed(self.root, origin.run, step, kind):  # this save would change nothing
-                raise ConfigError(
-                    f"step {step} of {self.root} was committed before by run {origin.run}, whose "
-                    f"key {origin.run_key!r} this one has; give TRINITY_SYNC_RUN a new value at "
-                    "each start"
-                )
-            self._has_saved = True
-        self.wait_staged()  # until then it is open whether it took the attachments along
-        attached = self._attachments.take(step) if kind == "checkpoint" else None
+        attached = None
+        if kind == "checkpoint":
+            self._run.require_new_step(step)
+            self.wait_staged()  # until then it is open whether it took the attachments along
+            attached = self._attachments.take(step)
         return self._states.save(
             origin, components, metadata=metadata, attachments=attached, overlap=overlap
         )
@@ -441,7 +411,7 @@ class CheckpointCoordinator:
             return staged.components
 
         def committed() -> tuple[Kind, ...]:
-            run = self._begin(0).number
+            run = self._run.begun().number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
 
         return say_last_words(
@@ -482,7 +452,7 @@ class CheckpointCoordinator:
     def _call_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
         return Receipt(
             name=check_name("name of a save", name),
-            run=self._begin(0).number,
+            run=self._run.begun().number,
             step=step,
             kind="state_dict" if is_state_dict else "checkpoint",
             rank=self.rank,
@@ -504,7 +474,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
-        self._metrics.record(self._begin(0).number, step, metrics)
+        self._metrics.record(self._run.begun().number, step, metrics)
 
     # ---------------------------------------------------------------- outcomes
 
@@ -527,7 +497,7 @@ class CheckpointCoordinator:
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         self.wait_staged()
-        run = self._begin(0)
+        run = self._run.begun()
         tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         components = {name for ticket in mine for name in ticket.components}
@@ -602,7 +572,7 @@ class CheckpointCoordinator:
     ) -> Origin:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
-        run = self._begin(0)
+        run = self._run.begun()
         return Origin(
             root=str(self.root),
             run=run.number,
@@ -637,7 +607,7 @@ class CheckpointCoordinator:
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         if origin.kind == "checkpoint":
             self._attachments.handed_over(origin.step)
-        run = self._begin(0)
+        run = self._run.begun()
         request = self._request(
             run, origin.step, origin.kind, origin.roles, components, origin.keep
         )
