@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
@@ -255,7 +255,7 @@ def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
 ) -> None:
     with CheckpointCoordinator(root, settings=stack_settings) as saves:
         saves.save(7, {"model": {"w": torch.ones(3)}})
-        run = until(lambda: Api().runs_of(saves.request_key(7)), "the save's flow run")[0]
+        run = until(lambda: Api().runs_of(key_of(root, 7)), "the save's flow run")[0]
     with opened(url_of(stack_settings)) as engine:
         wanted = until(
             lambda: [job for job in jobs(engine, job_id(root)) if job.steps], "the step's row"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
@@ -28,13 +28,13 @@ def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_remov
     saves.wait_all(90)
     saves.save(2, {"model": STATE}, keep=1)
     saves.wait_all(90)
-    api.ended(api.run_of(saves.request_key(2)).id)
+    api.ended(api.run_of(key_of(root, 2)).id)
     assert steps_on_disk(root) == [2]
     saves.save_async("lora", fails, 3)
     saves.save(3, {"model": STATE}, keep=1)
     with pytest.raises(SaveFailed, match="no room"):
         saves.wait_all(90)
-    api.ended(api.run_of(saves.request_key(3)).id)
+    api.ended(api.run_of(key_of(root, 3)).id)
     assert newest(root).step == 2
     require_committed(root, 2)
 
@@ -47,7 +47,7 @@ def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
     (root / ".trinity_sync/trash").write_text("in the way")
     saves.save(2, {"model": STATE}, keep=1)
     saves.wait_all(90)
-    ended = api.ended(api.run_of(saves.request_key(2)).id)
+    ended = api.ended(api.run_of(key_of(root, 2)).id)
     assert ended.state is not None
     assert ended.state.is_completed()
     states = until(

@@ -17,6 +17,7 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
+    MANIFEST,
     PRIVATE_FOLDER,
     step_folder,
     steps_on_disk,
@@ -177,7 +178,7 @@ def _temporaries(folder: Path) -> Iterator[Path]:
 
 def _why_not(root: Path, step: int) -> str | None:
     folder = step_folder(root, step)
-    if folder.is_dir() and not (folder / "manifest.json").exists():
+    if folder.is_dir() and not (folder / MANIFEST).exists():
         return None  # another system's
     try:
         require_committed(root, step)
