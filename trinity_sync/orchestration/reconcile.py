@@ -25,7 +25,6 @@ from pydantic import ValidationError
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, rebuild
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.export.wishes import Wish, wishes
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.sweep import stranded
@@ -41,6 +40,7 @@ from trinity_sync.storage.leftovers import (
     remove_temporaries,
 )
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.wishes import Wish, wishes
 
 logger = logging.getLogger(__name__)
 

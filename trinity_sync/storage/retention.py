@@ -29,6 +29,7 @@ from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import newest_run
 from trinity_sync.storage.steps import require_committed, require_whole
+from trinity_sync.storage.wishes import awaited
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
@@ -221,6 +222,8 @@ def carry_out(
 def _held(root: str | Path) -> dict[int, list[str]]:
     """Steps that somebody needs whatever policies say, with reasons."""
     held = claimed(root)
+    for step, roles in awaited(root).items():
+        held[step].append(f"the model of {', '.join(roles)} is to be exported")
     for kind in KINDS:
         if (pointed := read_iteration(root, kind)) is not None:
             held[pointed].append(f"the iteration file of {kind}s names it")
