@@ -81,6 +81,10 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two polls of the flow worker, when no event has woken it before."""
 
+    silent_s: float = Field(default=120.0, ge=10)
+    """Seconds without a heartbeat (they come every 30) after which the server shows a flow run as
+    crashed; read by ``deploy``. Prefect allows no fewer than 10."""
+
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port at which the flow worker answers Prometheus; 0 for none."""
 

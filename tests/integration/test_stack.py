@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.events.actions import RunDeployment
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
 
 from tests.conftest import left_of, processes_of
 from trinity_sync.errors import StackError
@@ -13,6 +15,7 @@ from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.server import server_client
+from trinity_sync.orchestration.silence import NAME
 from trinity_sync.settings import Settings
 
 
@@ -77,6 +80,37 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
     assert again.pull_steps == []
     assert again.path is None
     assert again.entrypoint == "flows.save.save_step"
+
+
+def test_deploying_twice_is_one_automation_of_today_and_one_that_was_paused_stays_so(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    with server_client(stack.api_url) as client:
+
+        def watch() -> Automation:
+            (found,) = client.read_automations_by_name(NAME)
+            return found
+
+        made = watch()
+        client.pause_automation(made.id)
+        old = AutomationCore.model_validate({**made.model_dump(exclude={"id"}), "enabled": True})
+        client.create_automation(old)
+        try:
+            deploy.deploy(stack_settings.model_copy(update={"silent_s": 500}), stack.api_url)
+            changed = watch()
+            assert not changed.enabled
+            assert isinstance(changed.trigger, EventTrigger)
+            assert changed.trigger.within.total_seconds() == 500
+            reconcile = client.read_deployment_by_name("reconcile/reconcile").id
+            assert isinstance(changed.actions[1], RunDeployment)
+            assert changed.actions[1].deployment_id == reconcile
+            watched = str(changed.trigger.match_related)
+            save = client.read_deployment_by_name("save-step/save-step").id
+            assert str(save) in watched
+            assert str(reconcile) not in watched
+        finally:
+            deploy.deploy(stack_settings, stack.api_url)
+            client.resume_automation(watch().id)
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
