@@ -246,6 +246,15 @@ def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
     assert newest(job.root).step == 3
 
 
+def test_an_image_that_a_resume_left_behind_holds_no_step(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and nobody needs its slot
+    open_run(job.root, "second", 10)
+    for step in (20, 30):
+        commit_files(job.root, step, run=2)
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
+
+
 def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder, steps_on_disk
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
@@ -27,7 +28,7 @@ from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.runs import newest_run, refuse_abandoned
 from trinity_sync.storage.steps import require_committed, require_whole
 from trinity_sync.storage.wishes import awaited
 
@@ -279,7 +280,7 @@ def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None, now: 
     if spool is None:
         return False
     sealed, bad = spool.tickets()
-    if bad or any(image.ticket.step == planned.step for image in sealed):
+    if bad or any(_may_be_committed(root, image.ticket, planned.step) for image in sealed):
         return True
     newest = newest_run(root)
     runs = {planned.run, newest.number if newest else planned.run}
@@ -289,6 +290,15 @@ def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None, now: 
         for kind in KINDS
         for receipt in receipts_of(spool, run, planned.step, kind)
     )
+
+
+def _may_be_committed(root: Path, ticket: Ticket, step: int) -> bool:
+    """Whether an image is of the step, and no later run has left it behind."""
+    try:
+        refuse_abandoned(root, ticket.run, ticket.run_key, ticket.step)
+    except Abandoned:
+        return False
+    return ticket.step == step
 
 
 def _take_name_away(root: Path, step: int) -> None:
