@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelled, Cancelling, Pending, Running
+from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running
 
 from tests.faults.slow_save import (
     SIZE,
@@ -177,6 +177,21 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
     assert_committed(root, 2)
     assert api.ended(run.id).run_count == 2
     until(lambda: all(each.state.is_completed() for each in reconciles()), "its end")
+
+
+def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
+    saves: CheckpointCoordinator, root: Path, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    set_states(api, run.id, Crashed(message="Nothing was heard of its process."))
+    assert_committed(root, 2)
+
+    def state() -> str | None:
+        with api.client as client:
+            return client.read_flow_run(run.id).state_name
+
+    until(lambda: state() == "Completed", "its own end")
 
 
 def test_a_save_whose_worker_was_stopped_is_begun_again(

@@ -1,4 +1,4 @@
-"""A Prefect automation that ends flow runs which nobody is heard of any more.
+"""A Prefect automation that ends flow runs of which nothing is heard any more.
 
 `mend` knows the processes of its own node only. Where a whole node is gone, or no worker comes back
 to it, its runs would stay Running for ever, and so would whoever waits for them. Prefect's server
