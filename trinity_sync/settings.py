@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     keep_syncs: str = "last=2"
     """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""
 
+    keep_aside: str = "all"
+    """As ``keep``, for what rewinds have set aside, such as ``newer=30d``; one folder a rewind."""
+
     work_pool: str = "trinity-sync"
     """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
 
