@@ -1,7 +1,6 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,6 @@ from trinity_sync.orchestration.server import server_client, waiting_runs
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import newest, require_committed
-
-
-@pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    yield coordinator
-    coordinator.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
 
 import json
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -15,26 +14,10 @@ from tests.unit.steps import commit_files
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.steps import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
-
-
-@pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    yield coordinator
-    coordinator.close()
 
 
 def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_removes_nothing(

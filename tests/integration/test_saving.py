@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,6 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.steps import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
-
-
-@pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    yield coordinator
-    coordinator.close()
 
 
 def key(saves: CheckpointCoordinator, step: int) -> str:

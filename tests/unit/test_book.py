@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.storage.runs import Run
 from trinity_sync.weights.book import HISTORY, MOST_READERS, Book
 from trinity_sync.weights.parties import Handshake, Parties, Status
 from trinity_sync.weights.version import ImageRef, Source, Version
@@ -48,7 +49,7 @@ def test_the_newest_never_moves_backwards_but_to_leave_what_is_abandoned(
             said = book.record(version(run, step), float(now))
             assert said == (newest_of(book) == (run, step))
         elif run not in book.runs:
-            book.begin_runs({run: step})
+            book.begin_runs([Run(run, "key", step)])
         after = newest_of(book)
         assert after is None or not book.abandoned(*after)
         if before is not None and not book.abandoned(*before):
@@ -65,7 +66,7 @@ def test_a_book_comes_back_as_it_was(events: list[tuple[str, int, int]]) -> None
             book.record(version(run, step, "checkpoint" if step % 2 else "memory"), float(now))
             book.serve(f"reader-{step}", step, float(now))
         elif run not in book.runs:
-            book.begin_runs({run: step})
+            book.begin_runs([Run(run, "key", step)])
     again = Book.from_json(json.loads(json.dumps(book.to_json())))
     assert again.newest() == book.newest()
     assert again.newest("checkpoint") == book.newest("checkpoint")
@@ -81,11 +82,23 @@ def test_a_monitor_that_starts_again_does_not_move_the_pointer_backwards() -> No
 
 def test_a_resumed_run_never_publishes_an_abandoned_later_version() -> None:
     book = book_of((1, 10), (1, 12))
-    book.begin_runs({1: 0, 2: 10})
+    book.begin_runs([Run(1, "key", 0), Run(2, "key", 10)])
     assert newest_of(book) == (1, 10)
     assert not book.record(version(1, 14), 9.0)
     assert newest_of(book) == (1, 10)
     assert book.record(version(2, 11), 9.0)
+
+
+def test_a_rewind_brings_back_what_the_runs_it_annuls_had_left_behind() -> None:
+    book = book_of((1, 30), (2, 25))
+    book.begin_runs([Run(1, "key", 0), Run(2, "key", 20)])
+    assert newest_of(book) == (2, 25)
+    book.begin_runs([Run(3, "key", 30, resumed_run=1)])
+    assert newest_of(book) is None
+    assert not book.record(version(2, 31), 3.0)
+    assert book.record(version(1, 30, "checkpoint"), 3.0)
+    assert not book.record(version(1, 35), 3.0)
+    assert book.record(version(4, 31), 4.0)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +116,14 @@ def test_a_resumed_run_never_publishes_an_abandoned_later_version() -> None:
 )
 def test_what_is_newer_than_what_one_has(than: int, run: int | None, newer: bool) -> None:
     book = book_of((1, 10), (1, 13))
-    book.begin_runs({1: 0, 2: 10})
+    book.begin_runs([Run(1, "key", 0), Run(2, "key", 10)])
     book.record(version(2, 11), 5.0)
     assert (book.newer(than, run) is not None) == newer
 
 
 def test_who_serves_what_was_left_behind_waits_for_the_new_run() -> None:
     book = book_of((1, 10), (1, 12))
-    book.begin_runs({1: 0, 2: 10})
+    book.begin_runs([Run(1, "key", 0), Run(2, "key", 10)])
     assert book.newer(12) is None
     book.record(version(2, 11), 5.0)
     assert book.newer(12) == version(2, 11)

@@ -12,12 +12,13 @@ from tests.unit.job import Job
 from trinity_sync.errors import Abandoned, CommitError, StepClaimed
 from trinity_sync.layout import Kind
 from trinity_sync.storage.claims import pin, pins, take_lease
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.policies import All, parse_policy
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import let_go_of_aside, rewind
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.weights.committed import newest_version
 
 
 def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
@@ -77,6 +78,21 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
     assert newest(trained.root).step == 20
     with pytest.raises(Abandoned, match="step 15 of run 2"):
         trained.commit(15, run=2)
+
+
+def test_what_a_run_had_left_behind_is_good_again_once_that_run_is_gone_back_behind(
+    trained: Job,
+) -> None:
+    commit(trained, 35, kind="state_dict")
+    open_run(trained.root, "second", 20)
+    commit(trained, 25, run=2, kind="state_dict")
+    assert newest_version(trained.root, "actor").step == 25
+    rewind(trained.root, 35)
+    assert newest_version(trained.root, "actor").step == 35
+    settle_iteration(trained.root, "checkpoint")
+    settle_iteration(trained.root, "state_dict")
+    assert read_iteration(trained.root, "checkpoint") == 30
+    assert read_iteration(trained.root, "state_dict") == 35
 
 
 def test_going_back_to_a_sync_leaves_the_checkpoint_before_it(trained: Job) -> None:

@@ -6,9 +6,10 @@ started again find the image. It only says where to look: whoever reads such a s
 and compares the digest of the bytes with the one in the step's manifest.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from trinity_sync.snapshot.notes import read_note, write_note
 
 KEPT_SUFFIX = ".kept"
 
@@ -32,18 +33,12 @@ def kept_path(slot: Path) -> Path:
 
 def keep(slot: Path, kept: Kept) -> None:
     """Leave the note; call it under the slot's lock."""
-    path = kept_path(slot)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(asdict(kept)))
-    temporary.replace(path)
+    write_note(kept_path(slot), kept)
 
 
 def kept_in(slot: Path) -> Kept | None:
     """What the slot's note says; None without one, and with one that is not understood."""
-    try:
-        return Kept(**json.loads(kept_path(slot).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+    return read_note(kept_path(slot), Kept)
 
 
 def forget(slot: Path) -> None:

@@ -6,9 +6,10 @@ whoever holds the slot's lock, shared is enough, and finds the note that was loo
 version's bytes until the lock is given back.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from trinity_sync.snapshot.notes import read_note, write_note
 
 PUBLISHED_SUFFIX = ".published"
 
@@ -37,18 +38,12 @@ def published_path(slot: Path) -> Path:
 
 def publish(slot: Path, published: Published) -> None:
     """Leave the note; call it while the bytes cannot change."""
-    path = published_path(slot)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(asdict(published)))
-    temporary.replace(path)
+    write_note(published_path(slot), published)
 
 
 def published_in(slot: Path) -> Published | None:
     """What the slot's note says; None without one, and with one that is not understood."""
-    try:
-        return Published(**json.loads(published_path(slot).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+    return read_note(published_path(slot), Published)
 
 
 def withdraw(slot: Path) -> None:

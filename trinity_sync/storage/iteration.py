@@ -8,11 +8,11 @@ way back is from a step that turned out to be damaged (`settle_iteration`).
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError, ManifestError
+from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, Kind, step_folder
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.durable import replace_file
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed
 
@@ -73,7 +73,7 @@ def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | N
 def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Whether the iteration file names this step, or one that counts as newer."""
     current = read_iteration(root, kind)
-    return current is not None and (_run_of(root, current), current) >= (run, step)
+    return current is not None and (run_of(root, current), current) >= (run, step)
 
 
 def _best(root: str | Path, kind: Kind) -> Manifest | None:
@@ -97,12 +97,3 @@ def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
     except CommitError:
         return False
     return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)
-
-
-def _run_of(root: str | Path, step: int) -> int:
-    """Run that committed ``step``; 0 if none did, as for a checkpoint of another system."""
-    try:
-        manifest = read_manifest(root, step)
-    except ManifestError:
-        manifest = None
-    return manifest.run if manifest else 0

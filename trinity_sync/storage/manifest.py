@@ -148,6 +148,15 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
     return Manifest(**body)
 
 
+def run_of(root: str | Path, step: int) -> int:
+    """Run that committed ``step``; 0 if none did, as for a checkpoint of another system."""
+    try:
+        manifest = read_manifest(root, step)
+    except ManifestError:
+        manifest = None
+    return manifest.run if manifest else 0
+
+
 def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
     """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder, steps_on_disk
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
@@ -24,12 +24,12 @@ from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock, one_change_at_a_time
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import newest_run, refuse_abandoned
-from trinity_sync.storage.steps import require_committed, require_whole
+from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
 from trinity_sync.storage.wishes import awaited
 
 UNDER_WAY_S = 3600.0
@@ -102,20 +102,14 @@ def survey(root: str | Path) -> list[StepInfo]:
     """All steps with a manifest that can be read, oldest first; others are nobody's to remove."""
     held = _held(root)
     found = []
-    for step in steps_on_disk(root):
-        try:
-            manifest = read_manifest(root, step)
-        except ManifestError:
-            continue
-        if manifest is None:
-            continue
+    for manifest in committed_steps(root):
         try:
             require_whole(root, manifest)
             damage = ""
         except CommitError as error:
             damage = str(error)
-        metrics = read_metrics(root, manifest.run, step)
-        found.append(info_of(manifest, metrics=metrics, held=held[step], damage=damage))
+        metrics = read_metrics(root, manifest.run, manifest.step)
+        found.append(info_of(manifest, metrics=metrics, held=held[manifest.step], damage=damage))
     return sorted(found, key=lambda each: each.age)
 
 
@@ -229,19 +223,11 @@ def _held(root: str | Path) -> dict[int, list[str]]:
         if (pointed := read_iteration(root, kind)) is not None:
             held[pointed].append(f"the iteration file of {kind}s names it")
     run = newest_run(root)
-    if run and run.resumed_from and _newest_commit_of_run(root) < run.number:
+    pointed = read_iteration(root, "checkpoint")
+    at = 0 if pointed is None else run_of(root, pointed)
+    if run and run.resumed_from and at < run.number:
         held[run.resumed_from].append(f"run {run.number} resumed from it and has no checkpoint yet")
     return held
-
-
-def _newest_commit_of_run(root: str | Path) -> int:
-    """The run whose checkpoint the iteration file names; 0 if there is no telling."""
-    pointed = read_iteration(root, "checkpoint")
-    try:
-        manifest = None if pointed is None else read_manifest(root, pointed)
-    except ManifestError:
-        return 0
-    return manifest.run if manifest else 0
 
 
 def _reason_to_stay(

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ManifestError, StepClaimed
+from trinity_sync.errors import StepClaimed
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -39,7 +39,7 @@ from trinity_sync.layout import (
 from trinity_sync.storage.claims import leases, nobody_claims, pins, unpin
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed
@@ -67,7 +67,7 @@ def newer_steps(root: str | Path, step: int) -> list[int]:
         CommitError: the step is not committed, or damaged.
     """
     target = require_committed(root, step)
-    runs = {other: _run_of(root, other) for other in steps_on_disk(root)}
+    runs = {other: run_of(root, other) for other in steps_on_disk(root)}
     newer = [other for other, run in runs.items() if other > step or run > target.run]
     return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
 
@@ -201,12 +201,3 @@ def _fresh_folder(root: Path, now: float) -> Path:
         folder = folder.with_name(folder.name + "_")
     make_folder(folder)
     return folder
-
-
-def _run_of(root: str | Path, step: int) -> int:
-    """Run that committed the step; 0 if none did."""
-    try:
-        manifest = read_manifest(root, step)
-    except ManifestError:
-        manifest = None
-    return manifest.run if manifest else 0

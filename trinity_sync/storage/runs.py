@@ -2,10 +2,13 @@
 
 A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says. A
 run that resumed from step M abandons whatever earlier runs had handed over beyond M and not yet
-committed: such a save is refused, or explorers would receive weights that training has left.
+committed: such a save is refused, or explorers would receive weights that training has left. A
+rewind is a run, too: it annuls the runs between the one whose commit it goes back to and itself,
+and with them what those had abandoned.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +46,7 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
 
 def all_runs(root: str | Path) -> list[Run]:
     """Every run of the job, in no order."""
-    return _later_runs(root, 0)
+    return [_read(path) for path in _folder(root).glob("[0-9]*.json")]
 
 
 def know_run(root: str | Path, run: Run) -> None:
@@ -78,17 +81,23 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
             f"step {step} of run {run} in {root} is abandoned: the root was removed and begun anew "
             "since it was handed over. Nothing is to be done."
         )
-    for later in _later_runs(root, run):
-        if later.resumed_from < step or 0 < later.resumed_run < run:
-            raise Abandoned(
-                f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
-                f"step {later.resumed_from}, which leaves this save behind. Nothing is to be done."
-            )
+    if later := left_behind_by(all_runs(root), run, step):
+        raise Abandoned(
+            f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
+            f"step {later.resumed_from}, which leaves this save behind. Nothing is to be done."
+        )
 
 
-def _later_runs(root: str | Path, run: int) -> list[Run]:
-    names = _folder(root).glob("[0-9]*.json")
-    return [_read(path) for path in names if int(path.stem) > run]
+def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
+    """The later run, of all ``runs`` of a job, that left this step of ``run`` behind, or None."""
+    counting: list[Run] = []
+    for later in sorted(runs, key=lambda each: each.number, reverse=True):
+        annulled = any(0 < each.resumed_run < later.number for each in counting)
+        if later.number > run and not annulled:
+            if later.resumed_from < step or 0 < later.resumed_run < run:
+                return later
+            counting.append(later)
+    return None
 
 
 def _read(path: Path) -> Run:

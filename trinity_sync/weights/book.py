@@ -7,13 +7,14 @@ that every rule can be tested as a table. Two rules hold whatever comes, in what
 - what a later run left behind, by resuming from before it, is gone and does not come back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trinity_sync.storage.runs import Run, left_behind_by
 from trinity_sync.weights.version import ImageRef, Source, Version
 
-FORMAT = 1
+FORMAT = 2
 HISTORY = 8
 """Versions that are kept, besides the newest of each source: what a reader may fall back to."""
 MOST_READERS = 1024
@@ -54,8 +55,8 @@ class Book:
     """See the module."""
 
     def __init__(self) -> None:
-        self.runs: dict[int, int] = {}
-        """Run number -> step that it resumed from."""
+        self.runs: dict[int, Run] = {}
+        """All that are known, by number."""
         self._versions: dict[Key, dict[Source, Version]] = {}
         self._known_at: dict[Key, float] = {}
         self._serving: dict[str, _Serving] = {}
@@ -81,22 +82,23 @@ class Book:
         self.changes += 1
         return key == max(self._versions)
 
-    def begin_runs(self, runs: Mapping[int, int]) -> bool:
-        """Learn of runs (number -> step resumed from); whether any was new.
+    def begin_runs(self, runs: Iterable[Run]) -> bool:
+        """Learn of runs; whether any was new.
 
         What they left behind is dropped. Runs that are known and not in ``runs`` stay.
         """
-        if runs.items() <= self.runs.items():
+        known = len(self.runs)
+        self.runs |= {run.number: run for run in runs}
+        if len(self.runs) == known:
             return False
-        self.runs |= runs
         for key in [key for key in self._versions if self.abandoned(*key)]:
             self._forget(key)
         self.changes += 1
         return True
 
     def abandoned(self, run: int, step: int) -> bool:
-        """Whether a later run resumed from before this step."""
-        return any(later > run and base < step for later, base in self.runs.items())
+        """Whether a later run left this step behind."""
+        return left_behind_by(self.runs.values(), run, step) is not None
 
     def newest(self, source: Source | None = None) -> Version | None:
         """The newest version, by its best source, or the newest that has ``source``."""
@@ -166,7 +168,7 @@ class Book:
         """The whole book."""
         return {
             "format": FORMAT,
-            "runs": {str(run): base for run, base in self.runs.items()},
+            "runs": [asdict(run) for run in self.runs.values()],
             "versions": [
                 {**asdict(version), "known_at": self._known_at[key]}
                 for key, sources in sorted(self._versions.items())
@@ -185,7 +187,7 @@ class Book:
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']} instead of {FORMAT}")
         book = cls()
-        book.runs = {int(run): int(base) for run, base in body["runs"].items()}
+        book.begin_runs(Run(**run) for run in body["runs"])
         for saved in body["versions"]:
             fields = dict(saved)
             now = float(fields.pop("known_at"))

@@ -5,20 +5,18 @@ The rules are those of `parties`; here is what they wait for, and how the dead a
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights import meeting
 from trinity_sync.weights.ledger import Ledger
-from trinity_sync.weights.parties import Handshake, Status
+from trinity_sync.weights.liveness import PROBE_S, Liveness, find
+from trinity_sync.weights.parties import Status
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
-
-PROBE_S = 1.0
-"""How often a party that is waited for is asked whether it lives; Ray tells of no death unasked."""
 
 
 class Handshakes:
@@ -26,8 +24,7 @@ class Handshakes:
 
     def __init__(self, ledger: Ledger, namespace: str, settings: SyncSettings) -> None:
         self._ledger, self._namespace, self._settings = ledger, namespace, settings
-        self._actors: dict[str, Any] = {}
-        """Parties that are Ray actors of this namespace."""
+        self._lives = Liveness(namespace)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready_to_nccl_sync(
@@ -51,12 +48,10 @@ class Handshakes:
             step, run = shake.version, self._ledger.book.run
             version = Version(step, run, "nccl", self._ledger.root, self._settings.role)
             self._ledger.book.record(version, self._ledger.now())
-        if who is not None:
-            self._in_background(self._note_actor(who))
-        for name in self._ledger.parties.live_explorers - {who}:
-            self._in_background(self._watch(name, shake))
-        if who is not None and shake.step is not None:
-            self._in_background(self._watch(None, shake))
+        self._in_background(self._lives.note(who or self._settings.trainer))
+        for party in {*self._ledger.parties.live_explorers, None} - {who, *shake.watched}:
+            shake.watched.add(party)
+            self._in_background(self._watch(party, lambda: shake.over))
         try:
             await self._ledger.tell()
             limit = self._settings.timeout_s if timeout_s is None else timeout_s
@@ -87,7 +82,7 @@ class Handshakes:
             WeightSyncError: one cannot be reached, failed, or did not answer within ``timeout``
                 seconds.
         """
-        trainer = await meeting.find(self._settings.trainer, self._namespace)
+        trainer = await find(self._settings.trainer, self._namespace)
         if trainer is None:
             raise WeightSyncError(
                 f"trainer {self._settings.trainer!r} is no Ray actor of namespace "
@@ -104,8 +99,8 @@ class Handshakes:
     async def coordinate_weight_sync_teardown(self) -> None:
         """Trinity's: explorers leave the group, then the trainer; the dead do not hold it up."""
         names = sorted(self._ledger.parties.live_explorers)
-        found = {name: await meeting.find(name, self._namespace) for name in names}
-        trainer = await meeting.find(self._settings.trainer, self._namespace)
+        found = {name: await find(name, self._namespace) for name in names}
+        trainer = await find(self._settings.trainer, self._namespace)
         limit = min(60.0, self._settings.timeout_s)
         await meeting.tear_down(trainer, found, timeout_s=limit)
 
@@ -116,7 +111,7 @@ class Handshakes:
             WeightSyncError: there is none, or one is no Ray actor of this namespace.
         """
         names = self._ledger.parties.live_explorers or {self._settings.explorer}
-        found = {name: await meeting.find(name, self._namespace) for name in sorted(names)}
+        found = {name: await find(name, self._namespace) for name in sorted(names)}
         if missing := [name for name, actor in found.items() if actor is None]:
             raise WeightSyncError(
                 f"explorers {', '.join(missing)} are no Ray actors of namespace "
@@ -124,34 +119,25 @@ class Handshakes:
             )
         return found
 
-    async def _note_actor(self, name: str) -> None:
-        if actor := await meeting.find(name, self._namespace):
-            self._actors[name] = actor
-
-    async def _watch(self, explorer: str | None, shake: Handshake) -> None:
-        """End the handshake if that party (None: the trainer) dies before it is over."""
+    async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
+        """Count that party (None: the trainer) out if it dies before its wait is ``over``."""
         name = explorer or self._settings.trainer
-        await self._note_actor(name)
-        actor = self._actors.get(name)
-        if actor is None:
-            return
-        while not await meeting.died(actor):
-            if await self._ledger.until(lambda: shake.over or None, PROBE_S):
+        await self._lives.note(name)
+        while not self._lives.is_dead(name):
+            if await self._ledger.until(lambda: over() or None, PROBE_S):
                 return
-        if shake.over:
-            return
         logger.warning("%s died before a weight sync", name)
-        self._actors.pop(name, None)
         if explorer is None:
             self._ledger.parties.set_trainer(Status.STOPPED)
         else:
             self._ledger.parties.set_explorer(explorer, Status.STOPPED)
         await self._ledger.tell()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop itself holds no reference
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _party(module: str, trainer_step: int | None, explorer: str) -> str | None:

@@ -39,8 +39,6 @@ class Ledger:
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
         self._written = (-1, -1)
-        self._keys: dict[int, str] = {}
-        """Run number -> the run's random key."""
         self.book, self.parties = Book(), Parties()
         self._remember()
         self._learn(self._runs())
@@ -55,7 +53,7 @@ class Ledger:
     def begin_anew(self) -> None:
         """The root was removed, and with it the versions; who waits waits on."""
         logger.warning("%s was removed and begun anew: its old versions are gone", self.root)
-        self.book, self._keys, self._written = Book(), {}, (-1, -1)
+        self.book, self._written = Book(), (-1, -1)
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -83,6 +81,8 @@ class Ledger:
 
     async def until(self, answer: Callable[[], T | None], timeout_s: float | None) -> T | None:
         """Wait until there is an answer; None if there was none within ``timeout_s``."""
+        if (found := answer()) is not None:
+            return found
         async with self._changed:
             wait = self._changed.wait_for(lambda: answer() is not None)
             try:
@@ -101,7 +101,6 @@ class Ledger:
                 "written_at": self.now(),
                 "book": self.book.to_json(),
                 "parties": self.parties.to_json(),
-                "run_keys": {str(number): key for number, key in self._keys.items()},
             }
             try:
                 await asyncio.to_thread(write_state, self.root, state)
@@ -117,10 +116,9 @@ class Ledger:
         try:
             self.book = Book.from_json(state["book"])
             self.parties = Parties.from_json(state["parties"])
-            self._keys = {int(number): key for number, key in state["run_keys"].items()}
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("state.json of %s is begun anew: %r", self.root, error)
-            self.book, self.parties, self._keys = Book(), Parties(), {}
+            self.book, self.parties = Book(), Parties()
 
     def _runs(self) -> list[Run]:
         try:
@@ -130,12 +128,11 @@ class Ledger:
             return []
 
     def _learn(self, runs: list[Run]) -> bool:
-        keys = {run.number: run.key for run in runs}
-        anew = any(keys.get(number, key) != key for number, key in self._keys.items())
+        known = self.book.runs
+        anew = any(known.get(run.number, run).key != run.key for run in runs)
         if anew:
             self.begin_anew()
-        self._keys |= keys
-        return self.book.begin_runs({run.number: run.resumed_from for run in runs}) or anew
+        return self.book.begin_runs(runs) or anew
 
     def _record_committed(self, version: Version | None) -> None:
         newest = self.book.newest("checkpoint")

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from trinity_sync.errors import WeightSyncError
@@ -19,25 +18,6 @@ logger = logging.getLogger(__name__)
 
 Handles = Mapping[str, Any]
 """Explorer's name -> its Ray actor."""
-
-
-async def find(name: str, namespace: str) -> Any:
-    """The Ray actor of that name, or None; the event loop goes on meanwhile."""
-    try:
-        return await asyncio.to_thread(ray.get_actor, name, namespace)
-    except ValueError:
-        return None
-
-
-async def died(actor: Any) -> bool:
-    """Whether the actor is dead; returns when it has answered, or has died without."""
-    try:
-        await actor.__ray_ready__.remote()
-    except ray.exceptions.ActorDiedError:
-        return True
-    except RayError:
-        return False  # it is being restarted, or cannot be reached just now
-    return False
 
 
 async def set_up(

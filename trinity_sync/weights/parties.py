@@ -46,6 +46,8 @@ class Handshake:
     step: int | None = None
     """What the trainer wants to send, once it has arrived."""
     arrived: set[str] = field(default_factory=set)
+    watched: set[str | None] = field(default_factory=set)
+    """Parties (None: the trainer) whose death would be noticed."""
     over: bool = False
     version: int | None = None
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import ray
@@ -197,12 +196,7 @@ class WeightReader:
     def __enter__(self) -> "WeightReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _candidates(self, wanted: Version | None) -> Iterator[Version]:

@@ -161,6 +161,7 @@ class Synchronizer(Handshakes):
         """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
         await self._ledger.refresh()
         self._ledger.parties.set_trainer(Status.of(status))
+        self._in_background(self._lives.note(self._settings.trainer))
         await self._ledger.tell()
 
     async def notify_no_new_model_state_dict(self) -> None:
@@ -201,8 +202,8 @@ class Synchronizer(Handshakes):
     ) -> int:
         """Trinity's: the number of a newer version, once there is one.
 
-        It is ``current_version``, or what is newest, if the trainer stops, says that there is none,
-        or lets ``sync_timeout`` pass. The explorer requires a sync meanwhile, and no longer.
+        It is ``current_version``, or what is newest, if the trainer stops or dies, says that there
+        is none, or lets ``sync_timeout`` pass. The explorer requires a sync until then.
         """
         explorer = explorer or self._settings.explorer
         refusals = self._refusals
@@ -220,10 +221,12 @@ class Synchronizer(Handshakes):
         if answer():
             return self._ledger.number
         self._ledger.parties.set_explorer(explorer, Status.REQUIRE_SYNC)
+        watch = self._in_background(self._watch(None, lambda: False))
         await self._ledger.tell()
         try:
             await self._ledger.until(answer, self._settings.timeout_s)
         finally:
+            watch.cancel()
             self._ledger.parties.back_to_work({explorer})
         return self._ledger.number
 
@@ -288,7 +291,7 @@ class Synchronizer(Handshakes):
         """
         name = explorer or self._settings.explorer
         self._ledger.parties.set_explorer(name, Status.of(status))
-        self._in_background(self._note_actor(name))
+        self._in_background(self._lives.note(name))
         await self._ledger.tell()
 
     async def get_trainer_status(self) -> Status:
