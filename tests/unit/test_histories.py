@@ -1,5 +1,5 @@
-"""Random histories of saves, crashes, resumes, rewinds, claims and retentions, beside a model of a
-few sets.
+"""Random histories of saves, crashes, resumes, rewinds, claims, repairs and retentions, beside a
+model of a few sets.
 
 Whatever happened, the newest commit loads with its own state, what is claimed is there, what a
 policy keeps is there, the iteration files name steps that are whole, and nothing comes back from
@@ -25,6 +25,7 @@ from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.claims import Lease, pin, take_lease, unpin
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.leftovers import FILE_REPAIRS
 from trinity_sync.storage.persist import mark_failed
 from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.restore import load_states
@@ -101,6 +102,7 @@ class Histories(RuleBasedStateMachine):
         if moment:  # one that dies at any instant is finished by the same call again
             in_a_process(lambda: self._rewind(step), self.folder, die_before=moment)
         self._rewind(step)
+        self.mend()
         self.steps = {each: known for each, known in self.steps.items() if each not in newer}
         self.pinned -= newer
         for served in SERVES_AS[kind]:
@@ -145,6 +147,11 @@ class Histories(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.leased)))
         self.leased.pop(step).release()
+
+    @rule()
+    def mend(self) -> None:
+        for repair in FILE_REPAIRS:
+            assert all(finding.state == "mended" for finding in repair(self.job.root))
 
     @rule(last=LASTS, every=MULTIPLES, syncs=LASTS)
     def retain(self, last: int, every: int, syncs: int) -> None:
