@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from trinity_sync.catalog.database import opened, url_of
-from trinity_sync.catalog.mirror import differences, rebuild
+from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
@@ -187,6 +187,7 @@ def _catalog_of(settings: Settings, root: Path) -> Iterator[Finding]:
     """Rows that a commit or a removal could not write while the catalog was away."""
     try:
         with opened(url_of(settings)) as engine:
+            note_versions(engine, root)
             if missed := differences(engine, root, claims=False):
                 rebuild(engine, root)
                 yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")
