@@ -71,21 +71,18 @@ class FunctionSaves:
 
     def _run(self, save_fn: Callable[[], Any], receipt: Receipt) -> None:
         folder = step_folder(self._root, receipt.step)
-        before = _files_below(folder)
-        start = time.monotonic()
         try:
+            before = _files_below(folder)
+            start = time.monotonic()
             save_fn()
+            seconds = time.monotonic() - start
+            after = _files_below(folder)
+            changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
+            finished = replace(receipt, state="finished", seconds=seconds, files=changed)
+            write_receipt(self._spool, finished)
         except BaseException as error:
             write_receipt(self._spool, replace(receipt, state="failed", error=repr(error)))
             raise
-        changed = [name for name, seen in _files_below(folder).items() if before.get(name) != seen]
-        finished = replace(
-            receipt,
-            state="finished",
-            seconds=time.monotonic() - start,
-            files=tuple(sorted(changed)),
-        )
-        write_receipt(self._spool, finished)
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError, ImageError, SpoolError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.stager import METADATA, Origin, Plan, Staged, Stager, pack_folder
@@ -110,16 +110,16 @@ class StateSaves:
         """
         self.wait_staged()
         began = time.perf_counter()
-        if published := self._stager.publish(origin, MODEL):
-            return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
-        state = collect()
         try:
-            plan = self._stager.plan(origin, {MODEL: state})
+            if published := self._stager.publish(origin, MODEL):
+                return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
+            plan = self._stager.plan(origin, {MODEL: collect()})
             staged = self._stager.carry_out(plan, sealed=False)
-        except TrinitySyncError as error:
+            published = self._stager.publish(origin, MODEL)
+        except (SpoolError, ImageError) as error:
             return None, self._failed(origin, error)
         self._uploaded = True
-        return self._stager.publish(origin, MODEL), staged
+        return published, staged
 
     def wait_staged(self) -> float:
         """Wait for an overlapped save to be staged; returns the seconds that it took.

@@ -53,14 +53,14 @@ def job(root: Path, spool_folder: Path) -> Iterator[Job]:
 def commit_step(root: Path) -> CommitStep:
     """Commits a step of two small files and a receipt; returns its folder."""
 
-    def commit(step: int, *, run: int = 1, kind: Kind = "checkpoint") -> Path:
+    def commit(step: int, *, run: int = 1, kind: Kind = "checkpoint", role: str = "actor") -> Path:
         folder = step_folder(root, step)
         records = []
         for component in ("model", "optim"):
-            name = f"actor/{component}_world_size_1_rank_0.pt"
+            name = f"{role}/{component}_world_size_1_rank_0.pt"
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(b"x" * 1000)
-            records.append(FileRecord(name, 1000, f"xxh3-128:{step:032x}", "actor", component))
+            records.append(FileRecord(name, 1000, f"xxh3-128:{step:032x}", role, component))
         receipt = ReceiptRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
         manifest = Manifest("job", run, step, (kind,), tuple(records), (receipt,), 1.7e9 + step)
         write_manifest(root, manifest)

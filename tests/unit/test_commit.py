@@ -261,6 +261,29 @@ def test_a_step_with_a_cut_file_is_not_resumed_from(job: Job) -> None:
         require_committed(job.root, 5)
 
 
+def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+
+    def sync(folder: Path) -> None:
+        assert not (job.root / "global_step_1/manifest.json").exists()
+        synced.append(folder)
+
+    deep = job.root / "global_step_1/actor/adapters/lora"
+    deep.mkdir(parents=True)
+    (deep / "adapter.safetensors").write_bytes(b"weights")
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    written = job.persist(1)
+    monkeypatch.setattr("trinity_sync.storage.commit.write_manifest_into", lambda *_: None)
+    monkeypatch.setattr("trinity_sync.storage.commit.announce", lambda *_: None)
+    monkeypatch.setattr("trinity_sync.storage.commit.sync_folder", sync)
+    files = ("actor/adapters/lora/adapter.safetensors",)
+    receipt = Receipt("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
+    commit(job.save(1), written, [receipt])
+    assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
+
+
 def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
     """A known defect of the system that this one replaces: an abandoned later version came back."""
     open_run(job.root, "first", 0)

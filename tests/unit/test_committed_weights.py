@@ -25,7 +25,7 @@ def commit(tmp_path: Path) -> Commit:
         names = ("actor/model_world_size_1_rank_0.pt", *more)
         for name in names:
             write(folder / name, NOW)
-        files = tuple(FileRecord(name, 7, "xxh3-128:0", "actor") for name in names)
+        files = tuple(FileRecord(name, 7, "xxh3-128:0", "actor", "model") for name in names)
         write_manifest(tmp_path, Manifest("job", run, step, (kind,), files, (), NOW))
         return folder / "actor"
 

@@ -1,13 +1,16 @@
 """Spare files: written over by the next save, and never while anybody else could see it."""
 
+import itertools
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from trinity_sync.errors import SaveError
 from trinity_sync.storage.recycling import WORTHWHILE, remove_folder, remove_spares, take_spare
@@ -77,6 +80,34 @@ def test_a_file_with_another_name_stays_as_it_is_there(tmp_path: Path, step: Pat
     os.link(step / "shard.pt", tmp_path / "kept by a backup")
     remove_folder(tmp_path, step, keep=PLENTY)
     assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+
+
+def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) -> None:
+    committed, notes = tmp_path / "committed", tmp_path / "notes"
+    notes.mkdir()
+    committed.write_bytes(b"good" * WORTHWHILE)
+    died = True
+    for die_before in itertools.count(1):
+        step = tmp_path / f"step-{die_before}"
+        step.mkdir()
+        os.link(committed, step / "shard.pt")
+        (step / "own.pt").write_bytes(b"old" * WORTHWHILE)
+        body = partial(remove_folder, tmp_path, step, keep=PLENTY)
+        died = in_a_process(body, notes, die_before=die_before) == die_before and step.exists()
+        while take_spare(tmp_path, tmp_path / "next", WORTHWHILE):
+            (tmp_path / "next").write_bytes(b"new")
+        assert committed.read_bytes() == b"good" * WORTHWHILE
+        if not died:
+            break
+    assert die_before > 3
+
+
+def test_a_spare_that_somebody_links_is_not_taken(tmp_path: Path, step: Path) -> None:
+    remove_folder(tmp_path, step, keep=PLENTY)
+    (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
+    os.link(spare, tmp_path / "a copy by links")
+    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) -> None:

@@ -57,6 +57,16 @@ def test_a_reader_keeps_its_version_while_training_goes_on(job: Job) -> None:
     first.unlock()
 
 
+def test_a_reading_within_a_reading_does_not_give_the_slot_away(job: Job) -> None:
+    outer = mapped(upload(job, 1, weights(1)))
+    assert outer.try_lock(published_in(outer.path).image)  # type: ignore[union-attr]
+    outer.unlock()
+    for step in range(2, 7):
+        upload(job, step, weights(step))
+    assert published_in(outer.path).step == 1  # type: ignore[union-attr]
+    outer.unlock()
+
+
 def test_where_readers_hold_every_slot_one_is_added_and_stays(job: Job) -> None:
     held = [mapped(upload(job, step, weights(step))) for step in (1, 2)]
     before = [slot.memory.clone() for slot in held]

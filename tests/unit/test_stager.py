@@ -1,5 +1,6 @@
 """Staging: one copy into warm slots, sealed; a trainer is never held up for ever."""
 
+import errno
 import gc
 import logging
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFull
 from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.spool import open_job_spool
@@ -147,6 +150,48 @@ def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> Non
     with pytest.raises(SpoolFull, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
         stager.prewarm("actor", "model", 0, 1 << 50)
     job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
+
+
+def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    def commit_meanwhile() -> float:
+        if job.spool.of_step(1, 1)[0] and job.spool.of_step(1, 2)[0]:
+            job.commit(1)
+        return time.time()
+
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60, clock=commit_meanwhile)
+    for step in (1, 2, 3):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+    assert "GIVES WAY" not in caplog.text
+
+
+def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
+    second = job.spool.slot("actor", "optim", 0, 0)
+    temporary = second.with_name(f"{second.name}.ticket.tmp")
+    with (
+        when_opened(temporary, full),
+        pytest.raises(SpoolError, match=r"nothing was handed over, because .* No space left"),
+    ):
+        job.stage(1, states)
+    assert job.spool.tickets() == ([], [])
+    assert not temporary.exists()
+    job.stage(1, states)
+    assert len(job.spool.tickets()[0]) == 2
+
+
+def test_a_job_whose_folder_another_process_removed_at_its_end_saves(job: Job) -> None:
+    stager = job.stager()
+    job.spool.remove_if_unused()
+    assert not job.spool.folder.exists()
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    assert stager is job.stager()
+    assert len(job.spool.tickets()[0]) == 1
 
 
 def test_a_state_that_cannot_be_saved_hands_nothing_over(job: Job) -> None:

@@ -1,5 +1,6 @@
 """Steps that are read again after their commit: what is found, marked, and pointed at."""
 
+import errno
 import os
 import random
 import shutil
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.errors import CommitError, ManifestError
+from tests.unit.meanwhile import when_opened
+from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import one_change_at_a_time
@@ -68,6 +70,17 @@ def test_a_digest_in_pieces_is_that_of_the_whole_file(tmp_path: Path, nbytes: in
 def test_whole_steps_stay_as_they_are(job: Job) -> None:
     save(job, 1, 2)
     assert states(verify(job, newest=5)) == {1: "whole", 2: "whole"}
+    assert not list(job.root.glob("*/damaged.json"))
+
+
+def test_trouble_of_the_reader_says_nothing_about_a_file(job: Job) -> None:
+    def too_many() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    save(job, 1)
+    shard = step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt"
+    with when_opened(shard, too_many), pytest.raises(ConfigError, match="says nothing about the"):
+        verify(job, newest=1)
     assert not list(job.root.glob("*/damaged.json"))
 
 

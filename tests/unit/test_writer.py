@@ -1,11 +1,13 @@
 """The writer: same bytes, right digest, direct I/O where it can be had."""
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.storage.writer import CHUNK, digest_of, write_file
 
 
@@ -45,3 +47,18 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic link"):
         write_file(tmp_path / "link", mapped(b"x"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(("nice", "then"), [(5, 5), (19, 19), (1, 3), (0, 3)])
+def test_who_yields_more_already_keeps_to_it_without_a_privilege(nice: int, then: int) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, 3)
+            if os.getuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+            yield_to_others(nice)
+            os._exit(os.getpriority(os.PRIO_PROCESS, 0))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == then

@@ -25,7 +25,7 @@ from trinity_sync.export.writing import (
     write_model,
 )
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
@@ -41,7 +41,6 @@ _TORCH: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-_LEASE_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def export_step(
         scratch = root / PRIVATE_FOLDER / "exports" / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
-    with take_lease(root, step, f"export of {role}", ttl_s=_LEASE_S), one_export(root, scratch):
+    with take_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S), one_export(root, scratch):
         done = progress_of(scratch if to is None else target)
         if done and done.source == source and done.files:
             joined = {r.path: r.digest for r in require_committed(root, step).files}

@@ -25,16 +25,13 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.fsdp.collect import adapters_only, model_state
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.dcp import SavedComponent
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 from trinity_sync.storage.writer import digest_of
 
 logger = logging.getLogger(__name__)
-
-LEASE_S = 3600.0
-"""Seconds for which a step is claimed at most, should the loading rank die on another node."""
 
 T = TypeVar("T")
 
@@ -92,7 +89,7 @@ def _claim(role_folder: Path, claim: ExitStack) -> Manifest:
     if dist.get_rank():
         return manifest
     try:
-        claim.enter_context(take_lease(root, step, "resharding load", ttl_s=LEASE_S))
+        claim.enter_context(take_lease(root, step, "resharding load", ttl_s=LONG_LEASE_S))
     except OSError as error:  # another job's root, which may be for reading only
         logger.warning(
             "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",

@@ -70,7 +70,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
 
 def yield_to_others(daemon: Daemon, nice: int) -> None:
     """Lower the priority of a daemon that has just started, and so of all that it will start."""
-    if nice:
+    if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
         os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
 
 

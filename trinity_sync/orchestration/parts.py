@@ -104,6 +104,7 @@ def start_ray(
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     command += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     env = environment(settings, state)
+    env["RAY_worker_niceness"] = str(settings.nice)
     env.pop("RAY_ADDRESS", None)
     return replace(state, ray=_start("ray", command, settings, env))
 

@@ -24,6 +24,8 @@ class MappedSlot:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """The bytes; not to be written to, and those of a version under the lock only."""
         self._fd = -1
+        self._locks = 0
+        """How often it was locked and not given back: a reader may read within a reading."""
 
     def try_lock(self, image: str) -> Published | None:
         """Share the lock if the slot holds ``image``; what its note says, None if it is gone."""
@@ -32,6 +34,7 @@ class MappedSlot:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileNotFoundError, BlockingIOError):
             return None
+        self._locks += 1
         published = published_in(self.path)
         if published and published.image == image and self._map(published.nbytes):
             return published
@@ -39,8 +42,10 @@ class MappedSlot:
         return None
 
     def unlock(self) -> None:
-        """Give the lock back."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        """Give the lock back; the file is unlocked by the last."""
+        self._locks -= 1
+        if not self._locks:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of the file; the memory goes with its last view."""

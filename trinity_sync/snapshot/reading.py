@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.snapshot.kept import Kept, keep
@@ -80,7 +80,8 @@ def release(path: Path, image: str, digest: str = "") -> None:
             ticket = read_ticket(path)
             if ticket and ticket.image == image:
                 if digest and ticket.form == "file":
-                    keep(path, Kept(ticket.step, ticket.path, ticket.nbytes, digest))
+                    with suppress(OSError):  # without room it is read from the disk
+                        keep(path, Kept(ticket.step, ticket.path, ticket.nbytes, digest))
                 ticket_path(path).unlink(missing_ok=True)
                 failure_path(path).unlink(missing_ok=True)
     except FileNotFoundError:

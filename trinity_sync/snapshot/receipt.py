@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.layout import Kind, check_name
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import JobSpool, own_folder
 
 State = Literal["started", "finished", "failed"]
 
@@ -45,6 +45,7 @@ class Receipt:
 
 def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
     """Put the receipt into the spool, in the place of an earlier state of it."""
+    own_folder(spool.folder)  # who used it before us may have removed it at its end
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
     path = _path(spool, receipt)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -15,7 +15,7 @@ from trinity_sync.errors import SpoolError, SpoolFull
 from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import JobSpool, own_folder
 from trinity_sync.snapshot.ticket import Export, failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,14 @@ class Slots:
         """The slots of a rank's component, with those that an earlier process added."""
         key = (role, component, rank)
         if key not in self._slots:
-            slots = self._slots[key] = []
+            own_folder(self._spool.folder)  # who used it before us may have removed it at its end
+            slots = []
             for number in itertools.count():
                 path = self._spool.slot(*key, number)
                 if number >= self._count and not path.exists():
                     break
                 slots.append(Slot(path))
+            self._slots[key] = slots
         return self._slots[key]
 
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
@@ -104,7 +106,8 @@ class Slots:
             for slot in oldest_first:
                 age = self._clock() - slot.sealed_at
                 if (slot.failed or age >= self._wait_s) and slot.try_lock():
-                    self._give_way(slot, origin, age)
+                    if not slot.free:  # else its commit freed it just now
+                        self._give_way(slot, origin, age)
                     return slot, waited
             if waited >= self._wait_s:
                 raise SpoolError(

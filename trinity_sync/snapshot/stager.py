@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.copying import Computed, computed_now
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
@@ -22,7 +23,7 @@ from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slots import Origin as Origin
 from trinity_sync.snapshot.slots import Slots
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket, seal
+from trinity_sync.snapshot.ticket import Ticket, seal, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,8 @@ class Stager:
 
         Raises:
             SpoolFull: there is no room; nothing was handed over.
-            SpoolError: writers hold every slot for longer than ``slot_wait_s``; likewise.
+            SpoolError: writers hold every slot for longer than ``slot_wait_s``, or the spool cannot
+                be written; likewise.
             ImageError: tensors changed before they were copied; likewise.
         """
         waited = 0.0
@@ -192,17 +194,37 @@ class Stager:
                 except BaseException:
                     slot.unlock()
                     raise
+            if sealed:
+                self._seal(filled)
             for slot, ticket in filled:
                 slot.holds = ticket
-                if sealed:
-                    seal(slot.path, replace(ticket, sealed_at=self._clock()))
+        except OSError as error:
+            raise _cannot_write(plan.origin, error) from error
         finally:
             for slot, _ in filled:
                 slot.unlock()
         return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, waited)
 
+    def _seal(self, filled: Sequence[tuple[Slot, Ticket]]) -> None:
+        """Seal all of them, or none."""
+        done: list[Slot] = []
+        try:
+            for slot, ticket in filled:
+                was_free = slot.free
+                seal(slot.path, replace(ticket, sealed_at=self._clock()))
+                if was_free:
+                    done.append(slot)
+        except BaseException:
+            for slot in done:
+                ticket_path(slot.path).unlink(missing_ok=True)
+            raise
+
     def publish(self, origin: Origin, component: str) -> Published | None:
-        """Tell readers that the step's image is that of a version; None if none is at hand."""
+        """Tell readers that the step's image is that of a version; None if none is at hand.
+
+        Raises:
+            SpoolError: the spool cannot be written.
+        """
         slot = self._holding(origin, component)
         if slot is None or slot.holds is None or slot.laid_out is None:
             return None
@@ -216,7 +238,10 @@ class Stager:
             nbytes=slot.holds.nbytes,
             layout=slot.laid_out.digest,
         )
-        publish(slot.path, published)
+        try:
+            publish(slot.path, published)
+        except OSError as error:
+            raise _cannot_write(origin, error) from error
         return published
 
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
@@ -281,6 +306,14 @@ class Stager:
             ):
                 return slot
         return None
+
+
+def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
+    return SpoolError(
+        f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed over, "
+        f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
+        "shared memory full? Later saves try again."
+    )
 
 
 def pack_folder(folder: Path) -> bytes:

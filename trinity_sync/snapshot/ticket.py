@@ -79,9 +79,13 @@ def seal(slot: Path, ticket: Ticket) -> None:
     text = json.dumps({**body, "digest": _digest(body)})
     path = ticket_path(slot)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    failure_path(slot).unlink(missing_ok=True)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        failure_path(slot).unlink(missing_ok=True)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_ticket(slot: Path) -> Ticket | None:

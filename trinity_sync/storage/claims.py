@@ -34,6 +34,8 @@ from trinity_sync.storage.steps import require_committed
 
 LEASE_S = 600.0
 """Seconds that a lease lasts unless it is renewed."""
+LONG_LEASE_S = 86_400.0
+"""The same for who reads whole steps; a lease ends earlier with its process."""
 
 
 @dataclass(frozen=True)

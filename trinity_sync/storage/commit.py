@@ -131,7 +131,7 @@ def commit(
                 unmark(save.folder)  # damage of what was no commit any more
             for file in written:
                 _name(file, save.folder / file.record.path)
-            _sync_folders(save.folder, written)
+            _sync_folders(save.folder, [file.path for file in manifest.files])
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
         announce(save.root, manifest)
@@ -230,7 +230,6 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
                 os.fsync(file.fileno())
             digest = digest_of(path)
             nbytes = path.stat().st_size
-            sync_folder(path.parent)
         except FileNotFoundError as error:
             raise SaveError(f"{save}: {path} vanished before the commit") from error
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
@@ -286,7 +285,7 @@ def _replace_step(
     for name, path in links.items():
         make_folder((fresh / name).parent)
         os.link(path, fresh / name)
-    _sync_folders(fresh, written)
+    _sync_folders(fresh, links)
     write_manifest_into(fresh, manifest)
     _exchange(fresh, save.folder)
     sync_folder(Path(save.root))
@@ -309,10 +308,11 @@ def _exchange(fresh: Path, current: Path) -> None:
     aside.rename(fresh)
 
 
-def _sync_folders(folder: Path, written: Sequence[Written]) -> None:
-    parents = {(folder / file.record.path).parent for file in written}
-    for parent in {folder, *parents}:
-        sync_folder(parent)
+def _sync_folders(folder: Path, names: Iterable[str]) -> None:
+    """Make files below the folder findable after a power cut, whoever made the folders above."""
+    above = {parent for name in names for parent in Path(name).parents}
+    for each in {folder.parent, folder, *(folder / parent for parent in above)}:
+        sync_folder(each)
 
 
 def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -110,8 +110,12 @@ def persist(
 def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
     """Note beside the images of a save that it failed, so that they give way first."""
     for sealed in spool.of_step(save.run, save.step)[0]:
-        if sealed.ticket.kind == save.kind:
-            failure_path(sealed.slot).write_text(reason)
+        if sealed.ticket.kind != save.kind:
+            continue
+        with suppress(FileNotFoundError), claimed(sealed.slot):
+            now = read_ticket(sealed.slot)
+            if now and now.image == sealed.ticket.image:  # none that came after it
+                failure_path(sealed.slot).write_text(reason)
 
 
 def _gather(
@@ -147,10 +151,9 @@ def _gather(
                 missing.append(f"role {role}")
         if not missing:
             return images, committed
-        unreadable = [error for error in bad if f".{component}." in str(error)]
-        if unreadable:
-            raise unreadable[0]
         if overdue:
+            if unreadable := [error for error in bad if f".{component}." in str(error)]:
+                raise unreadable[0]
             raise MissingShards(
                 f"{save} is not committed: {component} of {', '.join(missing)} was not handed over "
                 f"on this node within {gather_s:g} s. Did that process die? Its images are in "
@@ -294,12 +297,14 @@ def _write_one(
 
 
 def yield_to_others(nice: int) -> None:
-    """Lower the priority of this thread, and of those that it starts; it ends before the process.
+    """Lower the priority of this thread to ``nice``; it ends before the process.
 
-    Linux keeps a priority for each thread, which POSIX would not.
+    Linux keeps a priority for each thread, which POSIX would not. A thread that yields more already
+    (Ray starts its workers at 15) stays so: raising a priority takes a privilege.
     """
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    thread = threading.get_native_id()
+    if nice > os.getpriority(os.PRIO_PROCESS, thread):
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 def temporary_name(final: Path, image: str) -> Path:

@@ -3,8 +3,9 @@
 Writing over blocks that a file has already is about twice as fast as writing a fresh one. A spare
 file lies under a random name in ``root/.trinity_sync/spare`` and belongs to nothing; a writer takes
 it by renaming it to its own temporary name, so whatever dies when, no step ever names a file that
-is written over. A file that somebody else still reads, or has linked elsewhere, is removed in the
-usual way, which leaves its content to them; so is one on a file system that cannot tell (NFS).
+is written over. A file that somebody else still reads, or has linked elsewhere, never becomes a
+spare: it is removed in the usual way, which leaves its content to them. So is one on a file system
+that cannot tell (NFS).
 """
 
 import fcntl
@@ -34,14 +35,11 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
         if path.is_symlink() or not path.is_file():
             continue
         nbytes = path.stat().st_size
-        if WORTHWHILE <= nbytes <= room:
+        if WORTHWHILE <= nbytes <= room and is_ours_alone(path):  # first: a spare may be taken
             spare = _folder(root) / uuid.uuid4().hex
             make_folder(spare.parent)
             path.rename(spare)
-            if is_ours_alone(spare):
-                room -= nbytes
-            else:
-                spare.unlink()
+            room -= nbytes
     shutil.rmtree(folder)
 
 
@@ -58,6 +56,9 @@ def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
             path.rename(temporary)
         except FileNotFoundError:
             continue  # another writer was faster
+        if temporary.stat().st_nlink > 1:  # linked since by somebody who found it
+            temporary.unlink()
+            continue
         sync_folder(path.parent)  # or after a power cut it might have two names, one of a commit
         return True
     return False
@@ -83,7 +84,10 @@ def _folder(root: str | Path) -> Path:
 
 def is_ours_alone(path: Path) -> bool:
     """Whether the file has no other name and nobody has it open or mapped: a lease needs that."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
     try:
         if os.fstat(fd).st_nlink > 1:
             return False

@@ -9,11 +9,12 @@ loaded. A crash between the two leaves a pointer at a marked step, which nobody 
 the next judgement, or reconcile, moves. A step that is whole again loses its mark in the same way.
 """
 
+import errno
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, step_folder
-from trinity_sync.storage.claims import Lease, take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, unmark
 from trinity_sync.storage.iteration import settle_iteration
 from trinity_sync.storage.locks import one_change_at_a_time
@@ -29,6 +30,9 @@ from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import committed_steps
+
+BROKEN = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
+"""What the kernel says of a file whose bytes are lost; all else is the reader's own trouble."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ def check(
         clock: seconds.
 
     Raises:
-        ConfigError: the root is not there, which says nothing about its files.
+        ConfigError: the root is not there, or this process may not read it, which says nothing
+            about its files.
     """
     found = []
     steps: dict[tuple[str, int], list[Chosen]] = {}
@@ -136,10 +141,8 @@ def check(
         for (root, step), of_step in steps.items():
             if not Path(root).is_dir():
                 raise ConfigError(f"{root} is not there; is it mounted on this node?")
-            with _leased(root, step) as lease:
+            with _leased(root, step):
                 for file in of_step:
-                    if lease:
-                        lease.renew()
                     start = clock()
                     wrong = pool.submit(_what_is_wrong, file).result()
                     found.append(Checked(file, wrong, clock() - start))
@@ -205,6 +208,11 @@ def _what_is_wrong(file: Chosen) -> str:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
+        if error.errno not in BROKEN:
+            raise ConfigError(
+                f"{path} cannot be read here ({error.strerror}), which says nothing about the "
+                "file; mend that and verify again"
+            ) from error
         return f"cannot be read ({error.strerror})"
     if digest != file.record.digest:
         return f"has digest {digest} instead of {file.record.digest}"
@@ -212,16 +220,12 @@ def _what_is_wrong(file: Chosen) -> str:
 
 
 @contextmanager
-def _leased(root: str, step: int) -> Iterator[Lease | None]:
+def _leased(root: str, step: int) -> Iterator[None]:
     """A lease, if the step can have one; one that is damaged cannot, and is read all the same."""
-    lease = None
-    with suppress(CommitError, OSError):
-        lease = take_lease(root, step, "verify")
-    try:
-        yield lease
-    finally:
-        if lease:
-            lease.release()
+    with ExitStack() as leased:
+        with suppress(CommitError, OSError):
+            leased.enter_context(take_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
+        yield
 
 
 def _manifest(root: str, step: int) -> Manifest | None:

@@ -282,6 +282,8 @@ def _frame(group: WeightGroup, kind: int, first: int, second: int) -> list[Any]:
 
 def _checksum(payload: torch.Tensor) -> int:
     """A sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
+    if payload.storage_offset() % 8:  # a view of a part, which words cannot look at
+        payload = payload.clone()
     whole = len(payload) // 8 * 8
     words, rest = payload[:whole].view(torch.int64), payload[whole:]
     return int(words.sum().item() + rest.sum().item())

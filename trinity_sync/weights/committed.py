@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.errors import Abandoned, CommitError, ManifestError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed
 from trinity_sync.weights.version import Version
@@ -17,12 +17,12 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 """Files of weights that Hugging Face's and Trinity's loaders take before shards."""
 
 
-def committed_weights(root: str | Path) -> Iterator[Manifest]:
-    """Commits that hold the weights, whole and not left behind by a later run, newest first.
+def committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
+    """Commits with the weights of a role, whole and not left behind by a later run, newest first.
 
     Manifests decide; iteration files are not read, so an empty one does no harm.
     """
-    found = [m for m in committed_steps(root) if "state_dict" in m.kinds]
+    found = [m for m in committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
             refuse_abandoned(root, manifest.run, "", manifest.step)
@@ -35,10 +35,23 @@ def committed_weights(root: str | Path) -> Iterator[Manifest]:
 
 def newest_version(root: str | Path, role: str) -> Version | None:
     """The newest of `committed_weights` as a version."""
-    for manifest in committed_weights(root):
-        if role in manifest.roles:
-            return Version(manifest.step, manifest.run, "checkpoint", str(root), role)
-    return None
+    return next(
+        (
+            Version(manifest.step, manifest.run, "checkpoint", str(root), role)
+            for manifest in committed_weights(root, role)
+        ),
+        None,
+    )
+
+
+def has_weights(root: str | Path, run: int, step: int, role: str) -> bool:
+    """Whether this commit of ``run`` holds the weights of the role."""
+    try:
+        manifest = read_manifest(root, step)
+    except ManifestError as error:
+        logger.warning("%s", error)
+        return False
+    return manifest is not None and manifest.run == run and _has_model(manifest, role)
 
 
 def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:
@@ -48,11 +61,9 @@ def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) ->
     folder with weights that the commit does not name and that are older than it is passed over:
     loaders prefer such a file to the newer shards beside it.
     """
-    for manifest in committed_weights(root):
+    for manifest in committed_weights(root, role):
         folder = step_folder(root, manifest.step) / role
         named = {step_folder(root, manifest.step) / record.path for record in manifest.files}
-        if role not in manifest.roles:
-            continue
         if stale := _stale(folder, named, manifest.committed_at):
             logger.warning(
                 "step %d in %s is passed over: %s is older than its commit and not part of it, "
@@ -68,6 +79,10 @@ def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) ->
         if any(path in named for path in _weights_in(inner)):
             return inner
     return None
+
+
+def _has_model(manifest: Manifest, role: str) -> bool:
+    return any((file.role, file.component) == (role, "model") for file in manifest.files)
 
 
 def _stale(folder: Path, named: set[Path], committed_at: float) -> Path | None:

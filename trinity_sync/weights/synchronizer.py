@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
 from trinity_sync.weights.book import Reader
-from trinity_sync.weights.committed import model_path
+from trinity_sync.weights.committed import has_weights, model_path
 from trinity_sync.weights.copies import Copies
-from trinity_sync.weights.files import address_file, read_address, write_address
+from trinity_sync.weights.files import Address, address_file, read_address, write_address
 from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.ledger import Ledger, known_root
 from trinity_sync.weights.offers import Offers
@@ -50,12 +50,13 @@ class Synchronizer(Handshakes):
 
         Args:
             config: Trinity's, which names root (``checkpoint_job_dir``) and ``ray_namespace``.
-            namespace: Ray namespace instead of that.
+            namespace: Ray namespace instead of that; by default that of the one that there is.
             root: the job's root instead of that. Without any, the only one of the namespace.
             settings: instead of what the config says; those of who asked first count.
 
         Raises:
-            ConfigError: no root, and not exactly one Synchronizer in the namespace.
+            ConfigError: no root, and not exactly one Synchronizer in the namespace; or the root's
+                is in another namespace.
             StackError: this process is not in a Ray cluster.
         """
         if not ray.is_initialized():
@@ -63,11 +64,12 @@ class Synchronizer(Handshakes):
                 "the Synchronizer is a Ray actor, and this process is in no Ray cluster; call "
                 "ray.init(address=...) first"
             )
-        namespace = namespace or getattr(config, "ray_namespace", None) or NAMESPACE
+        namespace = namespace or getattr(config, "ray_namespace", None)
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
-            return _only_one(namespace)
+            return _only_one(namespace or NAMESPACE)
         root = known_root(root)
+        namespace = _namespace_of(root, namespace)
         name = f"synchronizer-{job_id(root)}"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {
@@ -92,8 +94,8 @@ class Synchronizer(Handshakes):
         super().__init__(Ledger(root, settings.role), namespace, settings)
         self._refusals = 0
         """Counts `notify_no_new_model_state_dict`."""
-        self._state: dict[str, Any] | str | None = None
-        """Of Trinity's `set_model_state_dict`: name -> reference into Ray's object store."""
+        self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
+        """Of Trinity's `set_model_state_dict`: step, and name -> reference into Ray's store."""
         self._offers = Offers(self._ledger)
         self._copies = Copies()
 
@@ -101,7 +103,7 @@ class Synchronizer(Handshakes):
         """Be found by commits, also where the root was removed and begun anew meanwhile."""
         if await asyncio.to_thread(read_address, self._root) is None:
             self._ledger.begin_anew()
-            self._state = None
+            self._state = (0, None)
             await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
         await self._ledger.refresh()
 
@@ -132,9 +134,12 @@ class Synchronizer(Handshakes):
 
     async def committed(self, root: str, run: int, step: int, kinds: Sequence[str]) -> bool:
         """A step of ``kinds`` is committed; whether it is the newest version now."""
+        role = self._settings.role
         if "state_dict" not in kinds or known_root(root) != self._root:
             return False
-        return await self.publish(Version(step, run, "checkpoint", self._root, self._settings.role))
+        if not await asyncio.to_thread(has_weights, self._root, run, step, role):
+            return False
+        return await self.publish(Version(step, run, "checkpoint", self._root, role))
 
     async def set_model_state_dict(
         self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
@@ -155,7 +160,7 @@ class Synchronizer(Handshakes):
         run = self._ledger.book.run
         version = Version(trainer_step, run, source, self._root, self._settings.role)
         if await self._ledger.record(version):
-            self._state = state
+            self._state = (trainer_step, state)
 
     async def set_trainer_status(self, status: Any) -> None:
         """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
@@ -243,16 +248,20 @@ class Synchronizer(Handshakes):
         return str(path) if path else None
 
     async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
-        """Trinity's: what `set_model_state_dict` was given last, and the newest version's step."""
-        state, number = self._state, self._ledger.number
+        """Trinity's: what `set_model_state_dict` was given last, and of which step that is.
+
+        Without any (also after a restart), None and the newest version's step: it is to be had
+        from where that is.
+        """
+        step, state = self._state
         if isinstance(state, dict):
             values = await asyncio.gather(*state.values())
-            return dict(zip(state, values, strict=True)), number
-        return state, number
+            return dict(zip(state, values, strict=True)), step
+        return state, step if state else self._ledger.number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
         """Trinity's: the same, one tensor after the other, as a stream of Ray references."""
-        state = self._state
+        state = self._state[1]
         if isinstance(state, str):
             raise ConfigError(f"the newest weights are at {state}; load them from there")
         for name, reference in (state or {}).items():
@@ -260,10 +269,11 @@ class Synchronizer(Handshakes):
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Trinity's: name, dtype ("bfloat16") and shape of each tensor; None without a dict."""
-        if not isinstance(self._state, dict):
+        state = self._state[1]
+        if not isinstance(state, dict):
             return None
         found = []
-        for name, reference in self._state.items():
+        for name, reference in state.items():
             tensor = await reference
             found.append((name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)))
         return found
@@ -326,6 +336,27 @@ def _stored(state: dict[str, Any]) -> dict[str, Any]:
         name: value if isinstance(value, ray.ObjectRef) else ray.put(value)
         for name, value in state.items()
     }
+
+
+def _namespace_of(root: str, wanted: str | None) -> str:
+    """Where the root's Synchronizer is, or is to be: there must not be two."""
+    there = read_address(root)
+    if there is None or there.namespace == wanted or not _exists(there):
+        return wanted or NAMESPACE
+    if wanted:
+        raise ConfigError(
+            f"the Synchronizer of {root} is in Ray namespace {there.namespace!r}, not in "
+            f"{wanted!r}; pass that namespace, or none, or stop that one"
+        )
+    return there.namespace
+
+
+def _exists(address: Address) -> bool:
+    try:
+        ray.get_actor(address.name, address.namespace)
+    except ValueError:
+        return False
+    return True
 
 
 def _only_one(namespace: str) -> Any:

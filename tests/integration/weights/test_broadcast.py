@@ -33,6 +33,7 @@ def weights() -> dict[str, torch.Tensor]:
         made[f"fp32.{n}"] = torch.randn(size, generator=random)
         made[f"bf16.{n}"] = torch.randn(size, generator=random).to(torch.bfloat16)
         made[f"int8.{n}"] = torch.arange(size).to(torch.int8)
+    made["part"] = torch.randn(2 * BUCKET + 1, generator=random).to(torch.bfloat16)[1:]
     made["matrix"] = torch.randn(33, 70, generator=random).t()
     made["mask"] = torch.arange(100).reshape(4, 25) % 3 == 0
     return made

@@ -93,6 +93,14 @@ def test_a_trinity_config_names_the_job(ray_node: None, root: Path, namespace: s
     ray.kill(actor)
 
 
+def test_there_are_not_two_in_different_namespaces(
+    synchronizer: Any, root: Path, namespace: str
+) -> None:
+    assert Synchronizer.get_actor(root=root)._actor_id == synchronizer._actor_id
+    with pytest.raises(ConfigError, match=f"is in Ray namespace '{namespace}', not in 'other'"):
+        Synchronizer.get_actor(root=root, namespace="other")
+
+
 def test_without_a_root_there_must_be_exactly_one(ray_node: None, namespace: str) -> None:
     with pytest.raises(ConfigError, match="pass root"):
         Synchronizer.get_actor(namespace=namespace)
@@ -115,6 +123,14 @@ def test_who_waits_is_woken_by_a_commit(
     assert told
     told.join(ASK_S)
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
+
+
+def test_a_commit_without_the_weights_of_the_role_is_no_version(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    commit_step(4, kind="state_dict", role="critic")
+    assert ask(synchronizer.committed.remote(str(root), 1, 4, ("state_dict",))) is False
+    assert ask(synchronizer.latest.remote()) is None
 
 
 def test_a_commit_that_cannot_reach_the_synchronizer_is_none_the_worse(
@@ -341,11 +357,12 @@ def test_a_group_that_lacks_an_explorer_is_refused_with_a_way_out(
     ray.kill(trainer)
 
 
-def test_a_state_dict_goes_through_the_object_store(synchronizer: Any) -> None:
+def test_a_state_dict_goes_through_the_object_store(synchronizer: Any, root: Path) -> None:
     state = {"w": torch.arange(6).reshape(2, 3).bfloat16(), "b": torch.ones(2)}
     ask(synchronizer.set_model_state_dict.remote(state, 3))
+    ask(synchronizer.publish.remote(version(root, 4)))
     found, number = ask(synchronizer.get_model_state_dict.remote())
-    assert number == 3
+    assert number == 3  # of these tensors, though there is a newer version
     assert all(torch.equal(found[name], state[name]) for name in state)
     streamed = dict(ray.get(each) for each in synchronizer.get_model_state_dict_iterator.remote())
     assert all(torch.equal(streamed[name], state[name]) for name in state)
