@@ -8,6 +8,7 @@ import psutil
 import pytest
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
+from prefect.settings.context import get_current_settings
 
 from tests.conftest import left_of, processes_of
 from trinity_sync.errors import StackError
@@ -16,6 +17,7 @@ from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.server import server_client
 from trinity_sync.orchestration.silence import NAME
+from trinity_sync.orchestration.warm import WholeSettings
 from trinity_sync.settings import Settings
 
 
@@ -111,6 +113,13 @@ def test_deploying_twice_is_one_automation_of_today_and_one_that_was_paused_stay
         finally:
             deploy.deploy(stack_settings, stack.api_url)
             client.resume_automation(watch().id)
+
+
+def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
+    with WholeSettings.of_now():  # as the worker runs a flow
+        seconds = get_current_settings().flows.heartbeat_frequency
+    assert seconds
+    assert 3 * seconds <= Settings().silent_s
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
