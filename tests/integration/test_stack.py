@@ -16,7 +16,7 @@ from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.server import server_client
-from trinity_sync.orchestration.silence import NAME
+from trinity_sync.orchestration.silence import CRASHED, SILENT
 from trinity_sync.orchestration.warm import WholeSettings
 from trinity_sync.settings import Settings
 
@@ -84,13 +84,13 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
     assert again.entrypoint == "flows.save.save_step"
 
 
-def test_deploying_twice_is_one_automation_of_today_and_one_that_was_paused_stays_so(
+def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_so(
     stack: StackState, stack_settings: Settings
 ) -> None:
     with server_client(stack.api_url) as client:
 
-        def watch() -> Automation:
-            (found,) = client.read_automations_by_name(NAME)
+        def watch(name: str = SILENT) -> Automation:
+            (found,) = client.read_automations_by_name(name)
             return found
 
         made = watch()
@@ -104,12 +104,15 @@ def test_deploying_twice_is_one_automation_of_today_and_one_that_was_paused_stay
             assert isinstance(changed.trigger, EventTrigger)
             assert changed.trigger.within.total_seconds() == 500
             reconcile = client.read_deployment_by_name("reconcile/reconcile").id
-            assert isinstance(changed.actions[1], RunDeployment)
-            assert changed.actions[1].deployment_id == reconcile
-            watched = str(changed.trigger.match_related)
+            (action,) = watch(CRASHED).actions
+            assert isinstance(action, RunDeployment)
+            assert action.deployment_id == reconcile
             save = client.read_deployment_by_name("save-step/save-step").id
-            assert str(save) in watched
-            assert str(reconcile) not in watched
+            for automation in (changed, watch(CRASHED)):
+                assert isinstance(automation.trigger, EventTrigger)
+                watched = str(automation.trigger.match_related)
+                assert str(save) in watched
+                assert str(reconcile) not in watched
         finally:
             deploy.deploy(stack_settings, stack.api_url)
             client.resume_automation(watch().id)

@@ -80,7 +80,7 @@ def status(as_json: AsJson = False) -> None:
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
 def deploy() -> None:
-    """Register work pool, deployments and automation on a Prefect server; again is harmless."""
+    """Register work pool, deployments and automations on a Prefect server; again is harmless."""
     from trinity_sync.orchestration import deploy, stack
 
     settings = read_settings()

@@ -1,4 +1,4 @@
-"""Work pool, deployments and automation on a Prefect server; ``prefect.yaml`` lists deployments.
+"""Work pool, deployments and automations on a Prefect server; ``prefect.yaml`` lists deployments.
 
 ``prefect deploy`` needs a checkout to run in and a work pool that exists; this needs the installed
 package only. Applying twice changes nothing, and leaves alone what prefect.yaml does not mention,
@@ -33,7 +33,7 @@ RECONCILE = "reconcile/reconcile"
 
 def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """Make the work pool if it is missing, register every deployment of prefect.yaml, and the
-    automation that ends their silent runs.
+    automations that end their silent runs.
 
     Args:
         settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says

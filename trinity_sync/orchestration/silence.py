@@ -1,13 +1,18 @@
-"""A Prefect automation that ends flow runs of which nothing is heard any more.
+"""Prefect automations that end flow runs of which nothing is heard any more.
 
 `mend` knows the processes of its own node only. Where a whole node is gone, or no worker comes back
 to it, its runs would stay Running for ever, and so would whoever waits for them. Prefect's server
-hears a heartbeat of every run; this automation shows a run as Crashed that has been silent for
-long, and has the ``reconcile`` deployment run. The server takes an end over a crash and no crash
-over an end: a run that lives after all ends as what it reports, and one that has ended stays so.
+hears a heartbeat of every run; the first automation shows a run as Crashed that has been silent for
+long. The server takes an end over a crash and no crash over an end: a run that lives after all ends
+as what it reports, and one that has ended stays so.
+
+The second has the ``reconcile`` deployment run after a crash. It is one of its own because a
+heartbeat that reaches the server later than the end of a short run looks like a silent run: its
+crash is refused, and nothing else must follow from it.
 """
 
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -15,15 +20,19 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-NAME = "trinity-sync: silent runs end as crashed"
+SILENT = "trinity-sync: silent runs end as crashed"
+CRASHED = "trinity-sync: reconcile after a crash"
 HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDED = tuple(f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Crashed", "Cancelled"))
+CRASH = "prefect.flow-run.Crashed"
+ENDS = {CRASH, *(f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled"))}
+TOGETHER = timedelta(seconds=10)
+"""Crashes that follow each other within it, such as those of one node, are reconciled once."""
 
 
 def watch_for_silence(
     client: SyncPrefectClient, watched: list[UUID], reconcile: UUID, *, silent_s: float
 ) -> None:
-    """Make the automation, or bring the one that is there up to date; paused, it stays paused.
+    """Make the automations, or bring those that are there up to date; paused ones stay paused.
 
     Args:
         client: client of the Prefect server.
@@ -32,41 +41,56 @@ def watch_for_silence(
         reconcile: id of the deployment that is run after a crash.
         silent_s: seconds without a heartbeat or an end after which a run counts as crashed.
     """
-    found = client.read_automations_by_name(NAME)
-    # types are spelled out because an update sends no defaults
+    # types and other defaults are spelled out because an update sends none that were not set
+    ours: dict[str, Any] = {
+        "type": "event",
+        "match": {"prefect.resource.id": "prefect.flow-run.*"},
+        "match_related": {
+            "prefect.resource.role": "deployment",
+            "prefect.resource.id": [f"prefect.deployment.{each}" for each in watched],
+        },
+    }
+    silence = EventTrigger(
+        **ours,
+        for_each={"prefect.resource.id"},
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *ENDS},
+        posture=Posture.Proactive,
+        within=timedelta(seconds=silent_s),
+    )
+    crash = ChangeFlowRunState(
+        type="change-flow-run-state",
+        name=None,
+        state=StateType.CRASHED,
+        message=f"Nothing was heard of its process for {silent_s:g} s.",
+        force=False,
+    )
+    _put(client, SILENT, f"Without a heartbeat for {silent_s:g} s.", silence, crash)
+    crashes = EventTrigger(**ours, expect={CRASH}, posture=Posture.Reactive, within=TOGETHER)
+    run = RunDeployment(
+        type="run-deployment",
+        source="selected",
+        deployment_id=reconcile,
+        parameters=None,
+        job_variables=None,
+    )
+    _put(client, CRASHED, "Mends what the crash left half done.", crashes, run)
+
+
+def _put(
+    client: SyncPrefectClient,
+    name: str,
+    description: str,
+    trigger: EventTrigger,
+    action: ChangeFlowRunState | RunDeployment,
+) -> None:
+    found = client.read_automations_by_name(name)
     wanted = AutomationCore(
-        name=NAME,
-        description=f"Without a heartbeat for {silent_s:g} s; made by trinity-sync deploy.",
+        name=name,
+        description=f"{description} Made by trinity-sync deploy.",
         enabled=all(each.enabled for each in found),
-        trigger=EventTrigger(
-            type="event",
-            match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related={
-                "prefect.resource.role": "deployment",
-                "prefect.resource.id": [f"prefect.deployment.{each}" for each in watched],
-            },
-            for_each={"prefect.resource.id"},
-            after={HEARTBEAT},
-            expect={HEARTBEAT, *ENDED},
-            posture=Posture.Proactive,
-            within=timedelta(seconds=silent_s),
-        ),
-        actions=[
-            ChangeFlowRunState(
-                type="change-flow-run-state",
-                name=None,
-                state=StateType.CRASHED,
-                force=False,
-                message=f"Nothing was heard of its process for {silent_s:g} s.",
-            ),
-            RunDeployment(
-                type="run-deployment",
-                source="selected",
-                deployment_id=reconcile,
-                parameters=None,
-                job_variables=None,
-            ),
-        ],
+        trigger=trigger,
+        actions=[action],
     )
     if not found:
         client.create_automation(wanted)
