@@ -12,7 +12,6 @@ from prefect.runtime import flow_run
 
 from tasks.persist import is_io_error, save_of
 from trinity_sync.catalog.mirror import try_mirror
-from trinity_sync.export.wishes import Wish, make_wish, wishes
 from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
@@ -21,6 +20,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, Written, mark_failed
+from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
 

@@ -22,10 +22,15 @@ from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
 )
-from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.states import Cancelled, Cancelling, Pending, Running
+from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running
 
 from tests.faults.slow_save import (
     SIZE,
@@ -41,6 +46,7 @@ from tests.unit.job import Job
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.mend import ATTEMPTS, TAKEN_BY, end_unheard_tasks, runs_in
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.request import SAVE_DEPLOYMENT
@@ -153,6 +159,50 @@ def test_a_save_that_is_lost_for_good_is_crashed_and_named(
     with pytest.raises(SaveFailed, match=r"save actor step 2 .* process .* died"):
         saves.wait_all()
     assert api.ended(run.id).state.name == "Crashed"
+
+
+def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_once_it_is_back(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    with api.client as client:
+        reconcile = client.read_deployment_by_name("reconcile/reconcile").id
+
+    def reconciles() -> list[FlowRun]:
+        of_it = DeploymentFilter(id=DeploymentFilterId(any_=[reconcile]))
+        with api.client as client:
+            return client.read_flow_runs(deployment_filter=of_it)
+
+    before = len(reconciles())
+    deploy(stack_settings.model_copy(update={"silent_s": 10}))
+    try:
+        begin_slow_save(saves, root, 2)
+        run = api.run_of(key(saves, 2))
+        kill_worker(stack_settings)
+        crashed = api.ended(run.id)
+        assert (crashed.state.name, crashed.run_count) == ("Crashed", 1)
+        assert "Nothing was heard" in crashed.state.message
+        until(lambda: len(reconciles()) > before, "a run of reconcile")
+    finally:
+        deploy(stack_settings)
+        stack_module.up(stack_settings)
+    assert_committed(root, 2)
+    assert api.ended(run.id).run_count == 2
+    until(lambda: all(each.state.is_completed() for each in reconciles()), "its end")
+
+
+def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
+    saves: CheckpointCoordinator, root: Path, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    set_states(api, run.id, Crashed(message="Nothing was heard of its process."))
+    assert_committed(root, 2)
+
+    def state() -> str | None:
+        with api.client as client:
+            return client.read_flow_run(run.id).state_name
+
+    until(lambda: state() == "Completed", "its own end")
 
 
 def test_a_save_whose_worker_was_stopped_is_begun_again(

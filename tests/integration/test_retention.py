@@ -1,6 +1,7 @@
 """Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
 
 import json
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
+from tests.unit.steps import commit_files
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.layout import steps_on_disk
@@ -78,6 +80,26 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     assert steps_on_disk(root) == [2, 3]
 
 
+def test_as_days_go_by_the_flow_keeps_one_step_of_each_and_the_youngest(
+    api: Api, root: Path
+) -> None:
+    midnight = datetime(2026, 3, 1, tzinfo=timezone.utc)
+
+    def left_on_day(number: int) -> list[int]:
+        now = (midnight + timedelta(days=number)).isoformat()
+        wanted = {"root": str(root), "keep": "daily=5,newer=1d", "now": now}
+        assert api.ended(api.start(wanted, "retention/retention")).state.is_completed()
+        return steps_on_disk(root)
+
+    for step in range(1, 10):  # every eight hours, for three days
+        commit_files(root, step, at=(midnight + timedelta(hours=8 * (step - 1))).timestamp())
+    assert left_on_day(3) == [1, 4, 7, 8, 9]
+    assert left_on_day(30) == [1, 4, 7, 9]  # the newest stays, however old it is
+    for step in range(10, 14):  # one a day
+        commit_files(root, step, at=(midnight + timedelta(days=20 + step)).timestamp())
+    assert left_on_day(34) == [7, 10, 11, 12, 13]
+
+
 def test_a_policy_that_is_not_understood_fails_the_flow_with_a_sentence(
     api: Api, root: Path, commit_step: CommitStep
 ) -> None:
@@ -93,7 +115,7 @@ def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
         deployment = client.read_deployment_by_name("retention/retention")
     assert [schedule.schedule.cron for schedule in deployment.schedules] == ["41 * * * *"]
     parameters = deployment.parameter_openapi_schema["properties"]
-    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run"}
+    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run", "now"}
     assert "last=3,every=100" in parameters["keep"]["description"]
 
 

@@ -18,7 +18,7 @@ from trinity_sync.errors import CatalogError
 from trinity_sync.settings import Settings
 from trinity_sync.storage.locks import file_lock
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the newest migration."""
 BUSY_S = 30
 """Seconds for which a writer waits for others."""

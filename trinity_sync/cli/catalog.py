@@ -56,17 +56,19 @@ def list_jobs(
         freed = plan(job.steps, rules, time.time()).nbytes
         rows.append({"job": job.job, "root": job.root, "bytes": job.nbytes, "would_free": freed})
         rows[-1].update(steps=steps, newest=job.steps[-1].step if job.steps else None)
+        rows[-1]["versions"] = [asdict(each) for each in job.versions]
     if as_json:
         print_json(rows)
     else:
-        table = Table("root", "steps", "newest", "size", "would be freed", "looked at")
-        for column in range(1, 5):
+        table = Table("root", "steps", "newest", "weights", "size", "would be freed", "looked at")
+        for column in range(1, 6):
             table.columns[column].justify = "right"
         for job, row in zip(found, rows, strict=True):
             newest = "" if row["newest"] is None else str(row["newest"])
+            weights = f"{job.versions[-1].step} ({job.versions[-1].source})" if job.versions else ""
             sizes = size(job.nbytes), size(row["would_free"])
             seen = when(job.mirrored_at).replace("T", " ")
-            table.add_row(job.root, str(len(job.steps)), newest, *sizes, seen)
+            table.add_row(job.root, str(len(job.steps)), newest, weights, *sizes, seen)
         output().print(table)
     for job in found:
         if outdated := _outdated(Path(job.root), {each.step for each in job.steps}):

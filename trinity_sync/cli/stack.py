@@ -80,7 +80,7 @@ def status(as_json: AsJson = False) -> None:
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
 def deploy() -> None:
-    """Register work pool and deployments on a Prefect server; twice is as good as once."""
+    """Register work pool, deployments and automations on a Prefect server; again is harmless."""
     from trinity_sync.orchestration import deploy, stack
 
     settings = read_settings()

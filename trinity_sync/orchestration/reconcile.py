@@ -23,9 +23,8 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from trinity_sync.catalog.database import opened, url_of
-from trinity_sync.catalog.mirror import differences, rebuild
+from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.export.wishes import Wish, wishes
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.sweep import stranded
@@ -41,6 +40,7 @@ from trinity_sync.storage.leftovers import (
     remove_temporaries,
 )
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.wishes import Wish, wishes
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,7 @@ def _catalog_of(settings: Settings, root: Path) -> Iterator[Finding]:
     """Rows that a commit or a removal could not write while the catalog was away."""
     try:
         with opened(url_of(settings)) as engine:
+            note_versions(engine, root)
             if missed := differences(engine, root, claims=False):
                 rebuild(engine, root)
                 yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")

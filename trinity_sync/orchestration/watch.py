@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 
 from trinity_sync.errors import ManifestError, SaveTimeout
-from trinity_sync.export.wishes import is_exported
 from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.wishes import is_exported
 
 logger = logging.getLogger(__name__)
 
