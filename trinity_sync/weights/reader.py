@@ -31,7 +31,6 @@ from trinity_sync.weights.held import Held, Holder, Target
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
 
-
 ANSWER_S = 60.0
 """Seconds for which the Synchronizer's answer is waited for; Ray may be starting it again."""
 LONGEST_PAUSE_S = 0.5
