@@ -54,6 +54,22 @@ def written_but_never_committed(job: Job, step: int) -> Path:
     return Path(written.temporary)
 
 
+def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    exports = job.root / ".trinity_sync/exports"
+    for step in (1, 2):
+        half = exports / f"global_step_{step}.actor/model-00001.safetensors"
+        half.parent.mkdir(parents=True)
+        half.write_bytes(bytes(1000))
+    shutil.rmtree(step_folder(job.root, 1))
+    assert run(job, settings) == []
+    (found,) = run(job, settings, later_s=LATER_S)
+    assert (found.what, found.state) == ("exports of step 1", "mended")
+    assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
+
+
 def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
     save(job, 1, 2)
     assert run(job, settings, later_s=LATER_S) == []

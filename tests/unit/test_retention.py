@@ -74,12 +74,15 @@ def test_what_goes_leaves_nothing_behind(root: Path) -> None:
     for step in range(1, 5):
         commit_files(root, step)
         write_metrics(root, 1, step, {"reward": step})
+        (root / f".trinity_sync/exports/global_step_{step}.actor").mkdir(parents=True)
     done = prune(root, "last=2")
     assert numbers(done.removed) == [1, 2]
     assert (done.nbytes, done.spared) == (2004, [])
     assert steps_on_disk(root) == [3, 4]
     assert list((root / ".trinity_sync/trash").iterdir()) == []
     assert [read_metrics(root, 1, step) for step in (2, 3)] == [{}, {"reward": 3.0}]
+    left = sorted(path.name for path in (root / ".trinity_sync/exports").iterdir())
+    assert left == ["global_step_3.actor", "global_step_4.actor"]
     for step in (3, 4):
         require_committed(root, step)
     assert prune(root, "last=2").removed == []

@@ -37,6 +37,7 @@ from trinity_sync.storage.leftovers import (
     FILE_REPAIRS,
     Finding,
     remove_dead_spool,
+    remove_exports,
     remove_temporaries,
 )
 from trinity_sync.storage.manifest import read_manifest
@@ -169,6 +170,7 @@ def _mend_files(
                 what = f"export of {wish.role} of step {wish.step}"
                 yield Finding(str(root), what, *_state_of(root, wish))
         try:
+            yield from remove_exports(root, before=before)
             yield from remove_temporaries(root, images=images, busy=steps, before=before)
         except OSError as error:
             yield Finding(str(root), "temporary files", "left", str(error))

@@ -30,7 +30,7 @@ from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import newest_run, refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
-from trinity_sync.storage.wishes import awaited
+from trinity_sync.storage.wishes import awaited, forget_exports
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
@@ -211,6 +211,7 @@ def carry_out(
     _empty_trash(Path(root), keep=largest if recycle else 0)
     for each in done.removed:
         forget_metrics(root, each.step)
+        forget_exports(root, each.step)
     return done
 
 

@@ -9,6 +9,7 @@ exported must not fill the disk with its steps.
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -80,6 +81,21 @@ def awaited(root: str | Path, *, clock: Callable[[], float] = time.time) -> dict
 def forget_wish(root: str | Path, step: int, role: str) -> None:
     """Remove a wish, come true or not."""
     _path(root, step, role).unlink(missing_ok=True)
+
+
+def forget_exports(root: str | Path, step: int) -> None:
+    """Remove all that exports have left of a step that is gone: wishes, and files half written."""
+    for path in exports_of(root, step):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def exports_of(root: str | Path, step: int) -> list[Path]:
+    """What there is of a step's exports, granted, under way or broken off."""
+    exports = Path(root) / PRIVATE_FOLDER / "exports"
+    return sorted(exports.glob(f"{step_folder(root, step).name}.*"))
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:
