@@ -106,13 +106,13 @@ class WorkerMetrics:
         return int(server.server_port)
 
     def _look_up(self, settings: Settings) -> None:
-        try:
-            for root in known_roots(settings):
+        for root in known_roots(settings):
+            try:
                 for kind in KINDS:
                     if best := newest(root, kind):
                         self._stand(job_id(root), kind, None, best.step, best.committed_at)
-        except OSError as error:
-            logger.warning("where known jobs stand is not looked up: %s", error)
+            except OSError as error:
+                logger.warning("where %s stands is not looked up: %s", root, error)
 
     def _stand(
         self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
