@@ -157,7 +157,17 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
         saves.wait_all(90)
     assert "no adapter to save" in str(caught.value)
     assert "save actor step 9" in str(caught.value)
-    assert api.ended(api.run_of(key(saves, 9)).id).state.is_failed()
+    run = api.ended(api.run_of(key(saves, 9)).id)
+    assert run.state.is_failed()
+    commit = until(
+        lambda: [
+            task
+            for task in api.tasks_of(run)
+            if task.name.startswith("commit") and task.state.is_final()
+        ],
+        "the end of the commit",
+    )
+    assert commit[0].run_count == 1  # nothing that another attempt could mend
     assert read_manifest(root, 9) is None
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})
