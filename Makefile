@@ -15,7 +15,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
-demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory or nccl)
+demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
 	$(BIN)/python examples/demo.py --sync $(SYNC)
 
 test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow

@@ -2,13 +2,13 @@
 
 ::
 
-    python -m benchmarks.delta [MIB]
+    python -m benchmarks.delta [MIB [THREADS]]
 
-A random bf16 tensor of MIB (256 by default), a share of whose elements is changed at random places.
-All figures are beside a copy of the whole tensor into touched memory: *bytes* of the full bytes,
-*encode* and *apply* in times of that copy, medians of seven, all in turn. ``delta`` is what
-``trinity_sync.weights.delta`` does, checksum and digest of the result included; the alternatives
-have neither, and work in pieces of the same size.
+Random bf16 weights of MIB (256 by default), a share of whose elements is changed at random places.
+All figures are beside a copy of the whole into touched memory by as many threads (1 by default):
+*bytes* of the full bytes, *encode* and *apply* in times of that copy, medians of seven, all in
+turn. ``delta`` is what ``trinity_sync.weights.delta`` does, checksum and digest of the result
+included; the alternatives have neither, and work in pieces of the same size, in one thread.
 """
 
 import statistics
@@ -16,12 +16,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
-from trinity_sync.weights.delta import PIECE, apply, encode
+from trinity_sync.snapshot.copying import copy_pieces
+from trinity_sync.weights.delta import PIECE, Each, apply, encode
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.3, 1.0)
 TURNS = 7
@@ -81,21 +82,24 @@ def _pieces(whole: Bits) -> list[slice]:
     return [slice(start, start + step) for start in range(0, len(whole), step)]
 
 
-def measure(old: Bits, new: Bits) -> dict[str, tuple[float, float, float]]:
+def measure(
+    old: Bits, new: Bits, threads: int, each: Each
+) -> dict[str, tuple[float, float, float]]:
     """Bytes, encoding and applying of each, beside a full copy."""
-    base, after = ({"w": torch.from_numpy(b).view(torch.bfloat16)} for b in (old, new))
     into = old.copy()
-    target = {"w": torch.from_numpy(into).view(torch.bfloat16)}
+    base, after, target = (bits.view(np.uint8) for bits in (old, new, into))
+    names: dict[str, Any] = {"base": "base", "version": "version", "each": each}
+    whole = [(into.ctypes.data, new.ctypes.data, new.nbytes)]
     sizes: dict[str, int] = {}
     samples: dict[str, list[tuple[float, float]]] = {}
     copies = []
     for turn in range(TURNS):
-        copies.append(_timed(np.copyto, into, new)[0])
+        copies.append(_timed(copy_pieces, whole, threads=threads)[0])
         np.copyto(into, old)
-        encoding, delta = _timed(encode, base, after, base_version=0, version=1)
-        applying, _ = _timed(apply, delta.data, target, version=0)
+        encoding, delta = _timed(encode, base, after, **names)
+        applying, _ = _timed(apply, delta, target, **names)
         assert np.array_equal(into, new)
-        sizes["delta"] = len(delta.data)
+        sizes["delta"] = len(delta)
         samples.setdefault("delta", []).append((encoding, applying))
         for name, (there, back) in ALTERNATIVES.items():
             if turn and name.startswith("xor"):
@@ -119,7 +123,7 @@ def measure(old: Bits, new: Bits) -> dict[str, tuple[float, float, float]]:
 
 def main() -> None:
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 256
-    torch.set_num_threads(1)
+    threads = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     random = np.random.default_rng(0)
     old = random.integers(0, 1 << 16, size << 19, dtype=np.uint16)
     print(
@@ -129,7 +133,8 @@ def main() -> None:
         new = old.copy()
         at = np.flatnonzero(random.random(len(old)) < share)
         new[at] ^= random.integers(1, 9, len(at), dtype=np.uint16)
-        found = measure(old, new)
+        with ThreadPoolExecutor(threads) as pool:
+            found = measure(old, new, threads, pool.map if threads > 1 else map)
         *_, speed = found.pop("copy")
         for name, (nbytes, encoding, applying) in found.items():
             print(f"{share:8.1%} {name:12} {nbytes:7.4f} {encoding:8.2f} {applying:7.2f}")

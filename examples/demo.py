@@ -6,8 +6,9 @@ FSDP2 ranks; both ranks are killed the moment after a checkpoint was handed over
 still commits, a new run resumes from it, and an uninterrupted repetition on the recorded batches
 shows that nothing was lost: losses, weights and optimizer state are equal to the last bit.
 
-Run it with ``python examples/demo.py``. ``--sync memory`` lets the explorer read the weights from
-shared memory, ``--sync nccl`` broadcasts them (by gloo), and by default it reads what is committed.
+Run it with ``python examples/demo.py``. By default the explorer reads the weights that are
+committed; with ``--sync memory`` those in shared memory, with ``--sync delta`` what changed there
+since the last ones; ``--sync nccl`` broadcasts them (by gloo).
 ``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI.
 """
 
@@ -28,7 +29,9 @@ OUTPUT = Path("demo-output").resolve()
 def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sync", choices=("checkpoint", "memory", "nccl"), default="checkpoint")
+    parser.add_argument(
+        "--sync", choices=("checkpoint", "memory", "delta", "nccl"), default="checkpoint"
+    )
     sync = parser.parse_args().sync
     keep = os.environ.get("KEEP") == "1"
     shutil.rmtree(OUTPUT, ignore_errors=True)

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import cache
 from typing import Any
 
 import ray
@@ -36,6 +39,15 @@ def on_node(name: str) -> dict[str, object]:
     )
 
 
+@cache
+def _waiters() -> ThreadPoolExecutor:
+    """Threads that do nothing but wait for tasks: the loop's own are few, and are others', too.
+
+    They are made when they are needed, so that there may be as many as there are tasks.
+    """
+    return ThreadPoolExecutor(1000, "waits-for-a-task")
+
+
 async def results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
     """All results, once every task has ended; the worker's other flows go on meanwhile.
 
@@ -43,7 +55,10 @@ async def results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
         Exception: the first failure. A task whose Ray process died would be shown as running for
             ever, so it is marked as crashed here.
     """
-    waiting = (asyncio.to_thread(future.result) for future in futures)
+    loop = asyncio.get_running_loop()
+    waiting = [
+        loop.run_in_executor(_waiters(), copy_context().run, future.result) for future in futures
+    ]
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     for future, result in zip(futures, ended, strict=True):
         if isinstance(result, RayError):

@@ -1,6 +1,7 @@
 """``retention``: remove steps that the policies let go of, once newer ones are whole."""
 
 import socket
+from datetime import datetime
 
 from prefect import flow
 from prefect_ray.context import remote_options
@@ -12,7 +13,11 @@ from tasks.prune import prune
 
 @flow(name="retention", task_runner=RayTaskRunner(), persist_result=False, retries=0)
 async def retention(
-    root: str | None = None, keep: str = "", keep_syncs: str = "", dry_run: bool = False
+    root: str | None = None,
+    keep: str = "",
+    keep_syncs: str = "",
+    dry_run: bool = False,
+    now: datetime | None = None,
 ) -> None:
     """Remove what nobody keeps: no policy, no pin, no lease, no pointer.
 
@@ -24,6 +29,7 @@ async def retention(
         keep_syncs: Which steps of weights only stay; empty for TRINITY_SYNC_KEEP_SYNCS, the last 2
             unless it is set.
         dry_run: Show what would be removed, and remove nothing.
+        now: Time that policies reckon with, for a look ahead with dry_run; empty for the clock's.
     """
     with remote_options(**on_node(socket.gethostname())):  # it sees the roots, others may not
-        await results([prune.submit(root, keep, keep_syncs, dry_run)])
+        await results([prune.submit(root, keep, keep_syncs, dry_run, now)])

@@ -76,8 +76,10 @@ async def _prune(request: SaveRequest, node: str) -> None:
 
 
 async def _note_failure(request: SaveRequest, reason: str) -> None:
-    notes = []
+    """Note it on each node that can be reached; what failed is raised, whatever comes of this."""
     for node, spool in request.spools.items():
-        with remote_options(**on_node(node)):
-            notes.append(note_failure.submit(request, spool, reason))
-    await results(notes)
+        try:
+            with remote_options(**on_node(node)):
+                await results([note_failure.submit(request, spool, reason)])
+        except Exception as error:
+            get_run_logger().error("the failure cannot be noted on node %s: %s", node, error)

@@ -10,24 +10,30 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
 
-from tasks.persist import save_of
+from tasks.persist import is_io_error, save_of
 from trinity_sync.catalog.mirror import try_mirror
-from trinity_sync.export.wishes import Wish, make_wish, wishes
 from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, Written, mark_failed
+from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
 
 logger = logging.getLogger(__name__)
 
 
-@task(name="commit", retries=2, retry_delay_seconds=2, persist_result=False)
+@task(
+    name="commit",
+    retries=2,
+    retry_delay_seconds=2,
+    retry_condition_fn=is_io_error,
+    persist_result=False,
+)
 def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> bool:
     """Wait for save functions, write manifest and iteration files, then free the slots.
 
@@ -37,10 +43,12 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
     save, settings = save_of(request), Settings()
     node = JobSpool(Path(spool))
     shards = sum(file.record.component not in FOLDERS for file in written)
+    earlier = own_manifest(save.root, save.run, save.step)
+    listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
     receipts = await_receipts(
         node,
         save,
-        at_least=max(0, request.expected - shards),
+        at_least=max(0, request.expected - shards - listed),
         gather_s=settings.gather_s,
     )
     note_wishes(save, written)

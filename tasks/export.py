@@ -6,13 +6,15 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
-from trinity_sync.export.wishes import grant, wishes
 from trinity_sync.request import SaveRequest
+from trinity_sync.storage.wishes import wishes
 
 
 @task(name="export", persist_result=False)
 def export_wished(request: SaveRequest) -> None:
     """Export what the trainer asked for with a save that is committed now."""
+    from trinity_sync.export.step import grant  # torch takes seconds, and saves need it not
+
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for wish in wishes(request.root, step=request.step):
         if wish.run == request.run:
@@ -24,7 +26,7 @@ def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> None:
     """Write one role's model of a committed step as a Hugging Face folder."""
-    from trinity_sync.export.step import export_step  # torch takes seconds, and saves need it not
+    from trinity_sync.export.step import export_step  # as above
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     done = export_step(

@@ -41,12 +41,12 @@ def persist_component(request: SaveRequest, component: Component, spool: str) ->
     return persist(JobSpool(Path(spool)), save_of(request), component, options)
 
 
-async def _is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the disk failed, which may pass; a missing or damaged image will not."""
+async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Whether the disk failed, which may pass; what is missing, damaged or abandoned stays so."""
     try:
         await state.aresult()
     except Exception as error:
-        return isinstance(error.__cause__, OSError)
+        return isinstance(error.__cause__ or error, OSError)
     return False
 
 
@@ -57,7 +57,7 @@ PERSIST: dict[Component, Task[[SaveRequest, Component, str], list[Written]]] = {
         description=f"Write the {name} images of one node",
         retries=3,
         retry_delay_seconds=[1, 5, 15],
-        retry_condition_fn=_is_io_error,
+        retry_condition_fn=is_io_error,
         persist_result=False,
     )
     for component, name in TASK_NAMES.items()

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from prefect import task
@@ -16,6 +17,7 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.policies import All, LastN, parse_policy
 from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey, verdicts
+from trinity_sync.storage.rewind import let_go_of_aside
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +30,14 @@ class Pruned:
     plan: Plan
     removal: Removal | None
     """None where only the plan was asked for."""
+    aside: list[str] = field(default_factory=list)
+    """Folders of earlier rewinds that go, too."""
 
 
 @task(name="prune", persist_result=False)
-def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
+def prune(
+    root: str | None, keep: str, keep_syncs: str, dry_run: bool, now: datetime | None = None
+) -> None:
     """Remove what policies let go of, root by root, and show it all.
 
     Args:
@@ -39,6 +45,7 @@ def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
         keep: policy of checkpoints; empty for that of the settings.
         keep_syncs: policy of steps of weights only; likewise.
         dry_run: show the plan and touch nothing.
+        now: time that policies reckon with; the clock's by default.
 
     Raises:
         ConfigError: a policy cannot be understood, or was refused for a root; others are pruned.
@@ -47,11 +54,12 @@ def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
     rules = Rules(
         parse_policy(keep or settings.keep), parse_policy(keep_syncs or settings.keep_syncs)
     )
+    at = now.timestamp() if now else time.time()
     done: list[Pruned] = []
     refused: list[str] = []
     for each in roots_of(root, settings):
         try:
-            done.append(prune_root(each, rules, settings, dry_run=dry_run))
+            done.append(prune_root(each, rules, settings, at, dry_run=dry_run))
             if not dry_run:
                 _look_again(each, settings)
         except (TrinitySyncError, OSError) as error:
@@ -65,19 +73,24 @@ def prune(root: str | None, keep: str, keep_syncs: str, dry_run: bool) -> None:
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove the checkpoints that a save's ``keep`` lets go of; its own is committed by now."""
     rules = Rules(checkpoints=LastN(request.keep), syncs=All())
-    done = prune_root(Path(request.root), rules, Settings())
+    done = prune_root(Path(request.root), rules, Settings(), time.time())
     removed = [each.step for each in done.plan.removed]
     try_mirror(Settings(), request.root, removed)
     for each, why in done.removal.spared if done.removal else ():
         logger.info("step %d in %s stays: %s", each.step, request.root, why)
 
 
-def prune_root(root: Path, rules: Rules, settings: Settings, *, dry_run: bool = False) -> Pruned:
+def prune_root(
+    root: Path, rules: Rules, settings: Settings, now: float, *, dry_run: bool = False
+) -> Pruned:
     """Plan, and carry it out unless it is for show."""
-    made = plan(survey(root), rules, time.time())
+    made = plan(survey(root), rules, now)
+    policy = parse_policy(settings.keep_aside)
+    aside = let_go_of_aside(root, policy, now, dry_run=dry_run)
     if dry_run:
-        return Pruned(root, made, None)
-    return Pruned(root, made, carry_out(root, made, spool=settings.spool, recycle=settings.recycle))
+        return Pruned(root, made, None, aside)
+    done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+    return Pruned(root, made, done, aside)
 
 
 def _look_again(root: Path, settings: Settings) -> None:
@@ -109,5 +122,14 @@ def show(done: list[Pruned], *, dry_run: bool) -> None:
             }
             for each in done
             for verdict in verdicts(each.plan, each.removal)
+        ]
+        + [
+            {
+                "root": str(each.root),
+                "step": f"set aside {name}",
+                "state": "would be removed" if dry_run else "removed",
+            }
+            for each in done
+            for name in each.aside
         ],
     )

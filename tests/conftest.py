@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +87,7 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
         "TRINITY_SYNC_SPOOL": str(settings.spool),
         "PREFECT_HOME": str(settings.home / "prefect"),
     }
-    with environment(own):
+    with environment(own), stopped_if_killed(settings):
         state = stack_module.up(settings, num_cpus=2)
         os.environ.update(state.environment)
         refresh_global_settings_context()
@@ -98,6 +100,39 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
     refresh_global_settings_context()
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()
+
+
+STOP = """
+import shutil, sys
+if not sys.stdin.read():
+    from trinity_sync.orchestration import stack
+    from trinity_sync.settings import Settings
+    home, spool = sys.argv[1:]
+    try:
+        stack.down(Settings(home=home, spool=spool))
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+"""
+
+
+@contextmanager
+def stopped_if_killed(settings: Settings) -> Iterator[None]:
+    """A process that stops the stack should this one be killed, which would leave it to live on.
+
+    It waits at a pipe for a word that all is well, or for its end without one.
+    """
+    watchdog = subprocess.Popen(
+        [sys.executable, "-c", STOP, str(settings.home), str(settings.spool)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[1],
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watchdog.communicate(b"all is well")
 
 
 @pytest.fixture(autouse=True)

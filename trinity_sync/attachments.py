@@ -1,7 +1,8 @@
 """Small files that are committed with a step: the position of a dataloader, an explorer's state.
 
-They are kept in memory until the step is saved, and then staged like its states: what was handed
-over is committed with the step or not at all, and outlives the trainer.
+They are kept in memory until the step is handed over, staged with its states: then they are
+committed with the step or not at all, and outlive the trainer. A hand-over that fails leaves them
+here for the next attempt.
 """
 
 import re
@@ -21,14 +22,20 @@ class Attachments:
         self._root = root
         self._rank = rank
         self._pending: dict[int, dict[str, bytes]] = {}
+        self._newest_taken = -1
 
     def add(self, step: int, name: str, content: str | Path | bytes) -> None:
         """Keep a copy of what belongs to a step that is yet to be saved.
 
         Raises:
-            ConfigError: the name or the path cannot be used.
+            ConfigError: the name or the path cannot be used, or it comes too late for the step.
         """
         path = _path(name, self._rank)
+        if step <= self._newest_taken:
+            raise ConfigError(
+                f"step {step}: {name!r} cannot be attached any more, since step "
+                f"{self._newest_taken} was handed over or is on its way; attach before the save"
+            )
         try:
             whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
         except OSError as error:
@@ -39,10 +46,16 @@ class Attachments:
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
     def take(self, step: int) -> bytes | None:
-        """All that was attached to a step, packed; what belongs to earlier ones is dropped."""
+        """All that waits for a step, packed; from now on nothing more is attached to it."""
+        self._newest_taken = max(step, self._newest_taken)
         mine = self._pending.get(step)
-        self._pending = {other: files for other, files in self._pending.items() if other > step}
         return pack(mine) if mine else None
+
+    def handed_over(self, step: int) -> None:
+        """Let go of what was taken for a step, and of what belongs to earlier ones."""
+        for other in list(self._pending):  # in place: a trainer attaches while a thread stages
+            if other <= step:
+                del self._pending[other]
 
     def read(self, step: int, name: str, rank: int) -> bytes:
         """What a rank attached to a committed step.

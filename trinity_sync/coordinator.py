@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.attachments import Attachments
+from trinity_sync.beginning import OwnRun
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.layout import (
@@ -43,10 +44,11 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import Run, open_run
+from trinity_sync.storage.runs import Run
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,6 @@ class CheckpointCoordinator:
         self.rank, self.world_size = rank, world_size
         self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
         self._node_ranks = tuple(range(world_size)) if node_ranks is None else tuple(node_ranks)
-        self._run_key = run_key or _own_run_key()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -117,7 +118,7 @@ class CheckpointCoordinator:
         self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
         self._watch = SaveWatch(self._trigger)
-        self._run: Run | None = None
+        self._run = OwnRun(self.root, run_key or _own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._failures: list[str] = []
@@ -150,20 +151,20 @@ class CheckpointCoordinator:
         """Begin this run at ``step``; saves of earlier runs beyond it, not committed yet, lapse.
 
         Raises:
-            ConfigError: this run has begun already.
+            ConfigError: as `check_resume`.
+        """
+        self.wait_staged()
+        self._run.begin_at(step)
+
+    def check_resume(self, step: int) -> None:
+        """See that this run can begin at ``step``, before the step is loaded; `load` does it, too.
+
+        Raises:
+            ConfigError: this run has begun already, at another step; or its key is that of a run
+                that is not new.
         """
         self.wait_staged()  # what is loaded next must not reach an image
-        if self._run and self._run.resumed_from != step:
-            raise ConfigError(
-                f"this run began at step {self._run.resumed_from} and cannot begin again at "
-                f"{step}; load before the first save"
-            )
-        self._begin(step)
-
-    def _begin(self, resumed_from: int) -> Run:
-        if self._run is None:
-            self._run = open_run(self.root, self._run_key, resumed_from)
-        return self._run
+        self._run.require_can_begin_at(step)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
         """Folder of the newest committed step of ``kind``, or None if there is none.
@@ -184,17 +185,23 @@ class CheckpointCoordinator:
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
         """This rank's states of a committed step, by component; this run begins at the step.
 
+        A step that cannot be loaded begins nothing, so another may be tried.
+
         They are read from the spool if this node still holds them, else from disk; the log says
         which. Tensors are on the CPU.
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is damaged.
-            ConfigError: as `resumed_from`.
+            ConfigError: as `check_resume`.
         """
-        self.resumed_from(step)
-        return load_states(
-            self.root, step, role, rank=self.rank, world_size=self.world_size, spool=self.spool
-        )
+        self.check_resume(step)
+        rank, world_size = self.rank, self.world_size
+        with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
+            states = load_states(
+                self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
+            )
+            self.resumed_from(step)  # from here on, retention spares the step for this run
+        return states
 
     # ---------------------------------------------------------------- states
 
@@ -245,7 +252,11 @@ class CheckpointCoordinator:
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
-        attached = self._attachments.take(step) if kind == "checkpoint" else None
+        attached = None
+        if kind == "checkpoint":
+            self._run.require_new_step(step)
+            self.wait_staged()  # until then it is open whether it took the attachments along
+            attached = self._attachments.take(step)
         return self._states.save(
             origin, components, metadata=metadata, attachments=attached, overlap=overlap
         )
@@ -264,10 +275,9 @@ class CheckpointCoordinator:
             step: training step.
 
         Raises:
-            ConfigError: the name or the path cannot be used, or the step was handed over already.
+            ConfigError: the name or the path cannot be used, or this step or a later one is being
+                saved already.
         """
-        if self._states.has_handed_over(step):
-            raise ConfigError(f"step {step} was handed over; attach {name!r} before it is saved")
         self._attachments.add(step, name, content)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
@@ -401,7 +411,7 @@ class CheckpointCoordinator:
             return staged.components
 
         def committed() -> tuple[Kind, ...]:
-            run = self._begin(0).number
+            run = self._run.begun().number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
 
         return say_last_words(
@@ -442,7 +452,7 @@ class CheckpointCoordinator:
     def _call_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
         return Receipt(
             name=check_name("name of a save", name),
-            run=self._begin(0).number,
+            run=self._run.begun().number,
             step=step,
             kind="state_dict" if is_state_dict else "checkpoint",
             rank=self.rank,
@@ -464,7 +474,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
-        self._metrics.record(self._begin(0).number, step, metrics)
+        self._metrics.record(self._run.begun().number, step, metrics)
 
     # ---------------------------------------------------------------- outcomes
 
@@ -487,15 +497,15 @@ class CheckpointCoordinator:
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         self.wait_staged()
-        run = self._begin(0)
+        run = self._run.begun()
         tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         components = {name for ticket in mine for name in ticket.components}
         roles = mine[0].roles if mine else self.roles
         expected = state_dict_thread_count + checkpoint_thread_count
-        request = self._request(run, global_step, kind, roles, components, expected)
         keep = max((ticket.keep for ticket in mine), default=0)
-        self._hand_over(request.model_copy(update={"keep": keep}), always=True)
+        request = self._request(run, global_step, kind, roles, components, keep, expected)
+        self._hand_over(request, always=True)
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Wait until all that this process handed over is committed, or has failed.
@@ -522,12 +532,10 @@ class CheckpointCoordinator:
         """Seconds from hand-over to commit, by request key, of this process's committed saves."""
         return self._watch.commit_seconds
 
-    def request_key(self, step: int, kind: Kind = "checkpoint") -> str:
-        """Idempotency key of a save of this run, by which Prefect knows its flow run."""
-        return self._request(self._begin(0), step, kind, self.roles, ()).key
-
     def close(self, timeout: float = 10.0) -> None:
         """Let go of everything; what was handed over goes on without this process.
+
+        Signals that `on_preemption` took end the process again, or do what they did before.
 
         Args:
             timeout: seconds to get requests out that Prefect has not taken yet. After that the
@@ -539,6 +547,7 @@ class CheckpointCoordinator:
             self._metrics.close()
             self._watch.close()
             self._trigger.close(timeout)
+            self._preemption.forget()
         self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
@@ -563,7 +572,7 @@ class CheckpointCoordinator:
     ) -> Origin:
         if step < 0:
             raise ConfigError(f"step {step} is negative")
-        run = self._begin(0)
+        run = self._run.begun()
         return Origin(
             root=str(self.root),
             run=run.number,
@@ -596,9 +605,12 @@ class CheckpointCoordinator:
         return self.roles if kind == "checkpoint" else (role,)
 
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
-        run = self._begin(0)
-        request = self._request(run, origin.step, origin.kind, origin.roles, components)
-        request = request.model_copy(update={"keep": origin.keep})
+        if origin.kind == "checkpoint":
+            self._attachments.handed_over(origin.step)
+        run = self._run.begun()
+        request = self._request(
+            run, origin.step, origin.kind, origin.roles, components, origin.keep
+        )
         self._hand_over(request, exports=origin.role if origin.export else "")
 
     def _request(
@@ -608,6 +620,7 @@ class CheckpointCoordinator:
         kind: Kind,
         roles: Sequence[str],
         components: Sequence[str] | set[str],
+        keep: int,
         expected: int = 0,
     ) -> SaveRequest:
         known: list[Component] = [name for name in COMPONENTS if name in components]
@@ -621,6 +634,7 @@ class CheckpointCoordinator:
             components=tuple(known),
             spools={socket.gethostname(): str(self.spool.folder)},
             expected=expected,
+            keep=keep,
         )
 
     def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:

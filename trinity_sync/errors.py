@@ -64,7 +64,7 @@ class Abandoned(SaveError):
 
 
 class SaveFailed(SaveError):
-    """One or more saves of this process failed; nothing of them was committed."""
+    """Saves of this process failed: they were not committed, or their models not exported."""
 
 
 class SaveTimeout(SaveError):

@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Preemption:
     def __init__(self) -> None:
         self._noticed_at: float | None = None
         self._grace_s = 30.0
+        self._replaced: list[tuple[int, Any, Any]] = []
+        """Signal, handler of ours, and what was there before."""
 
     @property
     def noticed(self) -> bool:
@@ -47,13 +50,22 @@ class Preemption:
             self._noticed_at = self._noticed_at or time.monotonic()
 
         try:
-            signal.signal(signum, note)
+            before = signal.signal(signum, note)
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"signal {signum} cannot be noticed here: {error}. Call on_preemption in the main "
                 "thread, with a signal that can be caught, such as SIGTERM or SIGUSR1."
             ) from error
         self._grace_s = grace_s
+        self._replaced.append((signum, note, before))
+
+    def forget(self) -> None:
+        """Have the signals do again what they did before, but where others handle them by now."""
+        while self._replaced:
+            signum, note, before = self._replaced.pop()
+            with suppress(ValueError):  # not the main thread
+                if signal.getsignal(signum) is note:
+                    signal.signal(signum, signal.SIG_DFL if before is None else before)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Settings(BaseSettings):
     the trainer counts."""
 
     nice: int = Field(default=10, ge=0, le=19)
-    """By how much the threads that write, and the embedded server and worker, yield to training."""
+    """By how much the threads that write or make deltas, and the embedded server and worker, yield
+    to training."""
 
     recycle: bool = True
     """Keep large files of removed steps for the next saves to write over: about twice as fast."""
@@ -75,11 +76,18 @@ class Settings(BaseSettings):
     keep_syncs: str = "last=2"
     """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""
 
+    keep_aside: str = "all"
+    """As ``keep``, for what rewinds have set aside, such as ``newer=30d``; one folder a rewind."""
+
     work_pool: str = "trinity-sync"
     """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
 
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two polls of the flow worker, when no event has woken it before."""
+
+    silent_s: float = Field(default=120.0, ge=10)
+    """Seconds without a heartbeat (they come every 30) after which the server shows a flow run as
+    crashed; read by ``deploy``. Prefect allows no fewer than 10."""
 
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port at which the flow worker answers Prometheus; 0 for none."""

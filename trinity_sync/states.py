@@ -134,10 +134,6 @@ class StateSaves:
         overlapping.result()
         return time.perf_counter() - start
 
-    def has_handed_over(self, step: int) -> bool:
-        """Whether the checkpoint of this step, of any role, is on its way."""
-        return any(key[1:] == (step, "checkpoint") for key in self._handed_over)
-
     def take_failures(self) -> list[str]:
         """What could not be staged since the last call."""
         failures, self._failures = self._failures, []

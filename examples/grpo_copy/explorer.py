@@ -25,15 +25,17 @@ class Explorer:
     Args:
         model: folder of the untrained model, which is version 0.
         root: root folder of the job whose weights are followed.
+        deltas: whether to get what changed in them, where that can be had.
         seed: step N's prompts and samples depend on it and on N alone.
     """
 
-    def __init__(self, model: Path, root: Path, *, seed: int = 0) -> None:
+    def __init__(self, model: Path, root: Path, *, deltas: bool = False, seed: int = 0) -> None:
         torch.set_num_threads(1)
         self._model = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
-        self._reader = WeightReader(root=root, name="explorer")
+        self._reader = WeightReader(root=root, name="explorer", deltas=deltas)
         self._group: WeightGroup | None = None
         self._seed = seed
+        self._delta_bytes: list[int | None] = []
         self.version = 0
 
     def join(self, address: str, port: int) -> None:
@@ -59,7 +61,12 @@ class Explorer:
                     f"{self.version}); see the flow runs of the job in the Prefect UI"
                 )
             self.version = self._reader.load_into(self._model)
+            self._delta_bytes.append(self._reader.delta_bytes)
         return self.version
+
+    def delta_bytes(self) -> list[int | None]:
+        """Of each version that was loaded, the bytes of its deltas; None where it came whole."""
+        return self._delta_bytes
 
     @torch.inference_mode()
     def sample(self, step: int) -> Batch:

@@ -19,7 +19,7 @@ class Save:
 
     step: int
     kind: str
-    """``checkpoint`` or ``state_dict``; ``memory`` or ``nccl`` where nothing was saved."""
+    """``checkpoint`` or ``state_dict``; where nothing was saved, the way that weights were sent."""
     nbytes: int
     """Of all ranks."""
     stall_s: float
@@ -61,10 +61,10 @@ class Schedule:
         return self.sync_every if self.sync == "checkpoint" else 0
 
 
-def start_explorer(model: Path, root: Path) -> Any:
+def start_explorer(model: Path, root: Path, sync: Sync) -> Any:
     """The explorer as a Ray actor."""
     actor = ray.remote(Explorer).options(num_cpus=0, runtime_env={"env_vars": environment()})
-    return actor.remote(model, root)
+    return actor.remote(model, root, deltas=sync == "delta")
 
 
 def train(

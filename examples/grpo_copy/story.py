@@ -53,7 +53,7 @@ def run_job(
 ) -> tuple[History, list]:
     """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
     history, schedule = History(), Schedule(sync)
-    explorer = start_explorer(untrained, root)
+    explorer = start_explorer(untrained, root, sync)
     ranks = TrainerGroup(untrained, root, output)
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
     train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
@@ -70,10 +70,13 @@ def run_job(
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
+    received = ray.get(explorer.delta_bytes.remote())
     ray.kill(explorer)
     say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
     lag = sum(history.lags.values()) / len(history.lags)
     say(f"weights came by {sync}: the explorer sampled with ones that were {lag:.1f} steps old")
+    if sync == "delta":
+        say(deltas_in_words(history, received))
     return history, fingerprints
 
 
@@ -96,6 +99,20 @@ def compare(
     for part, equal in same.items():
         say(f"  {part}: " + ("[green]equal to the last bit[/]" if equal else "[red]different[/]"))
     return all(same.values())
+
+
+def deltas_in_words(history: History, received: list[int | None]) -> str:
+    """How many of the versions that the explorer loaded came by deltas, and how large those were.
+
+    A weight of fp32 changes at every step: for fewer bytes, train in bf16.
+    """
+    whole = max(save.nbytes for save in history.saves if save.kind == "delta")
+    sizes = [size for size in received if size is not None]
+    share = sum(sizes) / max(len(sizes), 1) / whole
+    return (
+        f"{len(sizes)} of {len(received)} versions came by deltas, of {share:.0%} of the bytes: "
+        "weights of fp32 change at every step, those of bf16 rarely"
+    )
 
 
 def reward_in_words(history: History) -> str:

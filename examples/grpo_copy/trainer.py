@@ -17,8 +17,9 @@ from trinity_sync.weights.group import join_weight_group, weight_group_address
 ROLE = "actor"
 TIMEOUT_S = 120.0
 
-Sync = Literal["checkpoint", "memory", "nccl"]
-"""How weights get to the explorer: by a commit, shared memory or a broadcast (here by gloo)."""
+Sync = Literal["checkpoint", "memory", "delta", "nccl"]
+"""How weights get to the explorer: by a commit, from shared memory, what changed of them since the
+last version there, or by a broadcast (here by gloo)."""
 
 
 def environment() -> dict[str, str]:
@@ -97,7 +98,7 @@ class TrainerRank:
             sent = self._policy.engine.module.parameters() if self._group else ()
             nbytes = sum(weight.numel() * weight.element_size() for weight in sent)
         else:
-            if sync == "memory":
+            if sync in ("memory", "delta"):
                 staged = self._manager.upload_state_dict(step)
             else:
                 staged = self._manager.save_state_dict(self._path(step), step)

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.integration.prefect_api import until
+from tests.integration.prefect_api import key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
@@ -42,7 +42,7 @@ def assert_committed(root: Path, step: int) -> None:
 
 
 def key(saves: CheckpointCoordinator, step: int) -> str:
-    return saves.request_key(step, "checkpoint")
+    return key_of(saves.root, step)
 
 
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:

@@ -10,15 +10,27 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from uuid import UUID
 
 import pytest
 import torch
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import DeploymentUpdate
-from prefect.client.schemas.objects import State
-from prefect.states import Cancelled, Cancelling, Pending, Running
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+)
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running
 
 from tests.faults.slow_save import (
     SIZE,
@@ -34,7 +46,8 @@ from tests.unit.job import Job
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.mend import ATTEMPTS, TAKEN_BY, end_unheard_tasks
+from trinity_sync.orchestration.deploy import deploy
+from trinity_sync.orchestration.mend import ATTEMPTS, TAKEN_BY, end_unheard_tasks, runs_in
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
@@ -148,6 +161,50 @@ def test_a_save_that_is_lost_for_good_is_crashed_and_named(
     assert api.ended(run.id).state.name == "Crashed"
 
 
+def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_once_it_is_back(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    with api.client as client:
+        reconcile = client.read_deployment_by_name("reconcile/reconcile").id
+
+    def reconciles() -> list[FlowRun]:
+        of_it = DeploymentFilter(id=DeploymentFilterId(any_=[reconcile]))
+        with api.client as client:
+            return client.read_flow_runs(deployment_filter=of_it)
+
+    before = len(reconciles())
+    deploy(stack_settings.model_copy(update={"silent_s": 10}))
+    try:
+        begin_slow_save(saves, root, 2)
+        run = api.run_of(key(saves, 2))
+        kill_worker(stack_settings)
+        crashed = api.ended(run.id)
+        assert (crashed.state.name, crashed.run_count) == ("Crashed", 1)
+        assert "Nothing was heard" in crashed.state.message
+        until(lambda: len(reconciles()) > before, "a run of reconcile")
+    finally:
+        deploy(stack_settings)
+        stack_module.up(stack_settings)
+    assert_committed(root, 2)
+    assert api.ended(run.id).run_count == 2
+    until(lambda: all(each.state.is_completed() for each in reconciles()), "its end")
+
+
+def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
+    saves: CheckpointCoordinator, root: Path, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    run = api.run_of(key(saves, 2))
+    set_states(api, run.id, Crashed(message="Nothing was heard of its process."))
+    assert_committed(root, 2)
+
+    def state() -> str | None:
+        with api.client as client:
+            return client.read_flow_run(run.id).state_name
+
+    until(lambda: state() == "Completed", "its own end")
+
+
 def test_a_save_whose_worker_was_stopped_is_begun_again(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
 ) -> None:
@@ -211,6 +268,39 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
     assert {task.state.name for task in api.tasks_of(run)} == {"Completed"}
 
 
+def test_no_run_is_forgotten_among_those_that_schedules_have_made(api: Api) -> None:
+    """The server makes 100 runs of a schedule ahead, and has 200 in an answer."""
+    hourly = DeploymentScheduleCreate(
+        schedule=IntervalSchedule(
+            interval=timedelta(hours=1), anchor_date=datetime.now(timezone.utc) + timedelta(days=1)
+        )
+    )
+    pool = WorkPoolFilter(name=WorkPoolFilterName(any_=["crowded"]))
+    with api.client as client:
+        client.create_work_pool(WorkPoolCreate(name="crowded", type="process"))
+        flow = client.create_flow_from_name("crowd")
+        made = [
+            client.create_deployment(
+                flow, name, work_pool_name="crowded", entrypoint="a:b", schedules=[hourly]
+            )
+            for name in ("one", "two", "three")
+        ]
+        until(lambda: client.count_flow_runs(work_pool_filter=pool) >= 300, "the scheduled runs")
+
+    async def look(deployment: str | None) -> set[UUID]:
+        async with get_client() as client:
+            found = await runs_in(client, "crowded", StateType.SCHEDULED, deployment=deployment)
+        return {run.id for run in found}
+
+    try:
+        assert len(asyncio.run(look(None))) >= 300
+        assert len(asyncio.run(look("two"))) >= 100
+    finally:
+        with api.client as client:
+            for deployment in made:
+                client.delete_deployment(deployment)
+
+
 def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
@@ -227,7 +317,8 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
             assert read_manifest(root, 2) is None
-            assert worker_log(stack_settings).count(f"step 2 of {root} is refused") == 1
+            refusal = f"step 2 of {root}: the Prefect server refuses"
+            assert worker_log(stack_settings).count(refusal) == 1
         finally:
             client.update_deployment(
                 deployment.id, DeploymentUpdate(parameter_openapi_schema=known)

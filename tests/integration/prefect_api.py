@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -15,9 +16,21 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
-from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.layout import Kind
+from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.storage.runs import newest_run
 
 T = TypeVar("T")
+
+
+def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
+    """By which Prefect knows the flow run of a save of the newest run."""
+    run = newest_run(root)
+    spools = {"any": "/any"}  # they are no part of it
+    request = SaveRequest(
+        root=str(root), step=step, run=run.number, run_key=run.key, kind=kind, spools=spools
+    )
+    return request.key
 
 
 class Api:

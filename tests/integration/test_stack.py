@@ -6,6 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.events.actions import RunDeployment
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
+from prefect.settings.context import get_current_settings
 
 from tests.conftest import left_of, processes_of
 from trinity_sync.errors import StackError
@@ -13,6 +16,8 @@ from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.server import server_client
+from trinity_sync.orchestration.silence import CRASHED, SILENT
+from trinity_sync.orchestration.warm import WholeSettings
 from trinity_sync.settings import Settings
 
 
@@ -77,6 +82,47 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
     assert again.pull_steps == []
     assert again.path is None
     assert again.entrypoint == "flows.save.save_step"
+
+
+def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_so(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    with server_client(stack.api_url) as client:
+
+        def watch(name: str = SILENT) -> Automation:
+            (found,) = client.read_automations_by_name(name)
+            return found
+
+        made = watch()
+        client.pause_automation(made.id)
+        old = AutomationCore.model_validate({**made.model_dump(exclude={"id"}), "enabled": True})
+        client.create_automation(old)
+        try:
+            deploy.deploy(stack_settings.model_copy(update={"silent_s": 500}), stack.api_url)
+            changed = watch()
+            assert not changed.enabled
+            assert isinstance(changed.trigger, EventTrigger)
+            assert changed.trigger.within.total_seconds() == 500
+            reconcile = client.read_deployment_by_name("reconcile/reconcile").id
+            (action,) = watch(CRASHED).actions
+            assert isinstance(action, RunDeployment)
+            assert action.deployment_id == reconcile
+            save = client.read_deployment_by_name("save-step/save-step").id
+            for automation in (changed, watch(CRASHED)):
+                assert isinstance(automation.trigger, EventTrigger)
+                watched = str(automation.trigger.match_related)
+                assert str(save) in watched
+                assert str(reconcile) not in watched
+        finally:
+            deploy.deploy(stack_settings, stack.api_url)
+            client.resume_automation(watch().id)
+
+
+def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
+    with WholeSettings.of_now():  # as the worker runs a flow
+        seconds = get_current_settings().flows.heartbeat_frequency
+    assert seconds
+    assert 3 * seconds <= Settings().silent_s
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(

@@ -1,13 +1,20 @@
 """Jobs for tests: a root in a temporary folder, a spool in real shared memory."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.job import Job
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
+
+Open = Callable[..., CheckpointCoordinator]
+"""Makes the coordinator of a rank."""
 
 
 @pytest.fixture
@@ -18,6 +25,29 @@ def job(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     yield made
     for stager in made.stagers.values():
         stager.close()
+
+
+@pytest.fixture
+def coordinator_of(job: Job, spool_folder: Path, tmp_path: Path) -> Iterator[Open]:
+    """Coordinators of the job's ranks, with no server to ask: the test commits by itself."""
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    with ExitStack() as open_ones:
+
+        def make(
+            rank: int = 0, world_size: int = 1, run_key: str = "run", **others: Any
+        ) -> CheckpointCoordinator:
+            made = CheckpointCoordinator(
+                job.root,
+                rank=rank,
+                world_size=world_size,
+                run_key=run_key,
+                settings=settings,
+                **others,
+            )
+            open_ones.callback(made.close, timeout=0)
+            return made
+
+        yield make
 
 
 @pytest.fixture

@@ -2,38 +2,19 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from pickle import PicklingError
 
 import pytest
 import torch
 
+from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, MissingShards
-from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
 
 MODEL = {"model": {"w": torch.ones(9)}}
-Open = Callable[..., CheckpointCoordinator]
-
-
-@pytest.fixture
-def coordinator_of(job: Job, spool_folder: Path, tmp_path: Path) -> Iterator[Open]:
-    """Coordinators of the job's ranks, with no server to ask: the test commits by itself."""
-    settings = Settings(spool=spool_folder, home=tmp_path)
-    with ExitStack() as open_ones:
-
-        def make(rank: int = 0, world_size: int = 1) -> CheckpointCoordinator:
-            made = CheckpointCoordinator(
-                job.root, rank=rank, world_size=world_size, run_key="run", settings=settings
-            )
-            open_ones.callback(made.close, timeout=0)
-            return made
-
-        yield make
 
 
 def test_bytes_and_files_are_committed_with_their_step(
@@ -136,11 +117,50 @@ def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
     with pytest.raises(ConfigError, match="nowhere"):
         saves.attach("x", tmp_path / "nowhere", step=4)
     saves.save(4, MODEL)
-    with pytest.raises(ConfigError, match="handed over"):
+    with pytest.raises(ConfigError, match="attach before the save"):
         saves.attach("x", b"", step=4)
     job.commit(4)
     with pytest.raises(CommitError, match="no file attachments/x"):
         saves.attachment(4, "x")
+
+
+def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.save(10, {"model": {"w": torch.ones(1 << 24)}}, overlap=True)
+    with pytest.raises(ConfigError, match="step 10: 'x' cannot be attached any more"):
+        saves.attach("x", b"", step=10)
+    saves.attach("position", b"20", step=20)
+    saves.wait_staged()
+    saves.save(20, MODEL)
+    with pytest.raises(ConfigError, match="since step 20 was handed over"):
+        saves.attach("x", b"", step=10)
+    job.commit(20, "model", "attachments")
+    assert saves.attachment(20, "position") == b"20"
+
+
+def test_a_save_that_failed_and_is_called_again_takes_them_along(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    saves.attach("position", b"17", step=4)
+    with pytest.raises((AttributeError, PicklingError)):
+        saves.save(4, {"model": {"cannot be pickled": lambda: 0}})
+    saves.save(4, MODEL)
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "position") == b"17"
+
+
+def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
+    job.roles = ("actor", "critic")
+    saves = coordinator_of(roles=job.roles)
+    saves.attach("position", b"17", step=4)
+    saves.save(4, MODEL, overlap=True)
+    saves.save(4, MODEL, role="critic", overlap=True)
+    saves.wait_staged()
+    job.commit(4, "model", "attachments")
+    assert saves.attachment(4, "position") == b"17"
 
 
 def test_a_damaged_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:

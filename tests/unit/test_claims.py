@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,16 @@ def test_what_is_not_committed_cannot_be_claimed(committed: Job) -> None:
         take_lease(committed.root, 5, "early")
     with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
         pin(committed.root, 5)
+
+
+def test_a_root_that_is_not_mounted_is_not_made(tmp_path: Path) -> None:
+    root = tmp_path / "not mounted"
+    with pytest.raises(CommitError, match="is not committed"):
+        take_lease(root, 4, "explorer 1")
+    with pytest.raises(CommitError, match="is not committed"):
+        pin(root, 4)
+    assert not unpin(root, 4)
+    assert not root.exists()
 
 
 def test_a_lease_waits_for_who_removes_and_then_sees_that_the_step_is_gone(committed: Job) -> None:

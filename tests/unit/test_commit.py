@@ -386,6 +386,22 @@ def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job)
     require_committed(job.root, 4)
 
 
+def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_same_again(
+    job: Job,
+) -> None:
+    (folder(job, 4) / "actor").mkdir(parents=True)
+    (folder(job, 4) / "actor/dist_ckpt.bin").write_bytes(b"megatron")
+    receipt = Receipt(
+        "dist", 1, 4, "checkpoint", 0, "1/1", "finished", files=("actor/dist_ckpt.bin",)
+    )
+    first = commit(job.save(4), [], [receipt])
+    commit(job.save(4), [])  # by now the receipts are forgotten
+    again = require_committed(job.root, 4)
+    assert (again.files, again.receipts) == (first.files, first.receipts)
+    with pytest.raises(MissingShards, match="nothing was handed over"):
+        commit(job.save(5), [])
+
+
 def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     job.stage(3, {"model": state(1)}, kind="state_dict")
     job.stage(3, {"optim": state(2)}, also=("model",))

@@ -5,10 +5,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import prefect
 import pytest
 import torch
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
 from tests.conftest import environment
+from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.orchestration.doctor import Check, examine, packages_check
 from trinity_sync.settings import Settings
@@ -53,6 +56,18 @@ def test_what_is_away_fails_with_what_to_do(committed: Job) -> None:
         found = checks(committed)
     assert "127.0.0.1:9" in found["prefect server"].found
     assert "127.0.0.1:9" in found["ray"].found
+
+
+def test_a_server_that_wants_a_login_is_asked_with_it(committed: Job) -> None:
+    version = {"/admin/version": (200, f'"{prefect.__version__}"')}
+    with server(version, login="who:what") as url, environment({"PREFECT_API_URL": url}):
+        with temporary_settings({PREFECT_API_AUTH_STRING: "who:what"}):
+            found = checks(committed)
+        assert found["prefect server"].state == "ok"
+        assert found["work pool"].found == "there is no work pool trinity-sync"
+        found = checks(committed)
+        assert "401" in found["prefect server"].found
+        assert "PREFECT_API_AUTH_STRING" in found["prefect server"].found
 
 
 def test_a_spool_that_is_open_to_others_fails(committed: Job) -> None:

@@ -9,7 +9,9 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.claims import leases
+from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.storage.claims import LONG_LEASE_S, leases
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.drill import drill
 
 
@@ -47,6 +49,45 @@ def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
     shard.unlink()
     with pytest.raises(CommitError, match="none can be loaded"):
         drill(job.root)
+
+
+def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
+    file = step_folder(job.root, 1) / "actor/dist_ckpt.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"megatron")
+    wrote = ("actor/dist_ckpt.bin",)
+    receipt = Receipt("dist", 1, 1, "checkpoint", 0, "1/1", "finished", files=wrote)
+    commit(job.save(1), [], [receipt])
+    done = drill(job.root)
+    assert done
+    assert (done.files, done.nbytes, done.checked) == (1, 8, True)
+    file.write_bytes(b"megatorn")
+    with pytest.raises(CommitError, match=f"{file} is damaged"):
+        drill(job.root)
+
+
+def test_a_checkpoint_with_nothing_to_load_is_no_restore_that_worked(
+    job: Job, tmp_path: Path
+) -> None:
+    receipt = Receipt("nothing", 1, 1, "checkpoint", 0, "1/1", "finished")
+    commit(job.save(1), [], [receipt])
+    (tmp_path / "theirs/global_step_3").mkdir(parents=True)
+    (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("3")
+    for root in (job.root, tmp_path / "theirs"):
+        with pytest.raises(CommitError, match="holds nothing that could be loaded"):
+            drill(root)
+
+
+def test_a_step_stays_claimed_however_long_it_takes_to_load(job: Job) -> None:
+    save(job, 1)
+    claimed: list[float] = []
+
+    def clock() -> float:
+        claimed.extend(lease.ttl_s for lease in leases(job.root))
+        return float(len(claimed))
+
+    drill(job.root, clock=clock)
+    assert claimed == [LONG_LEASE_S, LONG_LEASE_S]
 
 
 def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.export import writing
 from trinity_sync.export.naming import Naming
 from trinity_sync.export.shards import ShardedModel
-from trinity_sync.export.step import export_step
+from trinity_sync.export.step import export_step, grant
 from trinity_sync.export.writing import save_tensors
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
 
 State = dict[str, torch.Tensor]
 
@@ -357,6 +358,19 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
     assert (full / "mine.txt").read_text() == "mine"
     assert not (tmp_path / "x").exists()
     require_committed(job.root, 1)
+
+
+def test_a_wish_holds_its_step_until_it_comes_true_or_fails(job: Job, commit: Commit) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    for role in ("actor", "critic"):
+        make_wish(job.root, Wish(1, 1, role))
+    grant(job.root, Wish(1, 1, "actor"))
+    assert awaited(job.root) == {1: ["critic"]}
+    with pytest.raises(CommitError, match="no model of role critic"):
+        grant(job.root, Wish(1, 1, "critic"))
+    assert awaited(job.root) == {}
+    assert [wish.role for wish in wishes(job.root)] == ["critic"]  # for a retry
 
 
 def test_an_earlier_export_is_replaced_by_that_of_another_dtype(

@@ -1,8 +1,9 @@
-"""Random histories of saves, crashes, resumes, claims and retentions, beside a model of a few sets.
+"""Random histories of saves, crashes, resumes, rewinds, claims, repairs and retentions, beside a
+model of a few sets.
 
 Whatever happened, the newest commit loads with its own state, what is claimed is there, what a
-policy keeps is there, and the iteration files name steps that are whole. ``HISTORIES`` is how many
-histories are tried.
+policy keeps is there, the iteration files name steps that are whole, and nothing comes back from
+before a rewind. ``HISTORIES`` is how many histories are tried.
 """
 
 import os
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,14 +20,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
+from trinity_sync.errors import Abandoned, StepClaimed
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.claims import Lease, pin, take_lease, unpin
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.leftovers import FILE_REPAIRS
 from trinity_sync.storage.persist import mark_failed
 from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import committed_steps, newest, require_committed
 
@@ -81,8 +86,41 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         self.step = data.draw(st.sampled_from(self._by_age("checkpoint")))
-        self.run += 1
-        open_run(self.job.root, str(self.run), self.step)
+        self._begin_run()
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), in_flight=st.booleans(), moment=st.integers(0, 8))
+    def go_back(self, data: st.DataObject, in_flight: bool, moment: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.steps)))
+        run, kind, _ = self.steps[step]
+        newer = {other for other, known in self.steps.items() if other > step or known[0] > run}
+        if newer & set(self.leased):
+            with pytest.raises(StepClaimed):
+                rewind(self.job.root, step, force=True)
+            return
+        late = self._stage("checkpoint") if in_flight else None
+        if moment:  # one that dies at any instant is finished by the same call again
+            in_a_process(lambda: self._rewind(step), self.folder, die_before=moment)
+        self._rewind(step)
+        self.mend()
+        self.steps = {each: known for each, known in self.steps.items() if each not in newer}
+        self.pinned -= newer
+        for served in SERVES_AS[kind]:
+            assert (
+                newest(self.job.root, served).step == read_iteration(self.job.root, served) == step
+            )
+        if late:
+            with pytest.raises(Abandoned):
+                self.job.commit(self.step, **late)
+            mark_failed(self.job.spool, self.job.save(self.step, **late), "it was left behind")
+        self.step = self._newest("checkpoint") or 0
+        self._begin_run()
+
+    def _rewind(self, step: int) -> None:
+        rewind(self.job.root, step, force=True)
+
+    def _begin_run(self) -> None:
+        self.run = open_run(self.job.root, f"after run {self.run}", self.step).number
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
@@ -109,6 +147,11 @@ class Histories(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.leased)))
         self.leased.pop(step).release()
+
+    @rule()
+    def mend(self) -> None:
+        for repair in FILE_REPAIRS:
+            assert all(finding.state == "mended" for finding in repair(self.job.root))
 
     @rule(last=LASTS, every=MULTIPLES, syncs=LASTS)
     def retain(self, last: int, every: int, syncs: int) -> None:

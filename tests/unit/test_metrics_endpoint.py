@@ -1,6 +1,8 @@
 """What Prometheus reads from a flow worker."""
 
+import os
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
@@ -35,8 +37,9 @@ def scraped(port: int) -> dict[tuple[str, ...], float]:
     }
 
 
-def request(job: Job, step: int) -> SaveRequest:
-    return SaveRequest(root=str(job.root), step=step, run=1, spools={"here": "/spool"})
+def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
+    spools = {"here": "/spool"}
+    return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key, spools=spools)
 
 
 def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
@@ -63,8 +66,39 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     job.stage(7, {"model": {"w": torch.zeros(3)}})
     job.commit(7)
     note_root(settings, job.root)
-    found = scraped(WorkerMetrics().serve(settings))
-    assert found["trinity_sync_newest_step", "checkpoint"] == 7
+    port = WorkerMetrics().serve(settings)
+    assert newest_step(port) == 7
+
+
+def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
+    metrics.committed(request(job, 40, 2, "old"), [], persist_s=1.0, commit_s=0.25)
+    for step in (3, 2):  # the second is late
+        metrics.committed(request(job, step, 1, "new"), [], persist_s=1.0, commit_s=0.25)
+    assert newest_step(metrics.serve(settings)) == 3
+
+
+def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, metrics_port=free_port())
+    note_root(settings, job.root)
+    manifest = job.root / "global_step_7/manifest.json"
+    manifest.parent.mkdir()
+    os.mkfifo(manifest)  # whoever opens it waits until somebody writes
+    metrics = WorkerMetrics()
+    port = metrics.serve(settings)
+    metrics.committed(request(job, 8), [], persist_s=1.0, commit_s=0.25)
+    assert newest_step(port) == 8
+    with manifest.open("w"):
+        manifest.unlink()
+
+
+def newest_step(port: int) -> float:
+    """What is said of checkpoints, once anything is."""
+    deadline = time.monotonic() + 30
+    while (found := scraped(port).get(("trinity_sync_newest_step", "checkpoint"))) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
 
 
 def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:

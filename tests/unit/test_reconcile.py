@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences
@@ -49,6 +52,22 @@ def written_but_never_committed(job: Job, step: int) -> Path:
     for sealed in job.spool.tickets()[0]:
         Path(f"{sealed.slot}.ticket").unlink()
     return Path(written.temporary)
+
+
+def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    exports = job.root / ".trinity_sync/exports"
+    for step in (1, 2):
+        half = exports / f"global_step_{step}.actor/model-00001.safetensors"
+        half.parent.mkdir(parents=True)
+        half.write_bytes(bytes(1000))
+    shutil.rmtree(step_folder(job.root, 1))
+    assert run(job, settings) == []
+    (found,) = run(job, settings, later_s=LATER_S)
+    assert (found.what, found.state) == ("exports of step 1", "mended")
+    assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
 
 
 def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
@@ -225,3 +244,45 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings:
         ("latest_checkpointed_iteration.txt", "mended"),
         ("catalog", "left"),
     ]
+
+
+def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
+    async def run() -> list[Finding]:
+        async with get_client() as client:
+            return await reconcile(
+                settings, [job.root], client, clock=lambda: time.time() + LATER_S
+            )
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]
+
+
+def test_files_are_mended_though_the_server_does_not_take_the_login(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    temporary = written_but_never_committed(job, 3)
+    with server({}, login="who:what") as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("runs", "left"),
+        ("latest_checkpointed_iteration.txt", "mended"),
+        (str(temporary.relative_to(job.root)), "left"),
+    ]
+    assert "401 Unauthorized" in found[0].why
+
+
+def test_images_wait_and_files_are_mended_though_nothing_is_deployed(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()
+    job.stage(2, {"model": {"w": torch.ones(10)}})
+    with server({"/flow_runs/filter": (200, "[]")}) as url:
+        found = run_with(url, job, settings)
+    assert [(each.what, each.state) for each in found] == [
+        ("save actor step 2", "left"),
+        ("latest_checkpointed_iteration.txt", "mended"),
+    ]
+    assert "run: trinity-sync deploy" in found[0].why

@@ -18,9 +18,9 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.snapshot.kept import keep, kept_in, kept_path
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.storage.reader import PIECE, read_file
-from trinity_sync.storage.restore import Restored, load_shard, load_shards, load_states
+from trinity_sync.storage.restore import Restored, load_shards, load_states
 from trinity_sync.storage.writer import digest_of
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -33,6 +33,11 @@ def state(value: float, size: int = 5000) -> dict[str, Any]:
 def save(job: Job, step: int, value: float) -> None:
     job.stage(step, {"model": state(value)})
     job.commit(step)
+
+
+def load_shard(root: Path, step: int, path: str, *, spool: JobSpool | None = None) -> Restored:
+    (restored,) = load_shards(root, step, [path], spool=spool)
+    return restored
 
 
 def load(job: Job, step: int) -> Restored:
@@ -177,7 +182,7 @@ def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
         """
         import os, signal, sys, torch
         from pathlib import Path
-        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.spool import JobSpool, open_job_spool
         from trinity_sync.snapshot.stager import Origin, Stager
         spool, root = Path(sys.argv[1]), sys.argv[2]
         origin = Origin(root, 1, "", 5, "checkpoint", "actor", ("actor",), 0, 1, (0,))

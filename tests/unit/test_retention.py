@@ -22,6 +22,7 @@ from trinity_sync.storage.recycling import WORTHWHILE, take_spare
 from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.wishes import AWAITED_S, Wish, forget_wish, give_up, make_wish
 
 SPARE_PATTERN = ".trinity_sync/spare/*"
 
@@ -73,12 +74,15 @@ def test_what_goes_leaves_nothing_behind(root: Path) -> None:
     for step in range(1, 5):
         commit_files(root, step)
         write_metrics(root, 1, step, {"reward": step})
+        (root / f".trinity_sync/exports/global_step_{step}.actor").mkdir(parents=True)
     done = prune(root, "last=2")
     assert numbers(done.removed) == [1, 2]
     assert (done.nbytes, done.spared) == (2004, [])
     assert steps_on_disk(root) == [3, 4]
     assert list((root / ".trinity_sync/trash").iterdir()) == []
     assert [read_metrics(root, 1, step) for step in (2, 3)] == [{}, {"reward": 3.0}]
+    left = sorted(path.name for path in (root / ".trinity_sync/exports").iterdir())
+    assert left == ["global_step_3.actor", "global_step_4.actor"]
     for step in (3, 4):
         require_committed(root, step)
     assert prune(root, "last=2").removed == []
@@ -112,6 +116,33 @@ def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root:
     assert newest(root).step == 20
     prune(root)
     assert steps_on_disk(root) == [20]
+
+
+def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    wish = Wish(1, 10, "actor")
+    plan_before = planned(root)
+    make_wish(root, wish)
+    done = carry_out(root, plan_before)
+    assert spared(done) == {10: "the model of actor is to be exported"}
+    assert steps_on_disk(root) == [10, 30]
+    forget_wish(root, 10, "actor")
+    prune(root)
+    assert steps_on_disk(root) == [30]
+
+
+def test_an_export_that_failed_or_never_came_holds_no_step_for_ever(root: Path) -> None:
+    for step in (10, 20, 30):
+        commit_files(root, step)
+    give_up(root, Wish(1, 10, "actor"))
+    make_wish(root, Wish(1, 20, "actor"))
+    prune(root)
+    assert steps_on_disk(root) == [20, 30]
+    (wish,) = (root / ".trinity_sync/exports").glob("*20.actor.wish")
+    os.utime(wish, (0, wish.stat().st_mtime - AWAITED_S))
+    prune(root)
+    assert steps_on_disk(root) == [30]
 
 
 def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: Path) -> None:
@@ -216,6 +247,15 @@ def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
     assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is under way"}
     job.commit(3, "model", "optim")
     assert newest(job.root).step == 3
+
+
+def test_an_image_that_a_resume_left_behind_holds_no_step(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and nobody needs its slot
+    open_run(job.root, "second", 10)
+    for step in (20, 30):
+        commit_files(job.root, step, run=2)
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
 
 
 def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:

@@ -13,7 +13,9 @@ from trinity_sync.errors import Abandoned, CommitError, StepClaimed
 from trinity_sync.layout import Kind
 from trinity_sync.storage.claims import pin, pins, take_lease
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
-from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.policies import All, parse_policy
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.storage.rewind import let_go_of_aside, rewind
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.weights.committed import newest_version
@@ -147,6 +149,30 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
     assert newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).aside
     assert pins(trained.root) == {}
+
+
+def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> None:
+    day = 86_400.0
+    rewind(trained.root, 20, clock=lambda: 0.0)
+    rewind(trained.root, 10, clock=lambda: 3 * day)
+    (trained.root / ".trinity_sync/aside/my notes").mkdir()
+    first, second = "19700101T000000Z", "19700104T000000Z"
+
+    def go(policy: str, at: float, **other: bool) -> list[str]:
+        return let_go_of_aside(trained.root, parse_policy(policy), at, **other)
+
+    def left() -> list[str]:
+        return sorted(each.name for each in (trained.root / ".trinity_sync/aside").iterdir())
+
+    assert go("all", 99 * day) == []
+    assert go("newer=2d", 4 * day, dry_run=True) == [first]
+    assert left() == [first, second, "my notes"]
+    assert go("newer=2d", 4 * day) == [first]
+    carry_out(trained.root, plan(survey(trained.root), Rules(All(), All()), now=0))
+    assert left() == [second, "my notes"]
+    assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
+    assert go("last=1", 99 * day) == []
+    assert newest(trained.root).step == 10
 
 
 DIE = """

@@ -1,15 +1,18 @@
 """What the worker's sweep makes of images that wait for nobody."""
 
+import logging
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.unit.job import Job
 from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import read_manifest
@@ -62,6 +65,20 @@ def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
     assert job.spool.tickets() == ([], [])
 
 
+def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    manifest = read_manifest(job.root, 5)
+    assert manifest
+
+    def sweep_at(moment: float) -> None:
+        assert stranded(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
+
+    sweep_at(manifest.committed_at + 1.9)
+    assert len(job.spool.tickets()[0]) == 1
+    sweep_at(manifest.committed_at + 2.1)
+    assert job.spool.tickets() == ([], [])
+
+
 def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
     job.stage(6, {"model": {"w": torch.ones(10)}})
@@ -90,6 +107,19 @@ def test_a_commit_that_cannot_be_finished_leaves_the_others_alone(job: Job) -> N
     (job.root / "latest_state_dict_iteration.txt").rmdir()
     assert sweep(job) == [6]
     assert read_iteration(job.root, "state_dict") == 5
+
+
+def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_once(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(6, {"model": {"w": torch.ones(10)}})
+    (tmp_path / "a").mkdir()  # comes before the others
+    other = open_job_spool(job.spool.folder.parent, tmp_path / "a")
+    (other.folder / "actor.model.rank0.0.slot.ticket").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert sweep(job) == [6]
+        assert sweep(job) == [6]
+    assert len([each for each in caplog.records if str(other.folder) in each.message]) == 1
 
 
 def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:

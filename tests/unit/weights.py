@@ -7,8 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import xxhash
+
 from tests.unit.job import Job
+from trinity_sync.weights.copies import delta_between
 from trinity_sync.weights.version import ImageRef, Version
+
+NUMEL = 300_000
+
+State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,7 @@ class VersionFile:
         if not self.path.exists():
             return None
         body = json.loads(self.path.read_text())
-        for name in ("images", "delta"):
-            body[name] = tuple(ImageRef(**ref) for ref in body[name])
+        body["images"] = tuple(ImageRef(**ref) for ref in body["images"])
         return Version(**body)
 
     async def wait_newer(
@@ -45,6 +53,9 @@ class VersionFile:
     def serving(self, reader: str, step: int, run: int) -> None:
         pass
 
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> list[Any]:
+        return [delta_between(base, version, image.rank) for image in version.images]
+
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:
     """Stage a state a rank, without saving it, and give the version."""
@@ -58,3 +69,26 @@ def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") 
         images.append(ImageRef(node, str(slot), said.image, said.rank, said.nbytes))
     assert len(images) == len(states)
     return Version(step, run, "memory", str(job.root), "actor", tuple(images))
+
+
+def first(rank: int = 0) -> State:
+    """Weights of a rank, two of which are tied."""
+    random = torch.Generator().manual_seed(rank)
+    weight = torch.randn(NUMEL, generator=random).bfloat16()
+    return {f"{rank}.w": weight, f"{rank}.tied": weight, f"{rank}.b": torch.zeros(7)}
+
+
+def train(state: State, step: int) -> None:
+    """Change one element in a hundred, in place."""
+    rank = next(iter(state))[0]
+    at = np.random.default_rng(step).choice(NUMEL, NUMEL // 100, replace=False)
+    state[f"{rank}.w"].view(torch.int16)[torch.from_numpy(at)] ^= 1
+    state[f"{rank}.b"] += step
+
+
+def digest(*states: State) -> str:
+    found = xxhash.xxh3_128()
+    for state in states:
+        for name in sorted(state):
+            found.update(name.encode() + state[name].view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -18,7 +18,7 @@ from trinity_sync.errors import CatalogError
 from trinity_sync.settings import Settings
 from trinity_sync.storage.locks import file_lock
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the newest migration."""
 BUSY_S = 30
 """Seconds for which a writer waits for others."""
@@ -43,7 +43,7 @@ def opened(url: str) -> Iterator[sa.Engine]:
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise CatalogError(
             f"the catalog {url!r} cannot be opened: {error}. Set TRINITY_SYNC_CATALOG_URL to one "
-            "like postgresql+psycopg://user@host/database, or unset it for SQLite."
+            "like postgresql+psycopg://user@host/database or sqlite:////folder/a.db, or unset it."
         ) from error
     where = engine.url.render_as_string(hide_password=True)
     try:
@@ -64,8 +64,9 @@ def _engine(url: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return sa.create_engine(parsed, connect_args={"connect_timeout": CONNECT_S})
-    if parsed.database:
-        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    if not parsed.database or parsed.database == ":memory:":
+        raise ArgumentError("it names no file, and each process would have another catalog")
+    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     # transactions begin below, not by Python's sqlite3, which would begin them as readers
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "isolation_level": None})
     sa.event.listen(engine, "connect", _prepare_sqlite)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from trinity_sync.catalog.database import opened, reading, url_of
-from trinity_sync.catalog.models import Base, Claim, Job, Metric, Run, Shard, Step
+from trinity_sync.catalog.models import (
+    Base,
+    Claim,
+    Job,
+    Metric,
+    Run,
+    Shard,
+    Step,
+    WeightVersion,
+)
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
@@ -24,6 +34,7 @@ from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.runs import all_runs
 from trinity_sync.storage.steps import require_whole
+from trinity_sync.weights.files import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +66,17 @@ def mirror(
         _refill(connection, job, root, chosen, known, flow_run)
 
 
+def note_versions(engine: sa.Engine, root: str | Path) -> None:
+    """Add the versions of the weights that the job's Synchronizer knows, if it has one.
+
+    Nothing is asked of the Synchronizer itself, nor of the training: it writes its file anyway.
+    """
+    job = job_id(root)
+    with engine.begin() as connection:
+        if connection.execute(sa.select(Job.id).where(Job.id == job)).first():
+            _add_versions(connection, job, root)
+
+
 def try_mirror(
     settings: Settings, root: str | Path, steps: Iterable[int], *, flow_run: str | None = None
 ) -> None:
@@ -77,6 +99,12 @@ def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] =
         known = _flow_runs(connection, job, None)
         connection.execute(sa.delete(Step).where(Step.job == job))
         return _refill(connection, job, root, steps_on_disk(root), known, None)
+
+
+def forget(engine: sa.Engine, root: str | Path) -> bool:
+    """Remove all rows of a job, whose files are left alone; whether there were any."""
+    with engine.begin() as connection:
+        return bool(connection.execute(sa.delete(Job).where(Job.id == job_id(root))).rowcount)
 
 
 def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
@@ -104,10 +132,34 @@ def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> 
     return found
 
 
+def _add_versions(connection: sa.Connection, job: str, root: str | Path) -> None:
+    if rows := _versions(job, root):
+        connection.execute(_insert(connection)(WeightVersion).on_conflict_do_nothing(), rows)
+
+
+def _versions(job: str, root: str | Path) -> list[dict[str, Any]]:
+    try:
+        return [
+            {
+                "job": job,
+                "run": int(version["run"]),
+                "step": int(version["step"]),
+                "source": str(version["source"]),
+                "published_at": float(version["known_at"]),
+            }
+            for version in (read_state(root) or {"book": {"versions": []}})["book"]["versions"]
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []  # of another version of this package
+
+
+def _insert(connection: sa.Connection) -> Any:
+    return sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+
+
 def _take(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
     """Make the job's row, or touch it; either way no other writer has it until the end."""
-    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    row = insert(Job).values(id=job, root=str(Path(root).resolve()), mirrored_at=now)
+    row = _insert(connection)(Job).values(id=job, root=str(Path(root).resolve()), mirrored_at=now)
     connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"mirrored_at": now}))
 
 
@@ -136,6 +188,7 @@ def _refill(
     for model, some in rows.items():
         if some:
             connection.execute(sa.insert(model), some)
+    _add_versions(connection, job, root)
     return len(rows[Step])
 
 
@@ -160,7 +213,8 @@ def _rows_of(
         for record in manifest.files:
             rows[Shard].append({"job": job, "step": step, **asdict(record)})
         for name, value in read_metrics(root, manifest.run, step).items():
-            rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
+            if isfinite(value):  # NaN is NULL to SQLite, and differs from itself
+                rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
     for step, pin in pins(root).items():

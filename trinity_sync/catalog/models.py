@@ -1,7 +1,7 @@
 """The catalog's tables: what the files of all jobs say, for questions that span steps and jobs.
 
-A version of the weights is a step that serves as ``state_dict``, so there is no table of versions.
-Nothing is in here that cannot be read from the files again, but for the flow run that made a step.
+Nothing is in here that cannot be read from the files again, but for the flow run that made a step,
+and the versions of the weights that the Synchronizer's file has forgotten.
 """
 
 from sqlalchemy import BigInteger, Double, ForeignKey, ForeignKeyConstraint, Text
@@ -83,6 +83,24 @@ class Metric(Base):
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     name: Mapped[str] = mapped_column(Text, primary_key=True)
     value: Mapped[float] = mapped_column(Double)
+
+
+class WeightVersion(Base):
+    """A version of the weights that a job's Synchronizer knew when its files were looked at.
+
+    It remembers the last eight and the newest of each source, so of versions from memory that
+    follow each other quickly, those between two looks are missing. Rows stay.
+    """
+
+    __tablename__ = "weight_versions"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    run: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    source: Mapped[str] = mapped_column(Text, primary_key=True)
+    """``memory``, ``checkpoint`` or ``nccl``."""
+    published_at: Mapped[float] = mapped_column(Double)
+    """When the Synchronizer learned of it, in seconds since the epoch."""
 
 
 class Claim(Base):

@@ -6,11 +6,21 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from trinity_sync.catalog.database import reading
-from trinity_sync.catalog.models import Claim, Job, Metric, Step
+from trinity_sync.catalog.models import Claim, Job, Metric, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.storage.policies import StepInfo
 
 WORDS = {"pin": "pinned", "lease": "leased by"}
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A version of the weights; see `models.WeightVersion`."""
+
+    step: int
+    run: int
+    source: str
+    published_at: float
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,8 @@ class JobSteps:
     steps: tuple[StepInfo, ...]
     flow_runs: dict[int, str]
     """Prefect's id of the flow run that committed a step, where that is known."""
+    versions: tuple[Handed, ...]
+    """Versions of the weights that were seen, oldest first."""
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +43,7 @@ class JobSteps:
 
 
 def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """All jobs, or one by its id, with their steps: four questions, however many steps there are.
+    """All jobs, or one by its id, with their steps: five questions, however many steps there are.
 
     What a step is held by is what pinned or leased it when its job was last looked at.
     """
@@ -39,6 +51,7 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
     metrics: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     held: dict[tuple[str, int], list[str]] = defaultdict(list)
     flow_runs: dict[str, dict[int, str]] = defaultdict(dict)
+    versions: dict[str, list[Handed]] = defaultdict(list)
     with reading(engine) as connection:
         of_job = [] if job is None else [Metric.job == job]
         for each in connection.execute(sa.select(Metric.__table__).where(*of_job)):
@@ -64,10 +77,21 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
                     each.damage,
                 )
             )
+        of_job = [] if job is None else [WeightVersion.job == job]
+        order = WeightVersion.run, WeightVersion.step, WeightVersion.source
+        versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
+        for each in connection.execute(versioned):
+            seen = Handed(each.step, each.run, each.source, each.published_at)
+            versions[each.job].append(seen)
         of_job = [] if job is None else [Job.id == job]
         return [
             JobSteps(
-                each.id, each.root, each.mirrored_at, tuple(steps[each.id]), flow_runs[each.id]
+                each.id,
+                each.root,
+                each.mirrored_at,
+                tuple(steps[each.id]),
+                flow_runs[each.id],
+                tuple(versions[each.id]),
             )
             for each in connection.execute(
                 sa.select(Job.__table__).where(*of_job).order_by(Job.root)

@@ -1,4 +1,4 @@
-"""Commands of the catalog: ls, rebuild, check."""
+"""Commands of the catalog: ls, rebuild, check, forget."""
 
 import time
 from dataclasses import asdict
@@ -18,6 +18,7 @@ from trinity_sync.cli.frame import (
     size,
     when,
 )
+from trinity_sync.errors import ConfigError
 
 catalog = typer.Typer(
     no_args_is_help=True,
@@ -55,17 +56,19 @@ def list_jobs(
         freed = plan(job.steps, rules, time.time()).nbytes
         rows.append({"job": job.job, "root": job.root, "bytes": job.nbytes, "would_free": freed})
         rows[-1].update(steps=steps, newest=job.steps[-1].step if job.steps else None)
+        rows[-1]["versions"] = [asdict(each) for each in job.versions]
     if as_json:
         print_json(rows)
     else:
-        table = Table("root", "steps", "newest", "size", "would be freed", "looked at")
-        for column in range(1, 5):
+        table = Table("root", "steps", "newest", "weights", "size", "would be freed", "looked at")
+        for column in range(1, 6):
             table.columns[column].justify = "right"
         for job, row in zip(found, rows, strict=True):
             newest = "" if row["newest"] is None else str(row["newest"])
+            weights = f"{job.versions[-1].step} ({job.versions[-1].source})" if job.versions else ""
             sizes = size(job.nbytes), size(row["would_free"])
             seen = when(job.mirrored_at).replace("T", " ")
-            table.add_row(job.root, str(len(job.steps)), newest, *sizes, seen)
+            table.add_row(job.root, str(len(job.steps)), newest, weights, *sizes, seen)
         output().print(table)
     for job in found:
         if outdated := _outdated(Path(job.root), {each.step for each in job.steps}):
@@ -104,12 +107,29 @@ def check(roots: Roots) -> None:
     raise typer.Exit(0 if agree else 1)
 
 
+@catalog.command(epilog="Example:  [bold]trinity-sync catalog forget ckpts[/]")
+def forget(
+    root: Annotated[Path, typer.Argument(help="The job's folder, which need not exist any more.")],
+) -> None:
+    """Forget a job that is over: no rows in the catalog, no scheduled flows on this node."""
+    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.mirror import forget
+    from trinity_sync.orchestration.roots import forget_root
+
+    settings = read_settings()
+    with opened(url_of(settings)) as engine:
+        known = forget(engine, root)
+    if not forget_root(settings, root) and not known:
+        raise ConfigError(f"no job at {root} is known; see: trinity-sync catalog ls")
+    typer.echo(f"{root} is forgotten; its files are left alone, and a commit makes it known again")
+
+
 def _outdated(root: Path, known: set[int]) -> str:
     """A sentence if the catalog's steps of a job are not those on disk; no file is read for it."""
     from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
 
     if not root.is_dir():
-        return f"{root} cannot be seen from here, so the catalog cannot be compared with it"
+        return f"{root} cannot be seen from here; if it is gone: trinity-sync catalog forget {root}"
     there = {step for step in steps_on_disk(root) if (step_folder(root, step) / MANIFEST).exists()}
     if there == known:
         return ""

@@ -35,6 +35,9 @@ def prune(
     keep_syncs: Annotated[
         str | None, typer.Option(help="Steps of weights only to keep, likewise.")
     ] = None,
+    keep_aside: Annotated[
+        str | None, typer.Option(help="What rewinds set aside: all, newer=30d, last=2, ...")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
@@ -44,13 +47,17 @@ def prune(
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.policies import parse_policy
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
+    from trinity_sync.storage.rewind import let_go_of_aside
 
     settings = read_settings()
     rules = Rules(
         parse_policy(settings.keep if keep is None else keep),
         parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
     )
-    made = plan(survey(existing(root)), rules, time.time())
+    set_aside = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
+    now = time.time()
+    made = plan(survey(existing(root)), rules, now)
+    aside = let_go_of_aside(root, set_aside, now, dry_run=dry_run)
     done = None
     if not dry_run:
         done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
@@ -61,7 +68,7 @@ def prune(
             {"step": v.step.step, "state": v.state, "why": v.why, "bytes": v.step.nbytes}
             for v in found
         ]
-        print_json({"dry_run": dry_run, "bytes_freed": freed, "steps": steps})
+        print_json({"dry_run": dry_run, "bytes_freed": freed, "steps": steps, "aside": aside})
         return
     table = Table("step", "size", "state", "why")
     table.columns[0].justify = table.columns[1].justify = "right"
@@ -70,6 +77,9 @@ def prune(
     console = output()
     console.print(table if found else f"nothing is committed in {root}")
     console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
+    for name in aside:
+        what = f"what the rewind of {name} set aside {'would be' if dry_run else 'is'} removed"
+        console.print(what, highlight=False)
 
 
 @app.command(

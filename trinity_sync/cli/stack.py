@@ -80,7 +80,7 @@ def status(as_json: AsJson = False) -> None:
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
 def deploy() -> None:
-    """Register work pool and deployments on a Prefect server; twice is as good as once."""
+    """Register work pool, deployments and automations on a Prefect server; again is harmless."""
     from trinity_sync.orchestration import deploy, stack
 
     settings = read_settings()
@@ -96,14 +96,20 @@ def deploy() -> None:
     "trinity-sync worker[/]",
 )
 def worker() -> None:
-    """Run a flow worker in the foreground, for the stack of up or that of the environment."""
+    """Run a flow worker in the foreground, for what the environment names, or the stack of up."""
     from trinity_sync.orchestration import parts, stack
 
     settings = read_settings()
-    env = parts.environment(settings, stack.find(settings) or parts.StackState())
+    state = stack.find(settings) or parts.StackState()
+    env = parts.environment(settings, state.where_named(os.environ))
     for variable in ("PREFECT_API_URL", "RAY_ADDRESS"):
         if not env.get(variable):
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
+    if not parts.accepts(env["RAY_ADDRESS"]):  # Ray itself asks for minutes; a server may be away
+        raise StackError(
+            f"nothing answers at RAY_ADDRESS={env['RAY_ADDRESS']}. Start Ray there, or correct "
+            "RAY_ADDRESS; the stack's own is started by: trinity-sync up"
+        )
     settings.home.mkdir(parents=True, exist_ok=True)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)

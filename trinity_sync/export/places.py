@@ -46,8 +46,9 @@ def one_export(root: Path, scratch: Path) -> Iterator[None]:
     Raises:
         ExportError: somebody does.
     """
+    exports = root / PRIVATE_FOLDER / "exports"
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
-    lock = root / PRIVATE_FOLDER / "exports" / f"{name}.lock"
+    lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
     with file_lock_if_free(lock) as ours:
         if not ours:
             raise ExportError(

@@ -16,7 +16,6 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.export.naming import adapter_config, naming_of, split_adapter
 from trinity_sync.export.places import one_export, put_in_place, usable
 from trinity_sync.export.shards import ShardedModel
-from trinity_sync.export.wishes import COMPONENT, forget_wish
 from trinity_sync.export.writing import (
     Progress,
     begun,
@@ -32,6 +31,7 @@ from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import require_committed, require_unreplaced
+from trinity_sync.storage.wishes import COMPONENT, Wish, forget_wish, give_up
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
@@ -129,7 +129,6 @@ def export_step(
                 progress,
                 model,
                 folder / role,
-                in_place=to is None,
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _small_files(manifest, role),
@@ -146,12 +145,35 @@ def export_step(
     return _exported(target, progress)
 
 
+def grant(root: str | Path, wish: Wish) -> None:
+    """Export what was wished; its digests are fresh, so they are not compared again.
+
+    A step that was removed or replaced meanwhile takes its wish along.
+
+    Raises:
+        CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
+    """
+    manifest = read_manifest(root, wish.step)
+    if manifest and manifest.run == wish.run:
+        try:
+            export_step(
+                root,
+                wish.step,
+                role=wish.role,
+                check=False,
+                trust_remote_code=wish.trust_remote_code,
+            )
+        except Exception:
+            give_up(root, wish)
+            raise
+    forget_wish(root, wish.step, wish.role)
+
+
 def _build(
     progress: Progress,
     model: ShardedModel,
     role_folder: Path,
     *,
-    in_place: bool,
     max_bytes: int,
     trust_remote_code: bool,
     small: list[str],

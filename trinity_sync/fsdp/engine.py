@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from verl.utils.fsdp_utils import (
     fsdp_version,
     load_fsdp_model_to_gpu,
@@ -24,6 +23,7 @@ __all__ = [
     "estimated_image_bytes",
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
+    "fsdp_upload_state_dict",
     "use_trinity_sync",
 ]
 
@@ -81,9 +81,14 @@ def fsdp_save_state_dict(
         coordinator: the job's, of this rank.
         logger: told what was staged.
 
+    Returns:
+        What was staged; nothing where the step's weights were handed over before.
+
     Raises:
         ConfigError: path and step disagree.
-        SpoolError: the weights could not be staged; nothing was handed over.
+        SpoolFull: the very first save does not fit into the spool. A later one that cannot be
+            handed over does not stop the training: nothing is staged, and the coordinator's
+            `wait_all` raises it.
     """
     if local_path is None:
         return None
@@ -94,23 +99,17 @@ def fsdp_save_state_dict(
             "pass the same step in both"
         )
     states = {"model": _on_device(engine, lambda: model_state(engine.module))}
-    metadata = None
-    if dist.get_rank() == 0:
-        manager = getattr(engine, "checkpoint_manager", None)
-        metadata = metadata_folder(
-            coordinator.spool,
-            role,
-            engine.module,
-            getattr(manager, "processing_class", None),
-            world_size=dist.get_world_size(),
-        )
+    manager = getattr(engine, "checkpoint_manager", None)
+    processing_class = getattr(manager, "processing_class", None)
+    metadata = metadata_folder(coordinator, role, engine.module, processing_class)
     staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
-    logger.info(
-        "weights of step %d handed over: %s bytes in %.1f ms",
-        step,
-        f"{staged.nbytes:,}",
-        1e3 * staged.stall_s,
-    )
+    if staged.components:
+        logger.info(
+            "weights of step %d handed over: %s bytes in %.1f ms",
+            step,
+            f"{staged.nbytes:,}",
+            1e3 * staged.stall_s,
+        )
     return staged
 
 
@@ -126,6 +125,9 @@ def fsdp_upload_state_dict(
         synchronizer: the job's, a Ray actor.
         global_step: the version of the weights; 0 does nothing.
         logger: told what was staged.
+
+    Returns:
+        As `FSDPCheckpointManager.upload_state_dict`; that is None where it could not be staged.
 
     Raises:
         ConfigError: the engine saves without trinity_sync.

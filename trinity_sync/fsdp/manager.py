@@ -6,12 +6,12 @@ veRL does, and gets it faster: from the node's memory if it is still there.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
@@ -22,10 +22,12 @@ from trinity_sync.fsdp.collect import lora_only, model_state, sharded
 from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
+from trinity_sync.fsdp.together import claim_step, together
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
-from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.restore import Restored, load_shards
+from trinity_sync.storage.steps import require_unreplaced
 from trinity_sync.weights.publish import Publisher
 from trinity_sync.weights.synchronizer import Synchronizer
 
@@ -104,7 +106,9 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Raises:
             ConfigError: the path is of another form, step or job than what was said before.
-            SpoolError: the images could not be staged; nothing was handed over.
+            SpoolFull: the very first save does not fit into the spool. A later one that cannot be
+                handed over does not stop the training: nothing is staged, and
+                `wait_on_save_thread` raises it.
         """
         if local_path is None:
             return None
@@ -194,7 +198,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 staged before.
 
         Returns:
-            What was staged, and the seconds that it took.
+            What was staged, and the seconds that it took; None where nothing can be published.
 
         Raises:
             ConfigError: this manager has no coordinator yet.
@@ -210,12 +214,13 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         coordinator = self._coordinator
         collect = collect or self.model_state
         published, staged = coordinator.upload(global_step, collect, role=role)
-        if published:
-            if self._publisher is None:
-                root, namespace = coordinator.root, self.ray_namespace or None
-                actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
-                self._publisher = Publisher(actor, root, coordinator.spool)
-            self._publisher.publish(published)
+        if not published:
+            return None
+        if self._publisher is None:
+            root, namespace = coordinator.root, self.ray_namespace or None
+            actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
+            self._publisher = Publisher(actor, root, coordinator.spool)
+        self._publisher.publish(published)
         return staged
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
@@ -250,37 +255,53 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Raises:
             ConfigError: this run has saved already: load with the manager of a new run. Or the
                 step is that of another model or optimizer, which resharding sees.
-            CommitError: the step is not committed, no checkpoint, or damaged.
+            CommitError: the step is not committed, no checkpoint, or damaged. All ranks raise what
+                one of them met; then another step may be loaded.
         """
         if local_path is None:
             return
         self._require(model=self.should_load_model, optimizer=self.should_load_optimizer)
         components = self._components_to_load()
-        saved_by = check_loadable(Path(local_path), self.world_size, components)
-        folder = Path(local_path).resolve()
-        self._begin_run_at(folder)
+        given = Path(local_path)
+        folder = given.resolve()
+        saved_by = together(folder, lambda: check_loadable(given, self.world_size, components))
+        begins = self._run_begun_by(folder)
+        if begins:
+            coordinator, step = begins
+            together(folder, lambda: coordinator.check_resume(step))
         if saved_by != self.world_size:
             states = resharded(
                 folder, saved_by, components, model=self.model, optimizer=self.optimizer
             )
-            with sharded(self.model):
+            with closing(states), sharded(self.model):
                 for component, state in states:
-                    self._take_over(component, state)
-            return
-        if not (folder.parent / MANIFEST).exists():
+                    together(folder, partial(self._take_over, component, state))
+        elif (folder.parent / MANIFEST).exists():
+            self._load_committed(folder, components)
+        else:
             super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
-            return
+        if begins:  # a step that cannot be loaded begins nothing, and another may be tried
+            coordinator.resumed_from(step)
+
+    def _load_committed(self, folder: Path, components: Sequence[str]) -> None:
+        """Load this rank's own shards; whatever fails, on whichever rank, all ranks raise."""
         root, step, role = split_role_path(folder)
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
         # the model's state is copied into the live one; the optimizer keeps what it is given
         borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
-        shards = load_shards(root, step, files, spool=spool, borrow=borrow)
-        with closing(shards), sharded(self.model):
-            for component in components:
-                self._take_over(component, next(shards).state)
-        dist.barrier()
+        with ExitStack() as claim:
+            manifest = together(folder, lambda: claim_step(folder, claim))
+            shards = load_shards(root, step, files, spool=spool, borrow=borrow)
+            with closing(shards), sharded(self.model):
+                for component in components:
+                    self._load_next(folder, component, shards)
+            together(folder, lambda: require_unreplaced(root, manifest))
+
+    def _load_next(self, folder: Path, component: str, shards: Iterator[Restored]) -> None:
+        state = together(folder, lambda: next(shards).state)
+        together(folder, lambda: self._take_over(component, state))
 
     def _take_over(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
@@ -313,14 +334,15 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if self._publisher is not None:
             self._publisher.wait()
 
-    def _begin_run_at(self, role_folder: Path) -> None:
+    def _run_begun_by(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        """Whose run begins with a load from there, and at which step; None for another job's."""
         try:
             root, step, _ = split_role_path(role_folder)
         except ConfigError:
-            return  # a checkpoint of another layout of folders
+            return None  # a checkpoint of another layout of folders
         if self._coordinator is not None and self._coordinator.root != root:
-            return  # another job's, which this one starts from
-        self._coordinator_of(root).resumed_from(step)
+            return None  # another job's, which this one starts from
+        return self._coordinator_of(root), step
 
     def _components_to_load(self) -> list[str]:
         contents = {
@@ -373,15 +395,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     ) -> Staged | None:
         if not states:
             return None
-        metadata = None
-        if self.rank == 0:
-            metadata = metadata_folder(
-                coordinator.spool,
-                role,
-                self.model,
-                self.processing_class,
-                world_size=self.world_size,
-            )
+        metadata = metadata_folder(coordinator, role, self.model, self.processing_class)
         overlap = coordinator.settings.overlap and self.optimizer is not None
         if overlap and not self._waits_before_steps:
             coordinator.wait_staged_before(self.optimizer)
@@ -398,6 +412,6 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))
-        if export:
+        if export and staged.components:
             self._saved["hf_model"] = step
         return staged

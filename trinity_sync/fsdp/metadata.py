@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version
 
+from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.fsdp.collect import unwrapped
-from trinity_sync.snapshot.spool import JobSpool
 
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
@@ -25,23 +25,27 @@ _rendered: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
 
 
 def metadata_folder(
-    spool: JobSpool, role: str, model: Any, processing_class: Any, *, world_size: int
-) -> Path:
+    coordinator: CheckpointCoordinator, role: str, model: Any, processing_class: Any
+) -> Path | None:
     """The folder in the spool with the small files of ``model``, rendered at the first call.
 
     Args:
-        spool: the job's folder on this node.
+        coordinator: the job's, of this rank.
         role: role that the model has in the job.
         model: the FSDP model.
         processing_class: tokenizer or processor; may be None.
-        world_size: number of ranks that the shards come from.
+
+    Returns:
+        None for a rank other than 0, which hands none over.
     """
-    folder = spool.folder / "metadata" / role
+    if coordinator.rank:
+        return None
+    folder = coordinator.spool.folder / "metadata" / role
     done = _rendered.setdefault(model, set())
     if folder not in done or not folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_metadata(folder, model, processing_class, world_size=world_size)
+        write_metadata(folder, model, processing_class, world_size=coordinator.world_size)
         done.add(folder)
     return folder
 

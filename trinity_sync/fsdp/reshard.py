@@ -8,10 +8,11 @@ files are digested before, each by one of the ranks.
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,16 +25,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.fsdp.collect import adapters_only, model_state
+from trinity_sync.fsdp.together import claim_step, together
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.dcp import SavedComponent
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.restore import require_digest
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 from trinity_sync.storage.writer import digest_of
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def resharded(
@@ -43,7 +42,7 @@ def resharded(
     *,
     model: Any,
     optimizer: Any,
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     """The states of this rank by component, in the form in which it would have saved them.
 
     Every rank of the default process group calls it and takes all. The step is claimed until the
@@ -68,36 +67,19 @@ def resharded(
     with ExitStack() as claim:
         committed = (role_folder.parent / MANIFEST).exists()
         if committed:
-            manifest = _together(lambda: _claim(role_folder, claim))
-            _together(lambda: _verify(role_folder, saved_by, components))
+            manifest = together(role_folder, lambda: claim_step(role_folder, claim))
+            together(role_folder, lambda: _verify(role_folder, saved_by, components))
         for component in components:
             if component == "model":
                 yield component, _model_state(role_folder, saved_by, model)
             elif component == "optim":
                 yield component, _optimizer_state(role_folder, saved_by, optimizer)
             else:
-                yield component, _together(lambda: _extra_state(role_folder, saved_by, rank))
+                extra = partial(_extra_state, role_folder, saved_by, rank)
+                yield component, together(role_folder, extra)
         if committed:
-            _together(lambda: require_unreplaced(role_folder.parent.parent, manifest))
+            together(role_folder, lambda: require_unreplaced(role_folder.parent.parent, manifest))
         dist.barrier()
-
-
-def _claim(role_folder: Path, claim: ExitStack) -> Manifest:
-    """What is to be loaded; rank 0 claims it, too."""
-    root, step, _ = split_role_path(role_folder)
-    manifest = require_committed(root, step)
-    if dist.get_rank():
-        return manifest
-    try:
-        claim.enter_context(take_lease(root, step, "resharding load", ttl_s=LONG_LEASE_S))
-    except OSError as error:  # another job's root, which may be for reading only
-        logger.warning(
-            "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",
-            step,
-            root,
-            error.strerror,
-        )
-    return manifest
 
 
 def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:
@@ -110,15 +92,11 @@ def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None
     ]
     for record in records[dist.get_rank() :: dist.get_world_size()]:
         path = role_folder.parent / record.path
-        if (found := digest_of(path)) != record.digest:
-            raise CommitError(
-                f"{path} is damaged: its digest is {found}, the manifest says {record.digest}. "
-                "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
-            )
+        require_digest(path, record, digest_of(path))
 
 
 def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
-    saved = _together(lambda: SavedComponent(role_folder, "model", saved_by))
+    saved = together(role_folder, lambda: SavedComponent(role_folder, "model", saved_by))
     live = model_state(model)
     unknown = saved.tensors.keys() - live.keys()
     lacking = set() if adapters_only(saved.tensors) else live.keys() - saved.tensors.keys()
@@ -146,7 +124,8 @@ def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[s
         for number, param in enumerate(params)
         if hasattr(param, "_unpadded_unsharded_size")  # FSDP1
     }
-    saved = _together(lambda: SavedComponent(role_folder, "optim", saved_by, flat_lengths=flat))
+    read = partial(SavedComponent, role_folder, "optim", saved_by, flat_lengths=flat)
+    saved = together(role_folder, read)
     groups = saved.values.get(("param_groups",), [])
     theirs = [len(group["params"]) for group in groups]
     ours = [len(group["params"]) for group in optimizer.param_groups]
@@ -254,20 +233,3 @@ def _load(saved: SavedComponent, targets: dict[str, Any]) -> None:
             f"Load it with {saved.world_size} ranks, or take another step."
         ) from failed
     logger.info("%s: %s bytes of %s read", saved.folder, f"{saved.nbytes:,}", saved.component)
-
-
-def _together(work: Callable[[], T]) -> T:
-    """Do something on every rank; if it fails on one of them, all raise the error."""
-    mine: TrinitySyncError | None = None
-    try:
-        result = work()
-    except TrinitySyncError as error:
-        mine = error
-    except OSError as error:
-        mine = CommitError(f"{error}. Mend that, or load another step.")
-    errors: list[TrinitySyncError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, mine)
-    for said in errors:
-        if said is not None:
-            raise said
-    return result

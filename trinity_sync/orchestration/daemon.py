@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import StackError
-from trinity_sync.snapshot.receipt import process_name
+from trinity_sync.snapshot.receipt import process_fields, process_name
 
 POLL_S = 0.1
 
@@ -142,9 +142,8 @@ def _processes() -> dict[int, _Process]:
 
 def _look(pid: int) -> _Process | None:
     try:
-        # the command, in parentheses, may hold spaces and parentheses itself
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+        fields = process_fields(pid)
+    except ProcessLookupError:
         return None
     return _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")
 

@@ -1,4 +1,4 @@
-"""Work pool and deployments on a Prefect server, as ``prefect.yaml`` lists them.
+"""Work pool, deployments and automations on a Prefect server; ``prefect.yaml`` lists deployments.
 
 ``prefect deploy`` needs a checkout to run in and a work pool that exists; this needs the installed
 package only. Applying twice changes nothing, and leaves alone what prefect.yaml does not mention,
@@ -8,6 +8,7 @@ have been paused or moved on purpose.
 
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -22,17 +23,21 @@ from prefect.utilities.callables import parameter_schema
 
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.server import server_client
+from trinity_sync.orchestration.silence import watch_for_silence
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 
+RECONCILE = "reconcile/reconcile"
+
 
 def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
-    """Make the work pool if it is missing, and register every deployment of prefect.yaml.
+    """Make the work pool if it is missing, register every deployment of prefect.yaml, and the
+    automations that end their silent runs.
 
     Args:
         settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says
-            whether schedules that are new begin to run.
+            whether schedules that are new begin to run, ``silent_s`` when a run counts as crashed.
         api_url: the server; ``PREFECT_API_URL`` or the Prefect profile by default.
 
     Returns:
@@ -44,7 +49,10 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """
     with server_client(api_url) as client:
         _ensure_pool(client, settings.work_pool)
-        return [_apply(client, entry, settings) for entry in deployments()]
+        made = dict(_apply(client, entry, settings) for entry in deployments())
+        others = [made[name] for name in made if name != RECONCILE]
+        watch_for_silence(client, others, made[RECONCILE], silent_s=settings.silent_s)
+        return list(made)
 
 
 def deployments() -> list[dict[str, Any]]:
@@ -71,7 +79,10 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
         )
 
 
-def _apply(client: SyncPrefectClient, entry: dict[str, Any], settings: Settings) -> str:
+def _apply(
+    client: SyncPrefectClient, entry: dict[str, Any], settings: Settings
+) -> tuple[str, UUID]:
+    """Name and id of the deployment."""
     flow = load_flow(entry["entrypoint"])
     name = f"{flow.name}/{entry['name']}"
     said: dict[str, Any] = {
@@ -97,7 +108,7 @@ def _apply(client: SyncPrefectClient, entry: dict[str, Any], settings: Settings)
         client.create_deployment_schedules(
             deployment, [_schedule(each, settings.schedules) for each in new]
         )
-    return name
+    return name, deployment
 
 
 def _schedule(entry: dict[str, Any], active: bool) -> DeploymentScheduleCreate:

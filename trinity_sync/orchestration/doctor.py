@@ -114,6 +114,7 @@ def packages_check(wanted: list[str]) -> Check:
 
 def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
     import prefect
+    from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
     from prefect.exceptions import ObjectNotFound
 
     from trinity_sync.orchestration.server import heartbeats, server_client, waiting_runs
@@ -123,9 +124,9 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
     try:
         with server_client(url) as client:
             before = clock()
-            answer = httpx.get(f"{str(client.api_url).rstrip('/')}/admin/version", timeout=10)
+            answer = client.request("GET", "/admin/version")
             after = clock()
-            version = answer.json() if answer.status_code == 200 else "unknown"
+            version = answer.json()
             same = str(version).split(".")[0] == prefect.__version__.split(".")[0]
             yield Check(
                 "prefect server",
@@ -141,7 +142,9 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
                 yield Check("work pool", "fail", found, "run: trinity-sync deploy")
                 return
             paused = " and paused: resume it in the Prefect UI" if pool.is_paused else ""
-            deployed = {deployment.name for deployment in client.read_deployments()}
+            ours = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool.name]))
+            there = client.read_deployments(work_pool_filter=ours)
+            deployed = {deployment.name for deployment in there}
             missing = [e["name"] for e in deployments() if e["name"] not in deployed]
             yield Check(
                 "work pool",

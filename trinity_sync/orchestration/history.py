@@ -40,13 +40,13 @@ class RunFacts:
     url: str
 
 
-def runs_of(client: SyncPrefectClient, root: str | Path, *, most: int = PAGE) -> list[RunFacts]:
-    """The flow runs of the job at ``root``, newest first."""
+def runs_of(client: SyncPrefectClient, root: str | Path) -> list[RunFacts]:
+    """The newest flow runs of the job at ``root``, as many as one answer has, newest first."""
     tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(tags=tags),
         sort=FlowRunSort.START_TIME_DESC,
-        limit=min(most, PAGE),
+        limit=PAGE,
     )
     tasks = _tasks_of(client, runs)
     base = str(client.api_url).removesuffix("/").removesuffix("/api")

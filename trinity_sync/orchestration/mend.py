@@ -20,6 +20,9 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    DeploymentFilterTags,
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterId,
@@ -47,6 +50,8 @@ UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 TAKEN_BY = "Taken by "
 """Begins the message of the Pending state of a run that a worker has taken; the rest names the
 process, as ``host/pid/start time``."""
+TAG = "trinity-sync"
+"""Of all deployments of prefect.yaml: a server's other flows may leave any number of tasks."""
 LATE_S = 60.0
 """Seconds after a run's end in which its tasks' own reports may still come in: Prefect sends them
 apart from it, and again every 30 s until the server has them."""
@@ -63,12 +68,22 @@ def one_worker_a_node(spool: Path) -> Iterator[bool]:
         yield ours
 
 
-async def runs_in(client: PrefectClient, pool: str, *states: StateType) -> list[FlowRun]:
-    """The runs of a pool that are in one of these states."""
+async def runs_in(
+    client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
+) -> list[FlowRun]:
+    """All runs of a pool, or of one deployment in it, that are in one of these states."""
     wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
-    return await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=wanted), work_pool_filter=_of_pool(pool)
-    )
+    named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
+    found: list[FlowRun] = []
+    while page := await client.read_flow_runs(  # an answer has some hundreds at most
+        flow_run_filter=FlowRunFilter(
+            state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
+        ),
+        deployment_filter=named,
+        work_pool_filter=_of_pool(pool),
+    ):
+        found += page
+    return found
 
 
 async def mend(
@@ -125,7 +140,8 @@ async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float =
         end_time=FlowRunFilterEndTime(before_=before),  # type: ignore[arg-type]
     )
     tasks: dict[UUID, list[TaskRun]] = defaultdict(list)
-    for task in await _tasks_under_way(client, ended):
+    ours = DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG]))
+    for task in await _tasks_under_way(client, ended, ours):
         if task.flow_run_id:
             tasks[task.flow_run_id].append(task)
     if not tasks:
@@ -141,10 +157,13 @@ async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float =
         await _end_tasks(client, tasks[run.id], end)
 
 
-async def _tasks_under_way(client: PrefectClient, runs: FlowRunFilter) -> list[TaskRun]:
+async def _tasks_under_way(
+    client: PrefectClient, runs: FlowRunFilter, deployments: DeploymentFilter | None = None
+) -> list[TaskRun]:
     under_way = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
     return await client.read_task_runs(
         flow_run_filter=runs,
+        deployment_filter=deployments,
         task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=under_way)),
     )
 

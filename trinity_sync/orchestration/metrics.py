@@ -3,6 +3,8 @@
 Counted is what this worker ran, so sum over workers; where a job stands is looked up at the start.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -17,6 +19,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Written
 from trinity_sync.storage.steps import newest
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -24,7 +28,8 @@ class WorkerMetrics:
     """The counters of one worker process."""
 
     def __init__(self) -> None:
-        self._stands: dict[tuple[str, Kind], tuple[int, int]] = {}
+        self._stands: dict[tuple[str, Kind], tuple[str | None, int]] = {}
+        self._one_at_a_time = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
             "trinity_sync_saves",
@@ -72,7 +77,7 @@ class WorkerMetrics:
         self._phases.labels(*labels, "commit").observe(commit_s)
         self._bytes.labels(*labels).inc(sum(file.record.nbytes for file in written if file.image))
         for kind in SERVES_AS[request.kind]:
-            self._stand(request.job, kind, request.run, request.step, time.time())
+            self._stand(request.job, kind, request.run_key, request.step, time.time())
 
     def failed(self, request: SaveRequest) -> None:
         """Count a save that failed."""
@@ -81,13 +86,11 @@ class WorkerMetrics:
     def serve(self, settings: Settings) -> int:
         """Answer Prometheus at ``metrics_host:metrics_port``, in a thread; returns the port.
 
+        Where known jobs stand is looked up in another one: a root's file system may hang.
+
         Raises:
             StackError: the port is taken, or the host is none of this node.
         """
-        for root in known_roots(settings):
-            for kind in KINDS:
-                if best := newest(root, kind):
-                    self._stand(job_id(root), kind, best.run, best.step, best.committed_at)
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         try:
             server, _ = start_http_server(
@@ -98,15 +101,34 @@ class WorkerMetrics:
                 f"metrics cannot be served at {where}: {error.strerror}. Set "
                 "TRINITY_SYNC_METRICS_PORT to a free port, one for each worker of a node."
             ) from error
+        look = partial(self._look_up, settings)
+        threading.Thread(target=look, name="metrics-look-up", daemon=True).start()
         return int(server.server_port)
 
-    def _stand(self, job: str, kind: Kind, run: int, step: int, committed_at: float) -> None:
-        """Say where a job stands, unless it is further already: saves may end late."""
-        if (run, step) >= self._stands.get((job, kind), (0, 0)):
-            self._stands[job, kind] = run, step
+    def _look_up(self, settings: Settings) -> None:
+        for root in known_roots(settings):
+            try:
+                for kind in KINDS:
+                    if best := newest(root, kind):
+                        self._stand(job_id(root), kind, None, best.step, best.committed_at)
+            except OSError as error:
+                logger.warning("where %s stands is not looked up: %s", root, error)
+
+    def _stand(
+        self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
+    ) -> None:
+        """Say where a job stands, unless it is further already: saves of a run may end late.
+
+        Run numbers are not compared, as they begin again where a root was removed and begun anew.
+        What was looked up, of a run that is None, gives way to every commit.
+        """
+        with self._one_at_a_time:
+            known = self._stands.get((job, kind))
+            if known and (run_key is None or (run_key == known[0] and step < known[1])):
+                return
+            self._stands[job, kind] = run_key, step
             self._newest.labels(job, kind).set(step)
-            age = partial(_seconds_since, committed_at)
-            self._age.labels(job, kind).set_function(age)
+            self._age.labels(job, kind).set_function(partial(_seconds_since, committed_at))
 
 
 def _seconds_since(moment: float) -> float:

@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -62,6 +63,15 @@ class StackState:
         """What a process needs in its environment to use the stack."""
         urls = {"PREFECT_API_URL": self.api_url, "RAY_ADDRESS": self.ray_address}
         return {**{name: url for name, url in urls.items() if url}, **(self.ray_auth or {})}
+
+    def where_named(self, named: Mapping[str, str]) -> "StackState":
+        """The stack with what an environment names instead of its server or its Ray node."""
+        state = self
+        if (url := named.get("PREFECT_API_URL", "")) not in ("", self.api_url):
+            state = replace(state, api_url=url, server=None)
+        if (address := named.get("RAY_ADDRESS", "")) not in ("", self.ray_address):
+            state = replace(state, ray_address=address, ray_folder="", ray_auth=None, ray=None)
+        return state
 
 
 def start_server(settings: Settings, state: StackState) -> StackState:

@@ -23,9 +23,8 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
 from trinity_sync.catalog.database import opened, url_of
-from trinity_sync.catalog.mirror import differences, rebuild
+from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.export.wishes import Wish, wishes
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.sweep import stranded
@@ -38,9 +37,11 @@ from trinity_sync.storage.leftovers import (
     FILE_REPAIRS,
     Finding,
     remove_dead_spool,
+    remove_exports,
     remove_temporaries,
 )
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.wishes import Wish, wishes
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,12 @@ async def reconcile(
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
     if client:
-        found += await _mend_runs(client, settings)
-        found += await _ask_for_runs(client, settings)
-        runs = await runs_in(client, settings.work_pool, *UNDER_WAY, StateType.SCHEDULED)
+        try:
+            found += await _mend_runs(client, settings)
+            found += await _ask_for_runs(client, settings, clock)
+            runs = await _saves_to_come(client, settings)
+        except httpx.HTTPError as error:  # such as a login that it does not take
+            found.append(Finding("Prefect", "runs", "left", f"the server cannot be asked: {error}"))
     found += await asyncio.to_thread(
         lambda: list(_mend_files(settings, roots, runs, before=clock() - grace_s))
     )
@@ -110,12 +114,18 @@ async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]
     return found
 
 
-async def _ask_for_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+async def _ask_for_runs(
+    client: PrefectClient, settings: Settings, clock: Callable[[], float]
+) -> list[Finding]:
     """Images that were handed over, and that nobody asked a flow run for."""
-    requests = await asyncio.to_thread(stranded, settings.spool)
+    requests = await asyncio.to_thread(stranded, settings.spool, clock=clock)
     if not requests:
         return []
-    deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+    try:
+        deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+    except ObjectNotFound:
+        why = f"{SAVE_DEPLOYMENT} is not deployed; run: trinity-sync deploy"
+        return [Finding(each.root, each.run_name, "left", why) for each in requests]
     found = []
     for request in requests:
         try:
@@ -131,6 +141,13 @@ async def _ask_for_runs(client: PrefectClient, settings: Settings) -> list[Findi
             why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
             found.append(Finding(request.root, request.run_name, "left", why))
     return found
+
+
+async def _saves_to_come(client: PrefectClient, settings: Settings) -> list[FlowRun]:
+    """The saves that a run is at or will be; schedules have runs of other flows for weeks ahead."""
+    name = SAVE_DEPLOYMENT.rpartition("/")[2]
+    states = (*UNDER_WAY, StateType.SCHEDULED)
+    return await runs_in(client, settings.work_pool, *states, deployment=name)
 
 
 def _mend_files(
@@ -153,6 +170,7 @@ def _mend_files(
                 what = f"export of {wish.role} of step {wish.step}"
                 yield Finding(str(root), what, *_state_of(root, wish))
         try:
+            yield from remove_exports(root, before=before)
             yield from remove_temporaries(root, images=images, busy=steps, before=before)
         except OSError as error:
             yield Finding(str(root), "temporary files", "left", str(error))
@@ -187,6 +205,7 @@ def _catalog_of(settings: Settings, root: Path) -> Iterator[Finding]:
     """Rows that a commit or a removal could not write while the catalog was away."""
     try:
         with opened(url_of(settings)) as engine:
+            note_versions(engine, root)
             if missed := differences(engine, root, claims=False):
                 rebuild(engine, root)
                 yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")

@@ -30,9 +30,13 @@ def known_roots(settings: Settings) -> list[Path]:
     return [root for root in settings.maintain or _noted(settings) if root.is_dir()]
 
 
-def forget_root(settings: Settings, root: str | Path) -> None:
-    """Forget a root that was removed for good."""
-    (_folder(settings) / f"{job_id(root)}.json").unlink(missing_ok=True)
+def forget_root(settings: Settings, root: str | Path) -> bool:
+    """Forget a root that was removed for good; whether it was noted."""
+    try:
+        (_folder(settings) / f"{job_id(root)}.json").unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def roots_of(root: str | None, settings: Settings) -> list[Path]:

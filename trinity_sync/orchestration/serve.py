@@ -14,7 +14,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from trinity_sync.errors import TrinitySyncError
+from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import COMPONENTS
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
@@ -23,7 +23,11 @@ from trinity_sync.settings import Settings
 
 
 def serve(settings: Settings) -> None:
-    """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C."""
+    """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C.
+
+    Raises:
+        StackError: the cluster cannot be joined, or metrics cannot be served.
+    """
     import ray
 
     if settings.metrics_port:
@@ -31,7 +35,14 @@ def serve(settings: Settings) -> None:
     load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
-    ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="prefect", log_to_driver=False)
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(address=address, namespace="prefect", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise StackError(
+            f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {error}. Start it, or "
+            "correct RAY_ADDRESS; Ray and Python must be of the same versions here and there."
+        ) from error
     os.chdir(started_in)
     try:
         ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])

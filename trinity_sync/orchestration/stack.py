@@ -31,7 +31,8 @@ class Part:
     """What `status` found out about one part."""
 
     name: str
-    state: Literal["running", "dead", "external", "absent"]
+    state: Literal["running", "dead", "external", "away", "absent"]
+    """Of our own: running or dead; of somebody else's: external if it answers, or away."""
     url: str = ""
     pid: int | None = None
     log: str = ""
@@ -140,7 +141,7 @@ def status(settings: Settings | None = None) -> StackStatus:
     )
     online = waiting = None
     problem = ""
-    if found[0].state in ("running", "external"):
+    if found[0].state in ("running", "external", "away"):
         from trinity_sync.orchestration.server import heartbeats, server_client, waiting_runs
 
         try:
@@ -189,7 +190,7 @@ def _await_both(settings: Settings, state: StackState, deadline: float) -> Stack
         daemon.await_ready(
             "the Prefect server", state.server, lambda: parts.server_answers(state), deadline
         )
-    _deploy(settings, state)
+    _deploy(settings, state, deadline)
     if state.ray:
         daemon.await_ready(
             "the Ray node", state.ray, lambda: bool(parts.ray_answers(state)), deadline
@@ -198,7 +199,7 @@ def _await_both(settings: Settings, state: StackState, deadline: float) -> Stack
     return state
 
 
-def _deploy(settings: Settings, state: StackState) -> None:
+def _deploy(settings: Settings, state: StackState, deadline: float) -> None:
     """Apply prefect.yaml in a process of its own.
 
     The caller may be a user's script, with a ``flows`` and ``tasks`` of its own; and it must not
@@ -206,7 +207,16 @@ def _deploy(settings: Settings, state: StackState) -> None:
     """
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = parts.environment(settings, state)
-    done = subprocess.run(command, env=env, cwd=settings.home, capture_output=True, text=True)
+    left = max(deadline - time.monotonic(), 0.0)
+    try:
+        done = subprocess.run(
+            command, env=env, cwd=settings.home, capture_output=True, text=True, timeout=left
+        )
+    except subprocess.TimeoutExpired:
+        raise StackError(
+            f"the deployments were not registered at {state.api_url} in time; look at that server, "
+            "or try again with a longer time-out."
+        ) from None
     if done.returncode:
         raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
 
@@ -261,7 +271,9 @@ def _given(variable: str, own: Daemon | None, url: str, settings: Settings) -> s
 def _part(name: str, process: Daemon | None, url: str) -> Part:
     if process:
         return Part(name, "running" if process.lives else "dead", url, process.pid, process.log)
-    return Part(name, "external" if url else "absent", url)
+    if not url:
+        return Part(name, "absent")
+    return Part(name, "external" if parts.accepts(url) else "away", url)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.storage.commit import finish_interrupted
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import Save, mark_failed
 
 logger = logging.getLogger(__name__)
@@ -36,26 +37,39 @@ def stranded(
 
     Args:
         spool: the node's spool, with one folder a job.
-        grace_s: seconds since the last seal that are left to the trainer to ask by itself.
+        grace_s: seconds since the last seal that are left to the trainer to ask by itself, and
+            since the commit that are left to whoever commits to free the slots.
         clock: seconds since the epoch.
     """
-    requests = []
+    requests: list[SaveRequest] = []
     for job in job_spools(spool):
-        sealed, bad = job.tickets()
-        for error in bad:
-            logger.warning("%s", error)
-        saves: dict[tuple[str, int, int, Kind], list[Sealed]] = defaultdict(list)
-        for image in sealed:
-            ticket = image.ticket
-            saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
-        for (root, run, step, kind), images in saves.items():
-            if is_committed(root, run, step, kind):
-                _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images)
-            elif not any(image.failed for image in images) and all(
-                clock() - image.ticket.sealed_at > grace_s for image in images
-            ):
-                requests.append(_request(job, root, run, step, kind, images))
+        try:
+            requests += _stranded_in(job, clock() - grace_s)
+        except (OSError, TrinitySyncError) as error:  # other jobs have their turn
+            warn_once(f"images in {job.folder} cannot be looked at: {error}")
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
+
+
+def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
+    """The saves of one job whose last seal, or commit, was ``before`` (since the epoch)."""
+    sealed, bad = job.tickets()
+    for error in bad:
+        warn_once(str(error))
+    saves: dict[tuple[str, int, int, Kind], list[Sealed]] = defaultdict(list)
+    for image in sealed:
+        ticket = image.ticket
+        saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
+    for (root, run, step, kind), images in saves.items():
+        if is_committed(root, run, step, kind):
+            _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images, before)
+        elif all(image.ticket.sealed_at < before and not image.failed for image in images):
+            yield _request(job, root, run, step, kind, images)
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Say something that the next look, a few seconds later, would find again."""
+    logger.warning("%s", message)
 
 
 def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
@@ -77,13 +91,16 @@ def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
             logger.warning("%s keeps its slots for a while: %s", save, error)
 
 
-def _finish(save: Save, images: list[Sealed]) -> None:
+def _finish(save: Save, images: list[Sealed], before: float) -> None:
     try:
+        manifest = read_manifest(save.root, save.step)
+        if manifest is None or manifest.committed_at >= before:
+            return  # whoever commits it frees the slots, and notes what they hold
         finish_interrupted(save)
         for image in images:
             release(image.slot, image.ticket.image)
     except (OSError, TrinitySyncError) as error:  # other saves have their turn
-        logger.warning("%s is committed, but cannot be finished: %s", save, error)
+        warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
 def _request(

@@ -11,6 +11,10 @@ from prefect.flows import Flow
 import trinity_sync
 from trinity_sync.errors import ConfigError
 
+HEARTBEAT_S = 30
+"""Seconds between two heartbeats of a run; Prefect allows no fewer. What counts as silent
+(``TRINITY_SYNC_SILENT_S``) has to be a multiple of it."""
+
 
 class WholeSettings(SettingsContext):
     """The settings of this process, handed to tasks as they are.
@@ -21,9 +25,11 @@ class WholeSettings(SettingsContext):
 
     @classmethod
     def of_now(cls) -> "WholeSettings":
-        """Those that the calling context has."""
+        """Those that the calling context has, with a heartbeat as often as Prefect allows."""
         now = get_settings_context()
-        return cls(profile=now.profile, settings=now.settings)
+        flows = now.settings.flows.model_copy(update={"heartbeat_frequency": HEARTBEAT_S})
+        settings = now.settings.model_copy(update={"flows": flows})
+        return cls(profile=now.profile, settings=settings)
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
         """What a task runner gives to every task, pickled."""

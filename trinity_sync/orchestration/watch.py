@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 
 from trinity_sync.errors import ManifestError, SaveTimeout
-from trinity_sync.export.wishes import is_exported
 from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.wishes import is_exported
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class _Pending:
     ask_at: float
     exports: set[str]
     """Roles whose models are to be exported after the commit."""
+    troubled: bool = False
+    """Whether it was said already that the save cannot be followed."""
 
 
 class SaveWatch:
@@ -91,12 +93,27 @@ class SaveWatch:
                     return
                 pending = list(self._pending.values())
             for save in pending:
-                if self._settled(save):
+                if self._done_with(save):
                     with self._changed:
                         self._pending.pop(save.request.key, None)
                         self._changed.notify_all()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, LOOK_S)
+
+    def _done_with(self, save: _Pending) -> bool:
+        """Whether it is settled; not while the root's file system cannot tell."""
+        try:
+            return self._settled(save)
+        except Exception as error:  # ESTALE, EIO: without this thread whoever waits would hang
+            if not save.troubled:
+                logger.warning(
+                    "%s of %s cannot be followed, it is looked at again: %r",
+                    save.request.run_name,
+                    save.request.root,
+                    error,
+                )
+            save.troubled = True
+            return False
 
     def _settled(self, save: _Pending) -> bool:
         request = save.request

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ from prefect.workers.base import (
     BaseWorker,
     BaseWorkerResult,
 )
+from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.orchestration.mend import (
     TAKEN_BY,
@@ -46,9 +48,10 @@ from trinity_sync.orchestration.mend import (
     runs_in,
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
-from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
+from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
 
@@ -56,8 +59,14 @@ logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
-REFUSED = (409, 422)
-"""How a server answers parameters that it will never take, as after an upgrade of one side only."""
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether an error says no more than that the server does not answer for now."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code >= 500
+    gone = (httpx.HTTPError, ConnectionError, TimeoutError, asyncio.TimeoutError)
+    return isinstance(error, (*gone, ConnectionClosed))
 
 
 class TrinitySyncJobConfiguration(BaseJobConfiguration):
@@ -93,7 +102,6 @@ class TrinitySyncWorker(
         self._trinity = Settings()
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
-        self._refused: set[str] = set()
         self._away = False
         self._infrastructure = f"{socket.gethostname()}/{process_name(os.getpid())}"
 
@@ -183,15 +191,19 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
-        try:
-            await asyncio.to_thread(mend_known_roots, self._trinity)
-        except Exception as error:  # saves must not wait for an old root's file system
-            logger.warning("what was left in known roots is not looked at: %s", error)
         services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
         for service in services:
             scope = anyio.CancelScope()
             self._scheduled_task_scopes.add(scope)
             self._runs_task_group.start_soon(self._serve, scope, service)
+        # a dead file system under an old root holds up neither saves nor the worker's end
+        threading.Thread(target=self._mend_roots, name="mend-roots", daemon=True).start()
+
+    def _mend_roots(self) -> None:
+        try:
+            mend_known_roots(self._trinity)
+        except Exception as error:
+            logger.warning("what was left in known roots is not looked at: %s", error)
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Take the runs that are due; none while the server is away."""
@@ -209,7 +221,7 @@ class TrinitySyncWorker(
         try:
             yield
         except httpx.HTTPError as error:
-            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
+            if not _is_away(error):
                 raise
             if not self._away:
                 logger.warning("the Prefect server is away (%r); waiting for it", error)
@@ -227,6 +239,10 @@ class TrinitySyncWorker(
                     await service()
                 except Exception as error:
                     logger.debug("%s is taken up again after %r", service, error)
+                    if not _is_away(error):
+                        warn_once(
+                            f"a part of the worker's work fails and is tried again: {error!r}"
+                        )
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
@@ -279,9 +295,9 @@ class TrinitySyncWorker(
                     deployment.id, **request.flow_run
                 )
             except httpx.HTTPStatusError as error:  # the others have their turn
-                if error.response.status_code not in REFUSED:
+                if not (refusal := refusal_of(error)):
                     raise
-                self._warn_of_refusal(request, error.response.text)
+                warn_once(f"{request.run_name} of {request.root}: {refusal}")
                 continue
             if run.state and run.state.is_cancelled():  # perhaps before anybody had taken it
                 let_give_way(run.parameters, "Cancelled.")
@@ -289,9 +305,3 @@ class TrinitySyncWorker(
                 with one_worker_a_node(self._trinity.spool) as alone:
                     if alone:  # a run that is cancelled is shown as crashed for an instant
                         await begin_again(self.client, run.id, crashed_for_s=2.0)
-
-    def _warn_of_refusal(self, request: SaveRequest, why: str) -> None:
-        if request.key not in self._refused:
-            self._refused.add(request.key)
-            what = f"{request.run_name} of {request.root}"
-            logger.error("%s is refused, run: trinity-sync deploy (%s)", what, why)

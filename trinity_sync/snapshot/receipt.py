@@ -75,14 +75,23 @@ def process_name(pid: int) -> str:
     Raises:
         ProcessLookupError: there is no such process, or it has ended and nobody waited for it yet.
     """
-    try:
-        # the command, in parentheses, may hold spaces and parentheses itself
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError as error:
-        raise ProcessLookupError(f"no process {pid}") from error
+    fields = process_fields(pid)
     if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
     return f"{pid}/{fields[19]}"
+
+
+def process_fields(pid: int) -> list[str]:
+    """What ``/proc/{pid}/stat`` says of a process, from its state on.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        # the command, in parentheses, may hold spaces and parentheses itself
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"no process {pid}") from error
 
 
 def process_lives(name: str) -> bool:

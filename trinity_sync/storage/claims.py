@@ -93,8 +93,7 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
     Raises:
         CommitError: the step is not committed, or damaged.
     """
-    with file_lock(_lock_of(root), shared=True):
-        require_committed(root, step)
+    with _committed(root, step):
         path = _folder(root, "leases") / f"{step}.{uuid.uuid4().hex}.json"
         lease = Lease(step, holder, socket.gethostname(), process_name(os.getpid()), ttl_s, path)
         body = asdict(lease)
@@ -131,8 +130,7 @@ def pin(
     Raises:
         CommitError: the step is not committed, or damaged.
     """
-    with file_lock(_lock_of(root), shared=True):
-        require_committed(root, step)
+    with _committed(root, step):
         made = Pin(step, reason, clock())
         replace_file(_folder(root, "pins") / f"{step}.json", json.dumps(asdict(made)))
         return made
@@ -141,7 +139,7 @@ def pin(
 def unpin(root: str | Path, step: int) -> bool:
     """Give a pinned step up; whether it was pinned."""
     try:
-        (_folder(root, "pins") / f"{step}.json").unlink()
+        (Path(root) / PRIVATE_FOLDER / "pins" / f"{step}.json").unlink()
     except FileNotFoundError:
         return False
     return True
@@ -178,6 +176,16 @@ def nobody_claims(root: str | Path) -> Iterator[None]:
     Look at `leases` and `pins` inside, and take a step's name away before the block ends.
     """
     with file_lock(_lock_of(root)):
+        yield
+
+
+@contextmanager
+def _committed(root: str | Path, step: int) -> Iterator[None]:
+    """Nobody removes the step within such a block, and it is committed at its beginning."""
+    if not _lock_of(root).exists():  # nor is a root made that is not mounted here
+        require_committed(root, step)
+    with file_lock(_lock_of(root), shared=True):
+        require_committed(root, step)
         yield
 
 

@@ -103,10 +103,11 @@ def commit(
         Abandoned: a later run of the job has left this save behind.
         SaveError: a file has vanished or changed since it was written.
     """
-    _check_complete(save, written, receipts)
     with one_change_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
+        if not (earlier and earlier.run == save.run and save.kind in earlier.kinds):
+            _check_complete(save, written, receipts)  # else it is retried, and all is there
         named = {file.record.path for file in written}
         if earlier and earlier.run == save.run:
             named |= {record.path for record in earlier.files}

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 
@@ -66,7 +66,10 @@ def diff(
         CommitError: a step is not committed or damaged, or has no such component.
         ConfigError: the two were saved by different numbers of ranks.
     """
-    with take_lease(root, before, "diff"), take_lease(root, after, "diff"):
+    with (
+        take_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
+        take_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
+    ):
         manifests = [require_committed(root, step) for step in (before, after)]
         old, new = (_shards(root, each, role, component) for each in manifests)
         if len(old) != len(new):
@@ -95,8 +98,7 @@ def _shards(
     found = {
         record.rank: record
         for record in files
-        if (record.role, record.component) == (role, component)
-        and record.path.endswith(shard_file(component, record.world_size, record.rank))
+        if (record.role, record.component) == (role, component) and record.is_shard
     }
     if not found:
         named = {f"{r.role}/{r.component}" for r in files if r.world_size and "/" in r.path}

@@ -2,7 +2,8 @@
 
 A checkpoint that nobody has loaded is a hope. All shards of all ranks are read, their digests
 compared, and unpickled, one after the other on one node; where each rank reads its own on a node of
-its own, it takes a share of the time.
+its own, it takes a share of the time. Other files are digested, such as those of save functions,
+which only their loader understands; exported weights are not, since a restart reads none.
 """
 
 import time
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.loading import state_of
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.reader import read_file
-from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.reader import digest_file, read_file
+from trinity_sync.storage.restore import load_shards, require_digest
 from trinity_sync.storage.steps import newest
 
 
@@ -39,19 +40,31 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
     Files are unpickled as a restart would do it, which runs what they say.
 
     Raises:
-        CommitError: it cannot be loaded, or there are checkpoints and none is whole.
+        CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is
+            whole.
     """
     root = Path(root)
     manifest = newest(root)
     if manifest is None:
         return _without_manifest(root, clock)
     paths = [record.path for record in manifest.files if record.path.endswith(".pt")]
-    with take_lease(root, manifest.step, "restore drill"):
+    others = [
+        record
+        for record in manifest.files
+        if record.path not in paths and record.component in ("", *FOLDERS)
+    ]
+    if not paths and not others:
+        raise _nothing_in(step_folder(root, manifest.step))
+    with take_lease(root, manifest.step, "restore drill", ttl_s=LONG_LEASE_S):
         start = clock()
         nbytes = 0
         try:
             for shard in load_shards(root, manifest.step, paths):
                 nbytes += shard.nbytes
+            for record in others:
+                path = step_folder(root, manifest.step) / record.path
+                require_digest(path, record, digest_file(path, record.nbytes))
+                nbytes += record.nbytes
         except (CommitError, ImageError):
             raise
         except Exception as error:  # whatever a pickle may raise
@@ -60,7 +73,8 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
                 "step (trinity-sync ls shows them)."
             ) from error
         seconds = clock() - start
-    return Drill(str(root), manifest.step, len(paths), nbytes, seconds, checked=True)
+    files = len(paths) + len(others)
+    return Drill(str(root), manifest.step, files, nbytes, seconds, checked=True)
 
 
 def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
@@ -69,12 +83,14 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
     if step is None:
         return None
     folder = step_folder(root, step)
-    if (folder / "manifest.json").exists() or not folder.is_dir():
+    if (folder / MANIFEST).exists() or not folder.is_dir():
         raise CommitError(
             f"{root} has checkpoints, and none can be loaded: the iteration file names step "
             f"{step}. Run: trinity-sync ls {root}"
         )
     paths = sorted(folder.rglob("*.pt"))
+    if not paths:
+        raise _nothing_in(folder)
     start = clock()
     nbytes = 0
     for path in paths:
@@ -85,3 +101,10 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
             raise CommitError(f"{path} cannot be loaded: {error!r}") from error
         nbytes += len(image)
     return Drill(str(root), step, len(paths), nbytes, clock() - start, checked=False)
+
+
+def _nothing_in(folder: Path) -> CommitError:
+    return CommitError(
+        f"{folder} is the newest checkpoint, and holds nothing that could be loaded. See what its "
+        "saves write."
+    )

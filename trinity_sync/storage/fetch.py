@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import xxhash
 
-from trinity_sync.errors import CommitError, ManifestError, RemoteError
+from trinity_sync.errors import CommitError, RemoteError
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.commit import announce
 from trinity_sync.storage.durable import make_folder, sync_folder
@@ -81,13 +81,6 @@ def _manifest(remote: Remote, step: int | None) -> Manifest:
     if manifest is None:
         what = "there is no committed step" if step is None else f"step {step} is not committed"
         raise CommitError(f"{what} at {remote.url}; trinity-sync ls {remote.url} shows what is")
-    for record in manifest.files:
-        path = PurePosixPath(record.path)
-        if path.is_absolute() or ".." in path.parts:
-            raise ManifestError(
-                f"the manifest of step {manifest.step} at {remote.url} is not fetched: it names "
-                f"{record.path!r}, which lies outside of the step's folder"
-            )
     return manifest
 
 

@@ -17,6 +17,7 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
+    MANIFEST,
     PRIVATE_FOLDER,
     step_folder,
     steps_on_disk,
@@ -29,6 +30,7 @@ from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.recycling import is_ours_alone
 from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.wishes import exports_of, forget_exports
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,21 @@ def empty_trash(root: Path) -> Iterator[Finding]:
         if not ours:
             return  # somebody is removing them just now
         yield from _removed(root, trash, "left by a removal that was broken off")
+
+
+def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
+    """Remove what exports have left of steps that are gone, unless it changed after ``before``."""
+    steps = {int(path.name.split(".")[0].rpartition("_")[2]) for path in _exports(root)}
+    for step in sorted(steps.difference(steps_on_disk(root))):
+        if max(path.lstat().st_mtime for path in exports_of(root, step)) < before:
+            forget_exports(root, step)
+            yield Finding(
+                str(root), f"exports of step {step}", "mended", "the step is gone; removed"
+            )
+
+
+def _exports(root: Path) -> Iterator[Path]:
+    return (root / PRIVATE_FOLDER / "exports").glob("global_step_[0-9]*.*")
 
 
 def remove_temporaries(
@@ -177,7 +194,7 @@ def _temporaries(folder: Path) -> Iterator[Path]:
 
 def _why_not(root: Path, step: int) -> str | None:
     folder = step_folder(root, step)
-    if folder.is_dir() and not (folder / "manifest.json").exists():
+    if folder.is_dir() and not (folder / MANIFEST).exists():
         return None  # another system's
     try:
         require_committed(root, step)

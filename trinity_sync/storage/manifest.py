@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trinity_sync.errors import ManifestError
-from trinity_sync.layout import MANIFEST, Kind, step_folder
+from trinity_sync.layout import MANIFEST, Kind, shard_file, step_folder
 from trinity_sync.storage.durable import replace_file
 
 VERSION = 1
@@ -26,6 +26,11 @@ class FileRecord:
     component: str = ""
     rank: int = 0
     world_size: int = 0
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is all of one rank's state, and not one of several small files."""
+        return self.path.endswith(shard_file(self.component, self.world_size, self.rank))
 
 
 @dataclass(frozen=True)
@@ -157,13 +162,19 @@ def run_of(root: str | Path, step: int) -> int:
     return manifest.run if manifest else 0
 
 
-def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
-    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
+def own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
+    """What this very run has committed of a step; None if that is nothing, or nobody can tell."""
     try:
         manifest = read_manifest(root, step)
     except (ManifestError, OSError):
-        return False
-    return manifest is not None and manifest.run == run and kind in manifest.kinds
+        return None
+    return manifest if manifest and manifest.run == run else None
+
+
+def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
+    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
+    manifest = own_manifest(root, run, step)
+    return manifest is not None and kind in manifest.kinds
 
 
 def _is_below(path: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError
-from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
@@ -37,14 +37,6 @@ class Restored:
     """As ``torch.load`` gives it, all tensors on the CPU, in one piece of memory a shard."""
     source: Source
     nbytes: int
-
-
-def load_shard(
-    root: str | Path, step: int, path: str, *, spool: JobSpool | None = None
-) -> Restored:
-    """As `load_shards`, of one file."""
-    (restored,) = load_shards(root, step, [path], spool=spool)
-    return restored
 
 
 def load_shards(
@@ -101,7 +93,7 @@ def load_states(
         record.component: record.path
         for record in require_committed(root, step).files
         if (record.role, record.rank, record.world_size) == (role, rank, world_size)
-        and record.path.endswith(shard_file(record.component, world_size, rank))
+        and record.is_shard
     }
     if not mine:
         raise CommitError(
@@ -184,9 +176,18 @@ def _from_disk(path: Path, record: FileRecord) -> memoryview:
             f"{path} cannot be read: {error.strerror}. Mend that, or load another step "
             "(trinity-sync ls shows them)."
         ) from error
-    if digest != record.digest:
+    require_digest(path, record, digest)
+    return image
+
+
+def require_digest(path: Path, record: FileRecord, found: str) -> None:
+    """See that a file that was read has the digest of its record.
+
+    Raises:
+        CommitError: it has not.
+    """
+    if found != record.digest:
         raise CommitError(
-            f"{path} is damaged: its digest is {digest}, the manifest says {record.digest}. "
+            f"{path} is damaged: its digest is {found}, the manifest says {record.digest}. "
             "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
         )
-    return image

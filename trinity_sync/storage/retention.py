@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.iteration import read_iteration
@@ -27,8 +28,9 @@ from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.runs import newest_run, refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
+from trinity_sync.storage.wishes import awaited, forget_exports
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
@@ -209,12 +211,15 @@ def carry_out(
     _empty_trash(Path(root), keep=largest if recycle else 0)
     for each in done.removed:
         forget_metrics(root, each.step)
+        forget_exports(root, each.step)
     return done
 
 
 def _held(root: str | Path) -> dict[int, list[str]]:
     """Steps that somebody needs whatever policies say, with reasons."""
     held = claimed(root)
+    for step, roles in awaited(root).items():
+        held[step].append(f"the model of {', '.join(roles)} is to be exported")
     for kind in KINDS:
         if (pointed := read_iteration(root, kind)) is not None:
             held[pointed].append(f"the iteration file of {kind}s names it")
@@ -262,7 +267,7 @@ def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None, now: 
     if spool is None:
         return False
     sealed, bad = spool.tickets()
-    if bad or any(image.ticket.step == planned.step for image in sealed):
+    if bad or any(_may_be_committed(root, image.ticket, planned.step) for image in sealed):
         return True
     newest = newest_run(root)
     runs = {planned.run, newest.number if newest else planned.run}
@@ -272,6 +277,15 @@ def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None, now: 
         for kind in KINDS
         for receipt in receipts_of(spool, run, planned.step, kind)
     )
+
+
+def _may_be_committed(root: Path, ticket: Ticket, step: int) -> bool:
+    """Whether an image is of the step, and no later run has left it behind."""
+    try:
+        refuse_abandoned(root, ticket.run, ticket.run_key, ticket.step)
+    except Abandoned:
+        return False
+    return ticket.step == step
 
 
 def _take_name_away(root: Path, step: int) -> None:

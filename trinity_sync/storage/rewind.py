@@ -16,10 +16,13 @@ the promise; all of it happens under the commit lock and the lock of ``claims``:
    that are left is what ``latest`` answers. With the last rename it is the step that was wanted.
 
 So resuming finds a whole step at every instant, and a rewind that was broken off is finished by
-the same call again: it finds its own run record, and sets aside what is left.
+the same call again: it finds its own run record, and sets aside what is left. What was set aside
+stays until a policy lets go of it (``TRINITY_SYNC_KEEP_ASIDE``), or somebody removes the folder.
 """
 
+import calendar
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +40,11 @@ from trinity_sync.storage.claims import leases, nobody_claims, pins, unpin
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, run_of
+from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed
+
+_TIME = "%Y%m%dT%H%M%SZ"
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,52 @@ def rewind(
     return Rewound(step, run.number, tuple(newer), folder)
 
 
+def let_go_of_aside(
+    root: str | Path, policy: Policy, now: float, *, dry_run: bool = False
+) -> list[str]:
+    """Take away what earlier rewinds set aside, as far as a policy does not keep it.
+
+    What is let go of moves to ``.trinity_sync/trash`` in one rename each; its files go with the
+    next `retention.carry_out`.
+
+    Args:
+        root: the job's root.
+        policy: such as ``newer=30d`` or ``last=2``; a rewind counts as a step of its time.
+        now: seconds since the epoch.
+        dry_run: touch nothing.
+
+    Returns:
+        Names of the folders, oldest first.
+    """
+    private = Path(root) / PRIVATE_FOLDER
+    if not (private / "aside").is_dir():
+        return []
+    with one_change_at_a_time(root):  # no rewind fills one meanwhile
+        folders = sorted((private / "aside").iterdir(), key=lambda folder: folder.name)
+        ages = [
+            StepInfo(number, 0, KINDS, at, 0)
+            for number, folder in enumerate(folders)
+            if (at := _time_of(folder)) is not None
+        ]
+        kept = policy.keeps(ages, now)
+        gone = [folders[each.step] for each in ages if each.step not in kept]
+        if gone and not dry_run:
+            make_folder(private / "trash")
+            for folder in gone:
+                folder.rename(private / "trash" / f"aside-{folder.name}.{uuid.uuid4().hex}")
+            sync_folder(private / "trash")
+            sync_folder(private / "aside")
+    return [folder.name for folder in gone]
+
+
+def _time_of(folder: Path) -> float | None:
+    """When a rewind made it; None for a folder of another name, which is somebody's own."""
+    try:
+        return calendar.timegm(time.strptime(folder.name.rstrip("_"), _TIME))
+    except ValueError:
+        return None
+
+
 def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[int]:
     """The pinned ones among the newer steps, if nothing forbids to set them aside."""
     readers = [f"step {held.step}: {held.holder}" for held in leases(root) if held.step in newer]
@@ -143,7 +195,7 @@ def _newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
 
 
 def _fresh_folder(root: Path, now: float) -> Path:
-    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    name = time.strftime(_TIME, time.gmtime(now))
     folder = root / PRIVATE_FOLDER / "aside" / name
     while folder.exists():
         folder = folder.with_name(folder.name + "_")

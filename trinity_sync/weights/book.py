@@ -191,8 +191,7 @@ class Book:
         for saved in body["versions"]:
             fields = dict(saved)
             now = float(fields.pop("known_at"))
-            for images in ("images", "delta"):
-                fields[images] = tuple(ImageRef(**image) for image in fields[images])
+            fields["images"] = tuple(ImageRef(**image) for image in fields["images"])
             book.record(Version(**fields), now)
         book._serving = {name: _Serving(**serving) for name, serving in body["readers"].items()}
         return book

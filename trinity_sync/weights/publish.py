@@ -5,6 +5,8 @@ that it does not wait for: no collective is needed, and no training thread stand
 """
 
 import logging
+import time
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -62,11 +64,16 @@ class Publisher:
             WeightSyncError: one is not published; each is raised once.
             TimeoutError: the time is over.
         """
-        failures = [
-            f"{what} is not published: {_reason(error)}"
-            for what, told in self._pending
-            if (error := told.exception(timeout_s))
-        ]
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        failures = []
+        for what, told in self._pending:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                error = told.exception(left_s)
+            except futures.TimeoutError:  # Python 3.10 has one of its own
+                raise TimeoutError(f"{what} is not published after {timeout_s:g} s") from None
+            if error:
+                failures.append(f"{what} is not published: {_reason(error)}")
         self._pending = []
         if failures:
             raise WeightSyncError("; ".join(failures))

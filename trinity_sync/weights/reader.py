@@ -24,10 +24,17 @@ import torch
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
-from trinity_sync.weights.copies import Copy, fetch
+from trinity_sync.weights.base import Base
+from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
+from trinity_sync.weights.delta import Array
 from trinity_sync.weights.held import Held, Holder, Target
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
+
+ANSWER_S = 60.0
+"""Seconds for which the Synchronizer's answer is waited for; Ray may be starting it again."""
+LONGEST_PAUSE_S = 0.5
+"""Between two looks for a version that can be held."""
 
 
 class Versions(Protocol):
@@ -50,6 +57,9 @@ class Versions(Protocol):
     def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
 
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
+
 
 class FromActor:
     """The Synchronizer, a Ray actor."""
@@ -59,8 +69,18 @@ class FromActor:
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
-        """The newest version."""
-        found: Version | None = ray.get(self._actor.latest.remote())
+        """The newest version.
+
+        Raises:
+            WeightSyncError: the Synchronizer does not answer.
+        """
+        try:
+            found: Version | None = ray.get(self._actor.latest.remote(), timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise WeightSyncError(
+                f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or "
+                "its node lost?"
+            ) from error
         return found
 
     async def wait_newer(
@@ -78,6 +98,10 @@ class FromActor:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
         return fetch(self._actor, version, ranks, timeout_s)
 
+    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
+        return fetch_deltas(self._actor, base, version, timeout_s)
+
 
 class WeightReader:
     """Reads versions for one explorer.
@@ -87,6 +111,8 @@ class WeightReader:
             that of the job at ``root``.
         root: of the job, where no Synchronizer is given.
         name: of this reader, unique in the job; shown to people, and the holder of its leases.
+        deltas: keep a copy of the weights, and get what changed in them where that can be had, the
+            whole version else; see ``base``.
         verify: compare the digests of what is read from disk, not the sizes alone.
         patience_s: seconds to look for a version that can be held before giving up.
     """
@@ -97,6 +123,7 @@ class WeightReader:
         *,
         name: str,
         root: str | Path | None = None,
+        deltas: bool = False,
         verify: bool = False,
         patience_s: float = 60.0,
     ) -> None:
@@ -105,9 +132,15 @@ class WeightReader:
         self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
         self._name = name
         self._holder = Holder(name, verify=verify, node=self._versions.node)
+        self._base = Base() if deltas else None
         self._patience_s = patience_s
         self.version: Version | None = None
         """What was read last."""
+
+    @property
+    def delta_bytes(self) -> int | None:
+        """Bytes of the deltas that made what was read last from memory; None if it came whole."""
+        return self._base.delta_bytes if self._base else None
 
     async def wait_newer(
         self, than: int | None = None, timeout_s: float | None = None
@@ -136,7 +169,7 @@ class WeightReader:
         """
         deadline = time.monotonic() + self._patience_s
         wanted = version or self._versions.latest()
-        trouble = "nothing was published"
+        trouble, pause_s = "nothing was published", 0.005
         while True:
             for candidate in self._candidates(wanted):
                 with ExitStack() as opened:
@@ -154,7 +187,8 @@ class WeightReader:
                     f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
                     "process see its root and, on the trainer's node, its shared memory?"
                 )
-            time.sleep(0.005)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             wanted = self._versions.latest()
 
     def iter_weights(
@@ -219,11 +253,17 @@ class WeightReader:
         if version.source == "checkpoint":
             return self._holder.checkpoint(version)
         if version.source == "memory":
-            return self._holder.images(
-                version,
-                lambda ranks: self._versions.copies(
-                    version, ranks, max(0.0, deadline - time.monotonic())
-                ),
+
+            def left_s() -> float:
+                return max(0.0, deadline - time.monotonic())
+
+            whole = self._holder.images(
+                version, lambda ranks: self._versions.copies(version, ranks, left_s())
+            )
+            if self._base is None:
+                return whole
+            return self._base.images(
+                version, whole, lambda base: self._versions.deltas(base, version, left_s() / 2)
             )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "

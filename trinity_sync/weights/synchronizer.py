@@ -188,10 +188,23 @@ class Synchronizer(Handshakes):
         Raises:
             Gone: the version is not the newest in memory.
         """
+        return self._copies.of(self._in_memory(run, step), ranks)
+
+    async def deltas(self, base: Version, run: int, step: int) -> list[list[Any]]:
+        """For each rank, the reference of what turns its image of ``base`` into the version's.
+
+        They are made for the first who asks, and the same for all who have that base.
+
+        Raises:
+            Gone: the version is not the newest in memory, or it has no images where ``base`` has.
+        """
+        return self._copies.deltas(base, self._in_memory(run, step))
+
+    def _in_memory(self, run: int, step: int) -> Version:
         newest = self._ledger.book.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise Gone(f"version {step} (run {run}) is not the newest in memory any more")
-        return self._copies.of(newest, ranks)
+        return newest
 
     async def wait_newer(
         self, than: int, timeout_s: float | None = None, run: int | None = None

@@ -41,6 +41,7 @@ class Version:
     role: str = "actor"
     images: tuple[ImageRef, ...] = ()
     """Of all ranks, by rank, where the source is memory."""
-    delta: tuple[ImageRef, ...] = ()
-    """What changed since version ``base``, by rank; empty where there is none."""
-    base: int | None = None
+
+    def name_of(self, image: ImageRef) -> str:
+        """What deltas call one rank's image."""
+        return f"step {self.step} of run {self.run}, rank {image.rank}, image {image.image}"

@@ -10,11 +10,12 @@ from pathlib import Path
 from tasks.commit import note_wishes
 from tasks.persist import persist_component, save_of
 from tasks.prune import prune_after_commit
-from trinity_sync.export.wishes import grant, wishes
+from trinity_sync.export.step import grant
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.wishes import wishes
 
 
 class CommitsHere(SaveTrigger):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +19,11 @@ from tests.integration.fsdp.merged import merged
 from tests.integration.prefect_api import until
 from tests.integration.weights.conftest import ray_node as ray_node
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.fsdp.engine import fsdp_save_state_dict, fsdp_upload_state_dict, use_trinity_sync
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.reading import locked
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.reader import WeightReader
@@ -104,6 +105,28 @@ def test_a_sync_brings_the_files_that_the_merger_needs(
     names = {record.path for record in manifest.files}
     assert {"actor/fsdp_config.json", "actor/huggingface/config.json"} <= names
     assert "actor/huggingface/tokenizer.json" in names
+
+
+def test_a_sync_that_could_not_be_staged_is_not_said_to_be_handed_over(
+    policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(spool=tmp_path / "spool", slots=1, slot_wait_s=0.1)
+    saves = CheckpointCoordinator(tmp_path / "job", settings=settings, trigger=CommitsHere())
+
+    def sync(step: int) -> None:
+        folder = str(step_folder(saves.root, step) / "actor")
+        fsdp_save_state_dict(policy.engine, folder, step, saves, logger)
+
+    with closing(saves), caplog.at_level(logging.INFO, logger.name):
+        sync(1)
+        saves.wait_all()
+        (slot,) = saves.spool.folder.glob("actor.model.*.slot")
+        with locked(slot):
+            sync(2)
+        with pytest.raises(SaveFailed, match="step 2"):
+            saves.wait_all()
+    assert "weights of step 1 handed over" in caplog.text
+    assert "weights of step 2" not in caplog.text
 
 
 def test_fsdp_save_state_dict_without_a_path_does_nothing(

@@ -8,13 +8,16 @@ import pytest
 
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.runs import all_runs
 
 STEP = 3
 
 
 def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]:
     """Save, then load into a differently initialised rank, once for each place to load from."""
+    import torch.distributed as dist
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
@@ -69,6 +72,18 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
         coordinator.close()
     plain = copied(new_run().load(STEP))
     found["plain"] = (differences(expected, plain), len(said))
+
+    runs = len(all_runs(root))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with (Path(folder) / "optim_world_size_2_rank_1.pt").open("r+b") as shard:
+            shard.seek(-3000, 2)
+            shard.write(b"x")
+    dist.barrier()
+    try:
+        manager_of(restarted, new_run()).load_checkpoint(folder)
+    except CommitError as error:
+        found["damaged"] = (str(error).partition(":")[0], len(all_runs(root)) - runs)
     return found
 
 
@@ -77,4 +92,8 @@ def test_a_restarted_run_has_the_saved_state_bit_for_bit(
     version: int, tiny: Path, tmp_path: Path
 ) -> None:
     for found in on_ranks(_save_and_restart, version, tiny, tmp_path, scratch=tmp_path):
+        damaged = found.pop("damaged")
         assert found == {"spool": ([], 3), "disk": ([], 3), "plain": ([], 6)}
+        # a file of one rank: all ranks say so, and no run begins
+        shard = step_folder(tmp_path / "job", STEP) / "actor/optim_world_size_2_rank_1.pt"
+        assert damaged == (f"{shard} is damaged", 0)

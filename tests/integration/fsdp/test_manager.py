@@ -254,6 +254,27 @@ def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
     assert differences(before, trained.state()) == []
 
 
+def test_after_a_step_that_cannot_be_loaded_another_one_can(
+    new_run: MakeManager, root: Path, trained: Trained, tmp_path: Path
+) -> None:
+    first = new_run()
+    first.save_checkpoint(path(root, 1), 1)
+    before = trained.state()
+    trained.step()
+    first.save_checkpoint(path(root, 2), 2)
+    first.wait_on_save_thread()
+    for note in (tmp_path / "spool").rglob("*.kept"):
+        note.unlink()
+    with (Path(path(root, 2)) / "optim_world_size_1_rank_0.pt").open("r+b") as shard:
+        shard.seek(-3000, 2)
+        shard.write(b"x")
+    second = new_run()
+    with pytest.raises(CommitError, match="is damaged"):
+        second.load_checkpoint(path(root, 2))
+    second.load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+
+
 def test_a_step_that_is_not_committed_is_not_loaded(new_run: MakeManager, root: Path) -> None:
     manager = new_run()
     manager.save_checkpoint(path(root, 1), 1)

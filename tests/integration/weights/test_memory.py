@@ -11,11 +11,14 @@ import torch
 
 from tests.integration.prefect_api import until
 from tests.unit.job import Job
+from tests.unit.weights import digest, first, train, upload
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.weights.copies import fetch_deltas
 from trinity_sync.weights.publish import Publisher
 from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import Gone
 
 
 @pytest.fixture
@@ -85,3 +88,33 @@ def test_what_was_offered_outlives_a_killed_synchronizer(job: Job, synchronizer:
     publisher.publish(note_of(job, 3, rank=1))
     publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 3
+
+
+def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    readers = [WeightReader(synchronizer, name=f"explorer-{n}", deltas=True) for n in range(2)]
+    states = [first(rank) for rank in range(2)]
+    weights = {name: tensor for of in states for name, tensor in of.items()}
+    base = None
+    for step, by_delta in ((1, False), (2, True), (3, None), (4, False), (5, True)):
+        for of in states:
+            train(of, step)
+        version = upload(job, step, *states, node=here)
+        if by_delta is None:
+            continue  # a version that nobody is told of
+        ray.get(synchronizer.publish.remote(version))
+        for reader in readers:
+            found = dict(reader.iter_weights())
+            assert digest(found) == digest({name: weights[name] for name in found})
+            assert (reader.delta_bytes is not None) == by_delta
+        if by_delta:
+            asked = [ray.get(synchronizer.deltas.remote(base, 1, step)) for _ in range(2)]
+            assert asked[0] == asked[1]
+        base = version
+
+
+def test_there_is_no_delta_between_images_of_different_nodes(job: Job, synchronizer: Any) -> None:
+    old, new = (upload(job, step, first(0), first(1), node=f"node{step}") for step in (1, 2))
+    ray.get(synchronizer.publish.remote(new))
+    with pytest.raises(Gone, match="no delta from version 1 to 2: version 2 has other nodes"):
+        fetch_deltas(synchronizer, old, new, 30)

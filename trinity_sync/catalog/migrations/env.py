@@ -1,4 +1,4 @@
-"""What Alembic runs for a migration; the connection is given by `database.migrate`."""
+"""What Alembic runs for a migration; the connection is given by `database.opened`."""
 
 from alembic import context
 

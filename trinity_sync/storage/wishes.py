@@ -2,20 +2,27 @@
 
 A wish is a small file, ``.trinity_sync/exports/global_step_N.<role>.wish``. The save's commit task
 writes it before the commit, so that it outlives whatever dies after it, and it goes when the
-weights have joined the step. The step itself counts whether or not its wishes come true.
+weights have joined the step. The step itself counts whether or not its wishes come true. Until then
+retention leaves it, but no longer than a day and not after a failure: a model that cannot be
+exported must not fill the disk with its steps.
 """
 
 import json
 import re
-from dataclasses import asdict, dataclass
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.durable import make_folder, replace_file
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest
 
 COMPONENT = "hf_model"
 """Of the files of an exported model, in the manifest."""
+AWAITED_S = 86_400.0
+"""Seconds for which a wish keeps its step from retention."""
 
 _NAME = re.compile(r"global_step_(\d+)\.([A-Za-z0-9_-]+)\.wish")
 
@@ -29,6 +36,8 @@ class Wish:
     role: str
     trust_remote_code: bool = False
     """Whether source files of the model may be imported."""
+    failed: bool = False
+    """Whether it was tried; a retry of its save renews it."""
 
 
 def make_wish(root: str | Path, wish: Wish) -> None:
@@ -51,27 +60,42 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
     return found
 
 
-def grant(root: str | Path, wish: Wish) -> None:
-    """Export what was wished; its digests are fresh, so they are not compared again.
+def give_up(root: str | Path, wish: Wish) -> None:
+    """Note that a wish could not be granted: its step is held no longer, a retry may find it."""
+    make_wish(root, replace(wish, failed=True))
 
-    A step that was removed or replaced meanwhile takes its wish along.
 
-    Raises:
-        CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
-    """
-    from trinity_sync.export.step import export_step  # torch takes seconds, and few need it
-
-    manifest = read_manifest(root, wish.step)
-    if manifest and manifest.run == wish.run:
-        export_step(
-            root, wish.step, role=wish.role, check=False, trust_remote_code=wish.trust_remote_code
-        )
-    forget_wish(root, wish.step, wish.role)
+def awaited(root: str | Path, *, clock: Callable[[], float] = time.time) -> dict[int, list[str]]:
+    """The steps whose export is still to come, with the roles."""
+    found: dict[int, list[str]] = {}
+    for wish in wishes(root):
+        try:
+            age = clock() - _path(root, wish.step, wish.role).stat().st_mtime
+        except FileNotFoundError:
+            continue  # granted meanwhile
+        if not wish.failed and age < AWAITED_S:
+            found.setdefault(wish.step, []).append(wish.role)
+    return found
 
 
 def forget_wish(root: str | Path, step: int, role: str) -> None:
     """Remove a wish, come true or not."""
     _path(root, step, role).unlink(missing_ok=True)
+
+
+def forget_exports(root: str | Path, step: int) -> None:
+    """Remove all that exports have left of a step that is gone: wishes, and files half written."""
+    for path in exports_of(root, step):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def exports_of(root: str | Path, step: int) -> list[Path]:
+    """What there is of a step's exports, granted, under way or broken off."""
+    exports = Path(root) / PRIVATE_FOLDER / "exports"
+    return sorted(exports.glob(f"{step_folder(root, step).name}.*"))
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:

@@ -1,0 +1,165 @@
+"""What it takes until new weights are in readers on two nodes, whole and by deltas.
+
+::
+
+    python -m benchmarks.nodes [MIB [PERCENT]]
+
+A trainer uploads bf16 weights of MIB (512 by default), PERCENT (1 by default) of whose elements are
+new at random places each time. One reader at a time waits for them, on the trainer's node or on a
+second Ray node of this machine, so that what crosses goes over loopback; whole or by deltas.
+Printed are median, lowest and highest of seven versions, after two that do not count: seconds from
+the call of the upload to the last byte in the reader's parameters, seconds of the upload itself,
+and the bytes that the reader was sent.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+TENSORS = 100
+WARM_UP, TURNS = 2, 7
+READERS = {
+    "the trainer's node, whole": (0, False),
+    "the trainer's node, deltas": (0, True),
+    "another node, whole": (1, False),
+    "another node, deltas": (1, True),
+}
+
+
+def weights(mib: int) -> "dict[str, torch.Tensor]":
+    """Warm."""
+    import torch
+
+    return {f"{n}": torch.ones((mib << 19) // TENSORS).bfloat16() for n in range(TENSORS)}
+
+
+@ray.remote(num_cpus=0)
+class Reader:
+    """With parameters of its own."""
+
+    def __init__(self, synchronizer: Any, name: str, mib: int, *, deltas: bool) -> None:
+        import torch
+
+        from trinity_sync.weights.reader import WeightReader
+
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._reader = WeightReader(synchronizer, name=name, deltas=deltas)
+        self._state = weights(mib)
+
+    def follow(self, step: int) -> tuple[float, int | None]:
+        """Load the version after ``step``; when that was done, and the bytes of its deltas."""
+        version = asyncio.run(self._reader.wait_newer(step))
+        assert self._reader.load_into(self._state, version) == step + 1
+        done = time.perf_counter()
+        assert {float(value[-1]) for value in self._state.values()} == {float(step + 1)}
+        return done, self._reader.delta_bytes
+
+
+class Trainer:
+    """One rank in this process."""
+
+    def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int, share: float) -> None:
+        from trinity_sync.snapshot.spool import open_job_spool
+        from trinity_sync.snapshot.stager import Origin, Stager
+        from trinity_sync.weights.publish import Publisher
+
+        job = open_job_spool(spool, root)
+        self._origin = lambda step: Origin(
+            str(root), 1, "", step, "state_dict", "actor", ("actor",), 0, 1, (0,)
+        )
+        self._stager, self._publisher = Stager(job), Publisher(synchronizer, root, job)
+        self._state, self._share = weights(mib), share
+        self._random = np.random.default_rng(0)
+        self.step = 0
+
+    def train(self) -> None:
+        """Change a share of the elements."""
+        import torch
+
+        self.step += 1
+        for value in self._state.values():
+            at = np.flatnonzero(self._random.random(len(value)) < self._share)
+            value[torch.from_numpy(at)] = float(self.step)
+            value[-1] = float(self.step)
+
+    def upload(self) -> int:
+        """Hand the weights over; returns their bytes."""
+        origin = self._origin(self.step)
+        plan = self._stager.plan(origin, {"model": self._state})
+        self._stager.carry_out(plan, sealed=False)
+        published = self._stager.publish(origin, "model")
+        assert published
+        self._publisher.publish(published)
+        return published.nbytes
+
+
+def measure(trainer: Trainer, reader: Any) -> tuple[list[float], list[float], list[float]]:
+    """Of each version: seconds until it is loaded, those of the upload, and its bytes in MB."""
+    loaded, stalls, sent = [], [], []
+    for turn in range(WARM_UP + TURNS):
+        answer = reader.follow.remote(trainer.step)
+        trainer.train()
+        time.sleep(0.3)  # it waits by now
+        began = time.perf_counter()
+        nbytes = trainer.upload()
+        stall = time.perf_counter() - began
+        done, delta_bytes = ray.get(answer)
+        if turn >= WARM_UP:
+            loaded.append(done - began)
+            stalls.append(stall)
+            sent.append((nbytes if delta_bytes is None else delta_bytes) / 1e6)
+    return loaded, stalls, sent
+
+
+def main() -> None:
+    """Measure and print."""
+    from trinity_sync.weights.synchronizer import Synchronizer
+
+    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+    percent = float(sys.argv[2]) if len(sys.argv) > 2 else 1.0
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as root,
+        tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as spool,
+    ):
+        cluster = Cluster()
+        room = {"num_cpus": 1, "object_store_memory": (3 * mib + 100) << 20}
+        nodes = [cluster.add_node(**room, include_dashboard=False).node_id for _ in range(2)]
+        ray.init(cluster.address, log_to_driver=False)
+        try:
+            synchronizer = Synchronizer.get_actor(root=root)
+            trainer = Trainer(synchronizer, Path(root), Path(spool), mib, percent / 100)
+            for name, (node, deltas) in READERS.items():
+                there = NodeAffinitySchedulingStrategy(nodes[node], soft=False)
+                reader = Reader.options(scheduling_strategy=there).remote(
+                    synchronizer, name, mib, deltas=deltas
+                )
+                found = measure(trainer, reader)
+                ray.kill(reader)
+                shown = [
+                    f"{statistics.median(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in found
+                ]
+                print(f"{name:28} loaded {shown[0]} s, stall {shown[1]} s, sent {shown[2]} MB")
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Where a run begins: at the step that was loaded, once, and never within another run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.conftest import Open
+from tests.unit.job import Job
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import step_folder
+from trinity_sync.storage.claims import leases
+from trinity_sync.storage.runs import newest_run
+
+
+def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {"w": torch.full((5000,), float(step))}}
+
+
+@pytest.fixture
+def saved(coordinator_of: Open, job: Job) -> Path:
+    """A root in which a first run has committed steps 30 and 40."""
+    first = coordinator_of(run_key="first")
+    for step in (30, 40):
+        first.save(step, state(step))
+        job.commit(step)
+    return job.root
+
+
+def test_a_step_that_cannot_be_loaded_begins_nothing(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    for note in job.spool.folder.glob("*.kept"):
+        note.unlink()
+    with (step_folder(saved, 40) / "actor/model_world_size_1_rank_0.pt").open("r+b") as shard:
+        shard.seek(-3000, os.SEEK_END)
+        shard.write(b"x")
+    second = coordinator_of(run_key="second")
+    with pytest.raises(CommitError, match="or load another step"):
+        second.load(40)
+    assert second.load(30)["model"]["w"][0] == 30
+    assert newest_run(saved).resumed_from == 30
+    assert leases(saved) == []
+
+
+def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
+    second = coordinator_of(run_key="second")
+    second.load(40)
+    assert second.load(40)["model"]["w"][0] == 40
+    with pytest.raises(ConfigError, match="began at step 40 and cannot begin again at 30"):
+        second.load(30)
+
+
+def test_a_restart_with_the_key_of_the_run_before_is_refused(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN a new value at each start"):
+        again.load(40)
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    with pytest.raises(ConfigError, match=r"began at step 30 .* TRINITY_SYNC_RUN"):
+        coordinator_of(run_key="second").load(40)
+
+
+def test_a_restart_that_loads_nothing_does_not_pass_old_steps_off_as_new(
+    saved: Path, coordinator_of: Open
+) -> None:
+    again = coordinator_of(run_key="first")
+    with pytest.raises(ConfigError, match=r"step 30 .* was committed before by run 1"):
+        again.save(30, state(0))
+
+
+def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    early, loading, late = (coordinator_of(rank, 3, run_key="second") for rank in range(3))
+    early.record_metrics(40, {"reward": 1.0})  # with nothing to load, it begins the run
+    loading.resumed_from(40)
+    loading.resumed_from(40)
+    late.record_metrics(41, {"reward": 1.0})
+    for each in (early, loading, late):
+        each.save(41, state(41))
+    assert job.commit(41, run=2).run == newest_run(saved).number == 2

@@ -1,0 +1,74 @@
+"""What all ranks do or none: one that fails alone would leave the others waiting for it.
+
+A rank that reads a damaged file must not be the only one that knows, while the others stand in the
+next collective for ever. So they tell each other how it went, and all raise or none does.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from trinity_sync.errors import CommitError, TrinitySyncError
+from trinity_sync.layout import split_role_path
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.steps import require_committed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def together(role_folder: Path, work: Callable[[], T]) -> T:
+    """Do something on every rank of the default process group, to load a checkpoint.
+
+    Args:
+        role_folder: what is loaded, for messages.
+        work: no rank may call collectives in it that others do not reach when it fails.
+
+    Raises:
+        TrinitySyncError: it failed on this rank, or else on another, whose error this is.
+        CommitError: likewise, with an error that is none of ours.
+    """
+    mine: TrinitySyncError | None = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except TrinitySyncError as error:
+        mine = cause = error
+    except Exception as error:
+        cause = error
+        mine = CommitError(
+            f"{role_folder} cannot be loaded by rank {dist.get_rank()}: {error!r}. Mend that, or "
+            "load another step."
+        )
+    errors: list[TrinitySyncError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, mine)
+    if mine is not None:
+        raise mine from (cause if cause is not mine else None)
+    for theirs in errors:
+        if theirs is not None:
+            raise theirs
+    return result
+
+
+def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
+    """What is to be loaded; rank 0 claims it, too."""
+    root, step, _ = split_role_path(role_folder)
+    manifest = require_committed(root, step)
+    if dist.get_rank():
+        return manifest
+    try:
+        claim.enter_context(take_lease(root, step, "load by all ranks", ttl_s=LONG_LEASE_S))
+    except OSError as error:  # another job's root, which may be for reading only
+        logger.warning(
+            "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",
+            step,
+            root,
+            error.strerror,
+        )
+    return manifest
