@@ -70,9 +70,12 @@ class StateSaves:
         role, step, kind = origin.role, origin.step, origin.kind
         earlier = self._staged.get((role, step), [])
         states = {name: state for name, state in components.items() if name not in earlier}
+        handed_over = (role, step, kind) in self._handed_over
         if not states and attachments is None:
-            return NOTHING_STAGED
-        if (role, step, kind) in self._handed_over:
+            if handed_over or kind == "state_dict":  # a checkpoint serves as the step's sync, too
+                return NOTHING_STAGED
+            states = dict(components)  # all of it went with the sync: the checkpoint has its own
+        if handed_over:
             raise ConfigError(
                 f"step {step}, role {role}: {', '.join(states) or 'attachments'} comes after the "
                 f"{kind} was handed over; hand all components of a step over in one call"

@@ -83,6 +83,21 @@ def test_a_sync_and_the_checkpoint_of_its_step_write_the_model_once(
     assert (root / "global_step_5/.full_checkpoint").exists()
 
 
+def test_a_checkpoint_that_holds_no_more_than_its_steps_sync_commits_all_the_same(
+    saves: CheckpointCoordinator, root: Path
+) -> None:
+    for step, pause in ((7, 0.0), (8, 90.0)):
+        saves.save(step, {"model": STATE}, kind="state_dict")
+        if pause:
+            saves.wait_all(pause)
+        assert saves.save(step, {"model": STATE}).components == ("model",)
+        saves.wait_all(90)
+        assert require_committed(root, step).kinds == ("checkpoint", "state_dict")
+        assert torch.equal(load(root, step)["w"], STATE["w"])
+    assert newest(root).step == 8
+    assert not saves.spool.tickets()[0]
+
+
 def test_actor_and_critic_are_one_flow_run_and_one_commit(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:

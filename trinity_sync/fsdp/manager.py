@@ -125,6 +125,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if self.should_save_extra and self._is_new("extra_state", global_step):
             schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
+        if not states and self.should_save_model and self._is_new("checkpoint", global_step):
+            states["model"] = self.model_state()  # the step's sync was handed over, and is none
         if export and not states and self._is_new("hf_model", global_step):
             logger.warning(
                 "step %d was handed over already without hf_model; once it is committed, run: "
@@ -412,6 +414,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             export=how if export else "",
         )
         self._saved.update(dict.fromkeys(staged.components, step))
-        if export and staged.components:
-            self._saved["hf_model"] = step
+        if kind == "checkpoint" and staged.components:
+            self._saved["checkpoint"] = step
+            if export:
+                self._saved["hf_model"] = step
         return staged

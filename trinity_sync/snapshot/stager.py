@@ -145,7 +145,7 @@ class Stager:
             self._layouts[key] = layout
             path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
             staged = self._holding(origin, component)
-            if staged and staged.laid_out is layout:
+            if staged and staged.laid_out is layout and staged.free:
                 parts.append(_Part(component, path, "file", layout, [], None, staged))
                 continue
             watch = Watch(state, storages, layout, check=check) if overlap else None

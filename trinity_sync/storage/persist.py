@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import ImageError, ManifestError, MissingShards, SaveError
+from trinity_sync.errors import ImageError, MissingShards, SaveError
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.reading import claimed, locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
 from trinity_sync.storage.recycling import remove_spares, take_spare
 from trinity_sync.storage.turns import ones_turn
 from trinity_sync.storage.writer import write_file
@@ -125,7 +125,7 @@ def _gather(
     deadline = clock() + gather_s
     while True:
         sealed, bad = spool.of_step(save.run, save.step)
-        manifest = _own_manifest(save)
+        manifest = own_manifest(save.root, save.run, save.step)
         if manifest and save.kind in manifest.kinds:  # retried after its commit
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(file, ()) for file in mine if file.role in save.roles]
@@ -137,8 +137,13 @@ def _gather(
             of_role = [image for image in sealed if image.ticket.role == role]
             for rank, expected in _ranks(of_role, save, component):
                 done = _committed(manifest, role, component, rank)
-                found = [i for i in of_role if i.ticket.component == component]
-                image = next((i for i in found if i.ticket.rank == rank), None)
+                found = [
+                    image
+                    for image in of_role
+                    if (image.ticket.component, image.ticket.rank) == (component, rank)
+                ]
+                found.sort(key=lambda image: image.ticket.kind != save.kind)  # its own first
+                image = next(iter(found), None)
                 # another save of the step, the sync, writes its image itself: wait for its commit
                 theirs = image and image.ticket.kind != save.kind and not image.failed
                 if done:
@@ -175,14 +180,6 @@ def _ranks(
             component == "metadata" and rank == 0 and rank not in by_rank
         ):
             yield rank, components
-
-
-def _own_manifest(save: Save) -> Manifest | None:
-    try:
-        manifest = read_manifest(save.root, save.step)
-    except ManifestError:
-        return None  # not committed; the commit replaces it, with a warning
-    return manifest if manifest and manifest.run == save.run else None
 
 
 def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:

@@ -123,6 +123,18 @@ def test_a_checkpoint_after_the_sync_of_its_step_stages_no_second_model(
     assert components(root, 3) == ["extra_state", "metadata", "model", "optim"]
 
 
+def test_a_checkpoint_of_the_model_alone_is_made_though_the_sync_of_its_step_has_it(
+    new_run: MakeManager, root: Path
+) -> None:
+    manager = new_run(save_contents=["model"])
+    manager.save_state_dict(path(root, 0), 0)
+    manager.save_state_dict(path(root, 3), 3)
+    assert manager.save_checkpoint(path(root, 3), 3) is not None
+    assert manager.save_checkpoint(path(root, 3), 3) is None
+    manager.wait_on_save_thread()
+    assert read_iteration(root, "checkpoint") == read_iteration(root, "state_dict") == 3
+
+
 def test_contents_decide_what_is_saved(new_run: MakeManager, root: Path) -> None:
     manager = new_run(save_contents=["model", "extra"])
     manager.save_checkpoint(path(root, 1), 1)

@@ -1,0 +1,136 @@
+"""LoRA: a version, and a checkpoint, of the adapter alone."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl.trainer.config import CheckpointConfig
+from verl.utils.fsdp_utils import apply_fsdp2
+
+from tests.integration.fsdp.commits import CommitsHere
+from tests.unit.weights import VersionFile
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync.layout import step_folder
+from trinity_sync.settings import Settings
+from trinity_sync.storage.steps import require_committed
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import ImageRef, Version
+
+RANK, STEP = 4, 3
+
+
+@dataclass
+class Tuned:
+    """A model with an adapter, and the manager that saves nothing else of it."""
+
+    model: Any
+    optimizer: Any
+    manager: FSDPCheckpointManager
+    coordinator: CheckpointCoordinator
+    tiny: Path
+
+    @property
+    def path(self) -> str:
+        return str(step_folder(self.coordinator.root, STEP) / "actor")
+
+    @property
+    def adapter(self) -> dict[str, torch.Tensor]:
+        state = self.model.state_dict()
+        return {name: value.full_tensor() for name, value in state.items() if "lora_" in name}
+
+
+def peft_model(tiny: Path) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    config = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(base, config)
+
+
+@pytest.fixture
+def tuned(one_rank: None, tiny: Path, tmp_path: Path) -> Iterator[Tuned]:
+    model = peft_model(tiny)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy}, {})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-1)
+    tokens = torch.arange(16).reshape(2, 8)
+    for _ in range(2):  # B begins as zeros, and A has gradients once it is none
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    with new_run(tmp_path) as coordinator:
+        manager = manager_of(model, optimizer, tiny, coordinator)
+        yield Tuned(model, optimizer, manager, coordinator, tiny)
+
+
+def new_run(folder: Path) -> CheckpointCoordinator:
+    settings = Settings(spool=folder / "spool")
+    return CheckpointCoordinator(folder / "job", settings=settings, trigger=CommitsHere())
+
+
+def manager_of(
+    model: Any, optimizer: Any, tiny: Path, coordinator: CheckpointCoordinator
+) -> FSDPCheckpointManager:
+    contents = CheckpointConfig(
+        save_contents=["model"], load_contents=["model"], save_lora_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    return FSDPCheckpointManager(
+        model, optimizer, None, tokenizer, contents, coordinator=coordinator
+    )
+
+
+def test_a_version_of_the_adapter_is_loaded_into_another_one(tuned: Tuned, tmp_path: Path) -> None:
+    coordinator = tuned.coordinator
+    published, _ = coordinator.upload(STEP, tuned.manager.model_state)
+    assert published
+    found = coordinator.spool.published("actor", published.run, STEP)
+    images = [ImageRef("here", str(p), s.image, s.rank, s.nbytes) for p, s in found.items()]
+    version = Version(STEP, published.run, "memory", str(coordinator.root), "actor", tuple(images))
+    explorer = peft_model(tuned.tiny)
+    own = {name: value for name, value in explorer.state_dict().items() if "lora_" in name}
+    assert any(value.any() for name, value in tuned.adapter.items() if "lora_B" in name)
+    with WeightReader(VersionFile(tmp_path / "none"), name="explorer") as reader:
+        reader.load_into(own, version)
+    assert own.keys() == tuned.adapter.keys()
+    assert all(torch.equal(explorer.state_dict()[name], own[name]) for name in own)
+    assert all(torch.equal(own[name], value) for name, value in tuned.adapter.items())
+
+
+def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path) -> None:
+    saved = {name: value.clone() for name, value in tuned.adapter.items()}
+    tuned.manager.save_checkpoint(tuned.path, STEP)
+    tuned.manager.wait_on_save_thread()
+    manifest = require_committed(tuned.coordinator.root, STEP)
+    shard = torch.load(Path(tuned.path) / "model_world_size_1_rank_0.pt", weights_only=False)
+    assert shard.keys() == saved.keys()
+    assert "model" in {file.component for file in manifest.files}
+    told = json.loads((Path(tuned.path) / "lora_train_meta.json").read_text())
+    assert (told["r"], told["lora_alpha"]) == (RANK, 8)
+    with torch.no_grad():
+        for name, parameter in tuned.model.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+    with new_run(tmp_path) as resumed:
+        manager_of(tuned.model, tuned.optimizer, tuned.tiny, resumed).load_checkpoint(tuned.path)
+    assert all(torch.equal(value, saved[name]) for name, value in tuned.adapter.items())
+
+
+def test_an_adapter_that_is_not_there_is_an_error_and_not_a_save_of_something_else(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = {"model.norm.weight": torch.ones(3)}
+    monkeypatch.setattr("trinity_sync.fsdp.manager.model_state", lambda _: without)
+    with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
+        tuned.manager.save_checkpoint(tuned.path, STEP)
+    with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
+        tuned.manager.upload_state_dict(STEP)
