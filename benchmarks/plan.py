@@ -48,9 +48,10 @@ def full(run: "Run") -> Iterator[str]:
     yield "layout"
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
     yield f"memory, {middle.name}"
-    run.memory(replace(middle, systems=("trinity_sync, recycled files", *MAIN)))
+    holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
+    run.memory(replace(middle, systems=(*holding, "torch-checkpointing")))
     yield f"restore, {middle.name}"
-    restoring = ("trinity_sync", "torch.save", "veRL", "DCP async, process")
+    restoring = ("trinity_sync", "veRL", "DCP async, process")
     run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=LONG))
     for case in (
         _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
