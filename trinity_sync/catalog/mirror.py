@@ -217,8 +217,9 @@ def _rows_of(
                 rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
-    for step, pin in pins(root).items():
-        rows[Claim].append(_claim(job, f"{step}.json", step, "pin", pin.reason))
+    for pin in pins(root):
+        name = f"{pin.name or pin.step}.json"
+        rows[Claim].append(_claim(job, name, pin.step, pin.kind, pin.why))
     for lease in leases(root):
         rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
     return rows
