@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import (
     AsJson,
     Root,
@@ -62,7 +63,9 @@ def verify(
         sample_bytes=bytes_of(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
-    verdicts = judge(check(files))
+    with bar("reading") as meter:
+        checked = check(files, meter=meter)
+    verdicts = judge(checked)
     if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
     elif not verdicts:
@@ -150,15 +153,18 @@ def export(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from trinity_sync.export.step import export_step
 
-    done = export_step(
-        root,
-        step_in(root, step),
-        to=to,
-        role=role,
-        dtype=dtype,
-        max_shard_bytes=bytes_of(max_shard_size),
-        trust_remote_code=trust_remote_code,
-    )
+    number = step_in(root, step)
+    with bar("exporting") as meter:
+        done = export_step(
+            root,
+            number,
+            to=to,
+            role=role,
+            dtype=dtype,
+            max_shard_bytes=bytes_of(max_shard_size),
+            trust_remote_code=trust_remote_code,
+            meter=meter,
+        )
     if as_json:
         print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
     else:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import AsJson, Root, app, output, print_json, step_in
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def diff(
     from trinity_sync.storage import diff as diffs
 
     a, b = step_in(root, before), step_in(root, after)
-    changes = diffs.diff(root, a, b, role=role, component=component)
+    with bar("comparing") as meter:
+        changes = diffs.diff(root, a, b, role=role, component=component, meter=meter)
     if as_json:
         print_json([_as_json(change) for change in changes])
         return

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, size, step_in
 from trinity_sync.errors import CommitError, ConfigError
 
@@ -48,7 +49,8 @@ def replicate(
         number = manifest.step
     else:
         number = step_in(root, step)
-    done = carry_out(root, url, number, keep_last=keep_last, read_back=read_back)
+    with bar("sending") as meter:
+        done = carry_out(root, url, number, keep_last=keep_last, read_back=read_back, meter=meter)
     if as_json:
         print_json(asdict(done))
         return
@@ -75,7 +77,9 @@ def fetch(
 
     if step != "newest" and not step.isdecimal():
         raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
-    manifest, fetched = carry_out(url, None if step == "newest" else int(step), root)
+    with bar("fetching") as meter:
+        number = None if step == "newest" else int(step)
+        manifest, fetched = carry_out(url, number, root, meter=meter)
     if fetched:
         typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
     else:
