@@ -52,6 +52,8 @@ def test_help_comes_at_once_and_shows_examples() -> None:
         "prune",
         "pin",
         "unpin",
+        "tag",
+        "untag",
         "status",
         "deploy",
         "worker",
@@ -80,8 +82,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert run("uq").returncode == 2
 
 
-def test_a_step_that_is_no_number_is_a_usage_error(root: Path) -> None:
-    assert run("show", root, "forty").returncode == 2
+def test_a_step_that_is_neither_number_nor_tag_is_one_sentence(root: Path) -> None:
+    done = run("show", root, "forty")
+    assert done.returncode == 1
+    assert is_one_sentence(done.stderr)
+    assert "'forty' is neither" in done.stderr
 
 
 def test_a_wrong_path_is_one_sentence(tmp_path: Path) -> None:

@@ -11,8 +11,19 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.errors import CommitError
-from trinity_sync.storage.claims import leases, nobody_claims, pin, pins, take_lease, unpin
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.storage.claims import (
+    claimed,
+    leases,
+    nobody_claims,
+    pin,
+    pins,
+    step_of,
+    tag,
+    tags,
+    take_lease,
+    unpin,
+)
 
 
 @pytest.fixture
@@ -92,10 +103,10 @@ def test_a_lease_waits_for_who_removes_and_then_sees_that_the_step_is_gone(commi
 
 def test_a_pin_holds_until_it_is_removed(committed: Job) -> None:
     pin(committed.root, 4, "the paper's")
-    assert pins(committed.root)[4].reason == "the paper's"
+    assert [pin.reason for pin in pins(committed.root)] == ["the paper's"]
     assert unpin(committed.root, 4)
     assert not unpin(committed.root, 4)
-    assert pins(committed.root) == {}
+    assert pins(committed.root) == []
 
 
 def test_a_torn_claim_still_holds(committed: Job) -> None:
@@ -103,5 +114,74 @@ def test_a_torn_claim_still_holds(committed: Job) -> None:
     lease = take_lease(committed.root, 4, "reader")
     (committed.root / ".trinity_sync/pins/4.json").write_text('{"st')
     lease.path.write_text("")
-    assert list(pins(committed.root)) == [4]
+    assert [pin.step for pin in pins(committed.root)] == [4]
     assert [lease.step for lease in leases(committed.root)] == [4]
+
+
+def test_a_tag_names_a_step_and_keeps_it_until_it_is_removed(committed: Job) -> None:
+    pin(committed.root, 4)
+    tag(committed.root, 4, "best", "reward 0.9")
+    tag(committed.root, 4, "paper-v1")
+    assert claimed(committed.root) == {4: ["pinned", "tagged best: reward 0.9", "tagged paper-v1"]}
+    assert step_of(committed.root, "paper-v1") == step_of(committed.root, "4") == 4
+    assert unpin(committed.root, 4)
+    assert unpin(committed.root, "best")
+    assert claimed(committed.root) == {4: ["tagged paper-v1"]}
+    with pytest.raises(ConfigError, match=r"'best' is neither .* \(tags: paper-v1\)"):
+        step_of(committed.root, "best")
+
+
+def test_a_tag_moves_to_another_step_by_force_only(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    committed.commit(5)
+    tag(committed.root, 4, "best")
+    tag(committed.root, 4, "best", "the same step: nothing moves")
+    with pytest.raises(ConfigError, match=r"best is at step 4 .* best --force"):
+        tag(committed.root, 5, "best")
+    assert step_of(committed.root, "best") == 4
+    tag(committed.root, 5, "best", force=True)
+    assert [(each.step, each.name) for each in pins(committed.root)] == [(5, "best")]
+
+
+@pytest.mark.parametrize("name", ["40", "", "../40", "a b", ".best", "-best", "v1.0"])
+def test_what_cannot_be_a_tag_is_refused(committed: Job, name: str) -> None:
+    with pytest.raises(ConfigError, match="tag"):
+        tag(committed.root, 4, name)
+    assert pins(committed.root) == []
+
+
+def test_only_committed_steps_are_tagged(committed: Job) -> None:
+    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
+        tag(committed.root, 5, "best")
+    assert tags(committed.root) == {}
+
+
+def test_a_torn_tag_is_an_error_until_it_is_set_again_or_removed(committed: Job) -> None:
+    for name in ("best", "good"):
+        tag(committed.root, 4, name)
+    for mend in (
+        lambda: tag(committed.root, 4, "best", force=True),
+        lambda: unpin(committed.root, "best"),
+    ):
+        (committed.root / ".trinity_sync/pins/best.json").write_text('{"st')
+        with pytest.raises(CommitError, match="nobody can tell which step it keeps"):
+            claimed(committed.root)
+        assert step_of(committed.root, "good") == 4
+        mend()
+        assert claimed(committed.root)
+
+
+def test_a_tag_is_at_a_step_at_every_instant_while_it_moves(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    committed.commit(5)
+    tag(committed.root, 4, "best")
+
+    def move() -> None:
+        for step in (5, 4) * 10:
+            tag(committed.root, step, "best", force=True)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    while mover.is_alive():
+        assert step_of(committed.root, "best") in (4, 5)
+    assert step_of(committed.root, "best") == 4

@@ -302,6 +302,28 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
     assert max(seen) < 40 << 20
 
 
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
+    job: Job, commit: Commit, tmp_path: Path, broken_off: bool
+) -> None:
+    model = tiny()
+    commit(shards(model.state_dict(), (2,)), model.config)
+    if broken_off:
+        export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=4000)
+        (tmp_path / "out").rename(tmp_path / ".out.partial")
+    told: list[tuple[int, int]] = []
+    export_step(
+        job.root,
+        1,
+        to=tmp_path / "out",
+        max_shard_bytes=4000,
+        meter=lambda done, whole: told.append((done, whole)),
+    )
+    compared = sum(file.nbytes for file in require_committed(job.root, 1).files if file.is_shard)
+    written = sum(tensor.nbytes for tensor in weights(tmp_path / "out").values())
+    assert sum(done for done, _ in told) == told[-1][1] == compared + written
+
+
 def test_a_damaged_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
     model = tiny()
     commit(shards(model.state_dict(), (2,)), model.config)

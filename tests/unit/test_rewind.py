@@ -11,7 +11,7 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import Abandoned, CommitError, StepClaimed
 from trinity_sync.layout import Kind
-from trinity_sync.storage.claims import pin, pins, take_lease
+from trinity_sync.storage.claims import pin, pins, tag, tags, take_lease
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.policies import All, parse_policy
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
@@ -148,7 +148,16 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
         rewind(trained.root, 10)
     assert newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).aside
-    assert pins(trained.root) == {}
+    assert pins(trained.root) == []
+
+
+def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Job) -> None:
+    tag(trained.root, 10, "start")
+    tag(trained.root, 30, "best")
+    with pytest.raises(StepClaimed, match="step 30: best"):
+        rewind(trained.root, 10)
+    assert 30 in rewind(trained.root, 10, force=True).aside
+    assert list(tags(trained.root)) == ["start"]
 
 
 def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> None:

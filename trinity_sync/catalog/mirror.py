@@ -6,7 +6,7 @@ last one has seen the newest files, and what it writes is right whatever the oth
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -31,6 +31,7 @@ from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import leases, pins
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.runs import all_runs
 from trinity_sync.storage.steps import require_whole
@@ -91,14 +92,30 @@ def try_mirror(
         logger.warning("the catalog misses a change of %s: %s", root, error)
 
 
-def rebuild(engine: sa.Engine, root: str | Path, *, clock: Callable[[], float] = time.time) -> int:
-    """Read all of a job from its files again; returns how many steps are committed."""
+def rebuild(
+    engine: sa.Engine,
+    root: str | Path,
+    *,
+    clock: Callable[[], float] = time.time,
+    meter: Meter = unmetered,
+) -> int:
+    """Read all of a job from its files again; returns how many steps are committed.
+
+    The meter is told of steps.
+    """
     job = job_id(root)
+
+    def steps() -> Iterator[int]:
+        there = steps_on_disk(root)
+        for step in there:
+            yield step
+            meter(1, len(there))
+
     with engine.begin() as connection:
         _take(connection, job, root, clock())
         known = _flow_runs(connection, job, None)
         connection.execute(sa.delete(Step).where(Step.job == job))
-        return _refill(connection, job, root, steps_on_disk(root), known, None)
+        return _refill(connection, job, root, steps(), known, None)
 
 
 def forget(engine: sa.Engine, root: str | Path) -> bool:
@@ -217,8 +234,9 @@ def _rows_of(
                 rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
-    for step, pin in pins(root).items():
-        rows[Claim].append(_claim(job, f"{step}.json", step, "pin", pin.reason))
+    for pin in pins(root):
+        name = f"{pin.name or pin.step}.json"
+        rows[Claim].append(_claim(job, name, pin.step, pin.kind, pin.why))
     for lease in leases(root):
         rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
     return rows

@@ -104,7 +104,7 @@ class WeightVersion(Base):
 
 
 class Claim(Base):
-    """A pin or a lease, as it was when the job was last looked at."""
+    """A pin, a tag or a lease, as it was when the job was last looked at."""
 
     __tablename__ = "claims"
 
@@ -113,6 +113,6 @@ class Claim(Base):
     """Name of its file."""
     step: Mapped[int] = mapped_column(BigInteger)
     kind: Mapped[str] = mapped_column(Text)
-    """``pin`` or ``lease``."""
+    """``pin``, ``tag`` or ``lease``."""
     holder: Mapped[str] = mapped_column(Text)
-    """Who reads, or why it is pinned."""
+    """Who reads, or the tag and why it is pinned."""

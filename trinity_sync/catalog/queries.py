@@ -10,7 +10,7 @@ from trinity_sync.catalog.models import Claim, Job, Metric, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.storage.policies import StepInfo
 
-WORDS = {"pin": "pinned", "lease": "leased by"}
+WORDS = {"pin": "pinned", "tag": "tagged", "lease": "leased by"}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 # isort: off
 from trinity_sync.cli import stack, doctor  # noqa: F401
 from trinity_sync.cli import steps, compare, report, weights, catalog  # noqa: F401
-from trinity_sync.cli import retention, history  # noqa: F401
+from trinity_sync.cli import retention, tags, history  # noqa: F401
 from trinity_sync.cli import care, copies  # noqa: F401
 # isort: on
 

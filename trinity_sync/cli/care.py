@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import (
     AsJson,
     Root,
+    Step,
     app,
     existing,
     output,
     print_json,
     read_settings,
     size,
+    step_in,
 )
 from trinity_sync.errors import ConfigError
 
@@ -34,7 +37,7 @@ DAY_S = 86_400
 )
 def verify(
     root: Root,
-    step: Annotated[int | None, typer.Option(min=0, help="Read this step.")] = None,
+    step: Annotated[str | None, typer.Option(help="Read this step, or that of a tag.")] = None,
     newest: Annotated[
         int | None, typer.Option(min=1, help="Read so many newest steps; 1 if nothing is asked.")
     ] = None,
@@ -55,12 +58,14 @@ def verify(
         newest = newest or 1
     files = choose(
         existing(root),
-        step=step,
+        step=None if step is None else step_in(root, step),
         newest=newest or 0,
         sample_bytes=bytes_of(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
-    verdicts = judge(check(files))
+    with bar("reading") as meter:
+        checked = check(files, meter=meter)
+    verdicts = judge(checked)
     if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
     elif not verdicts:
@@ -130,7 +135,7 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
 )
 def export(
     root: Root,
-    step: Annotated[int, typer.Argument(min=0, help="Number of the step.")],
+    step: Step,
     to: Annotated[
         Path | None, typer.Option(help="New folder; the step's <role>/huggingface if unset.")
     ] = None,
@@ -148,15 +153,18 @@ def export(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from trinity_sync.export.step import export_step
 
-    done = export_step(
-        existing(root),
-        step,
-        to=to,
-        role=role,
-        dtype=dtype,
-        max_shard_bytes=bytes_of(max_shard_size),
-        trust_remote_code=trust_remote_code,
-    )
+    number = step_in(root, step)
+    with bar("exporting") as meter:
+        done = export_step(
+            root,
+            number,
+            to=to,
+            role=role,
+            dtype=dtype,
+            max_shard_bytes=bytes_of(max_shard_size),
+            trust_remote_code=trust_remote_code,
+            meter=meter,
+        )
     if as_json:
         print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
     else:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import (
     AsJson,
     app,
@@ -83,7 +84,8 @@ def rebuild(roots: Roots) -> None:
 
     with opened(url_of(read_settings())) as engine:
         for root in roots:
-            count = rebuild(engine, existing(root))
+            with bar("reading", of_steps=True) as meter:
+                count = rebuild(engine, existing(root), meter=meter)
             typer.echo(f"{root}: {count} steps")
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, output, print_json
+from trinity_sync.cli.bar import bar
+from trinity_sync.cli.frame import AsJson, Root, app, output, print_json, step_in
 
 if TYPE_CHECKING:
     from trinity_sync.storage.diff import Change
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 )
 def diff(
     root: Root,
-    before: Annotated[int, typer.Argument(metavar="A", min=0, help="The earlier step.")],
-    after: Annotated[int, typer.Argument(metavar="B", min=0, help="The later step.")],
+    before: Annotated[str, typer.Argument(metavar="A", help="The earlier step, or its tag.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The later step, or its tag.")],
     role: Annotated[str, typer.Option(help="Role whose files are compared.")] = "actor",
     component: Annotated[str, typer.Option(help="model, optim or extra_state.")] = "model",
     as_json: AsJson = False,
@@ -29,7 +30,9 @@ def diff(
     """Show which tensors changed between two steps, and by how much; the most changed first."""
     from trinity_sync.storage import diff as diffs
 
-    changes = diffs.diff(existing(root), before, after, role=role, component=component)
+    a, b = step_in(root, before), step_in(root, after)
+    with bar("comparing") as meter:
+        changes = diffs.diff(root, a, b, role=role, component=component, meter=meter)
     if as_json:
         print_json([_as_json(change) for change in changes])
         return

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, size
+from trinity_sync.cli.bar import bar
+from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, size, step_in
 from trinity_sync.errors import CommitError, ConfigError
 
 Url = Annotated[
@@ -25,7 +26,7 @@ Url = Annotated[
 def replicate(
     root: Root,
     url: Url,
-    step: Annotated[int | None, typer.Option(min=0, help="A committed step.")] = None,
+    step: Annotated[str | None, typer.Option(help="A committed step, or a tag of it.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="The newest checkpoint.")] = False,
     keep_last: Annotated[
         int, typer.Option(min=0, help="Keep so many steps there, remove older ones; 0 keeps all.")
@@ -40,18 +41,21 @@ def replicate(
     from trinity_sync.storage.steps import newest as newest_in
 
     if newest == (step is not None):
-        raise ConfigError("say which step: --step N or --newest, one of the two")
+        raise ConfigError("say which step: --step STEP or --newest, one of the two")
     if step is None:
         manifest = newest_in(existing(root))
         if manifest is None:
             raise CommitError(f"no checkpoint is committed in {root}")
-        step = manifest.step
-    done = carry_out(existing(root), url, step, keep_last=keep_last, read_back=read_back)
+        number = manifest.step
+    else:
+        number = step_in(root, step)
+    with bar("sending") as meter:
+        done = carry_out(root, url, number, keep_last=keep_last, read_back=read_back, meter=meter)
     if as_json:
         print_json(asdict(done))
         return
     typer.echo(
-        f"step {step} is at {done.url}: {done.uploaded} files, {size(done.nbytes)} sent in "
+        f"step {number} is at {done.url}: {done.uploaded} files, {size(done.nbytes)} sent in "
         f"{done.seconds:.1f} s"
     )
     if done.removed:
@@ -73,7 +77,9 @@ def fetch(
 
     if step != "newest" and not step.isdecimal():
         raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
-    manifest, fetched = carry_out(url, None if step == "newest" else int(step), root)
+    with bar("fetching") as meter:
+        number = None if step == "newest" else int(step)
+        manifest, fetched = carry_out(url, number, root, meter=meter)
     if fetched:
         typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
     else:

@@ -54,6 +54,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program t
 Root = Annotated[
     Path, typer.Argument(help="The job's folder, which holds the global_step_N folders.")
 ]
+Step = Annotated[
+    str,
+    typer.Argument(metavar="STEP", help="Number of the step, or a tag of it."),
+]
 
 
 def read_settings() -> "Settings":
@@ -82,6 +86,13 @@ def existing(root: Path) -> Path:
             f"{root} is not a folder; pass the job's root, e.g. trinity-sync ls ckpts"
         )
     return root
+
+
+def step_in(root: Path, step: str) -> int:
+    """The step of a job that was named by its number or a tag; else a `ConfigError`."""
+    from trinity_sync.storage.claims import step_of
+
+    return step_of(existing(root), step)
 
 
 def print_json(value: Any) -> None:

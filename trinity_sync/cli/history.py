@@ -4,21 +4,21 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, read_settings
+from trinity_sync.cli.frame import AsJson, Root, app, print_json, read_settings, step_in
 
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Exit code 1 if a newer step is leased or pinned, or the answer is no; nothing is "
-    "changed then.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
+    epilog="Exit code 1 if a newer step is leased, pinned or tagged, or the answer is no; nothing "
+    "is changed then.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
     "Examples:  [bold]trinity-sync rewind ckpts --to 40[/]  ·  "
     "[bold]trinity-sync rewind ckpts --to 40 --yes[/]",
 )
 def rewind(
     root: Root,
-    to: Annotated[int, typer.Option(min=0, help="The committed step to go back to.")],
+    to: Annotated[str, typer.Option(help="The committed step to go back to, or a tag of it.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Pinned steps, too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Pinned and tagged steps, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make an earlier step the newest; newer ones are set aside, and nothing is deleted."""
@@ -26,17 +26,18 @@ def rewind(
     from trinity_sync.storage.rewind import newer_steps
     from trinity_sync.storage.rewind import rewind as carry_out
 
-    newer = newer_steps(existing(root), to)
+    step = step_in(root, to)
+    newer = newer_steps(root, step)
     if not yes:
         what = f"set {len(newer)} newer steps aside ({_listed(newer)})" if newer else "point at it"
-        typer.confirm(f"rewind {root} to step {to}: {what}?", abort=True, err=True)
-    done = carry_out(root, to, force=force)
+        typer.confirm(f"rewind {root} to step {step}: {what}?", abort=True, err=True)
+    done = carry_out(root, step, force=force)
     try_mirror(read_settings(), root, done.aside)
     if as_json:
         where = str(done.folder) if done.folder else None
-        print_json({"step": to, "run": done.run, "aside": done.aside, "folder": where})
+        print_json({"step": step, "run": done.run, "aside": done.aside, "folder": where})
         return
-    typer.echo(f"{root} is at step {to}; a training that resumes goes on from there")
+    typer.echo(f"{root} is at step {step}; a training that resumes goes on from there")
     if done.folder:
         typer.echo(f"set aside: steps {_listed(list(done.aside))}, in {done.folder}")
 

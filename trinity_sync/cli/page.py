@@ -173,7 +173,7 @@ def _failures(job: "JobFacts", failed: "list[RunFacts]") -> str:
 
 def _claims(job: "JobFacts") -> str:
     rows = [
-        *((str(p.step), "pin", p.reason, _time(p.pinned_at)) for p in job.pins),
+        *((str(p.step), p.kind, p.why, _time(p.pinned_at)) for p in job.pins),
         *((str(x.step), "lease", f"{x.holder} on {x.host}", "") for x in job.leases),
         *(
             (str(serving.get("step", "")), "serves", name, _since(serving.get("since")))

@@ -9,15 +9,15 @@ from rich.table import Table
 from trinity_sync.cli.frame import (
     AsJson,
     Root,
+    Step,
     app,
     existing,
     output,
     print_json,
     read_settings,
     size,
+    step_in,
 )
-
-Step = Annotated[int, typer.Argument(min=0, help="Number of the step.")]
 
 
 @app.command(
@@ -43,7 +43,7 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove steps that no policy, pin, lease or pointer keeps, once newer ones are whole."""
+    """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are whole."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.policies import parse_policy
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
@@ -95,9 +95,9 @@ def pin(
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
-    claims.pin(existing(root), step, reason)
+    made = claims.pin(root, step_in(root, step), reason)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"step {step} is pinned")
+    typer.echo(f"step {made.step} is pinned")
 
 
 @app.command(
@@ -108,6 +108,9 @@ def unpin(root: Root, step: Step) -> None:
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import claims
 
-    pinned = claims.unpin(existing(root), step)
+    number = step_in(root, step)
+    pinned = claims.unpin(root, number)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"step {step} is not pinned any more" if pinned else f"step {step} was not pinned")
+    typer.echo(f"step {number} {'is not pinned any more' if pinned else 'was not pinned'}")
+    if kept := [tag.name for tag in claims.tags(root).values() if tag.step == number]:
+        typer.echo(f"it is kept by the tag {', '.join(kept)}; see trinity-sync untag")

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, output, print_json, size, when
+from trinity_sync.cli.frame import (
+    AsJson,
+    Root,
+    Step,
+    app,
+    existing,
+    output,
+    print_json,
+    size,
+    step_in,
+    when,
+)
 from trinity_sync.errors import CommitError, ManifestError
 
 if TYPE_CHECKING:
@@ -60,28 +71,33 @@ def list_steps(
 )
 def show(
     root: Root,
-    step: Annotated[int, typer.Argument(min=0, help="Number of the step.")],
+    step: Step,
     as_json: AsJson = False,
 ) -> None:
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
+    from trinity_sync.storage.claims import tags
     from trinity_sync.storage.damage import damage_of
     from trinity_sync.storage.manifest import read_manifest
     from trinity_sync.storage.steps import require_committed
 
-    manifest = read_manifest(existing(root), step) or require_committed(root, step)
-    folder = step_folder(root, step)
+    number = step_in(root, step)
+    manifest = read_manifest(root, number) or require_committed(root, number)
+    folder = step_folder(root, number)
     sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
-    damage = damage_of(root, step)
+    damage = damage_of(root, number)
     bad = damage.files if damage else {}
     whole = not bad and all(sizes[record.path] == record.nbytes for record in manifest.files)
+    tagged = [tag.name for tag in tags(root).values() if tag.step == number]
     if as_json:
-        print_json({**asdict(manifest), "bytes": manifest.nbytes, "whole": whole, "damaged": bad})
+        more = {"bytes": manifest.nbytes, "whole": whole, "damaged": bad, "tags": tagged}
+        print_json({**asdict(manifest), **more})
         return
     console = output()
     console.print(
-        f"step {step} of run {manifest.run}: {', '.join(manifest.kinds)}, committed "
-        f"{when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes",
+        f"step {number} of run {manifest.run}: {', '.join(manifest.kinds)}, committed "
+        f"{when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes"
+        + "".join(f", tagged {name}" for name in tagged),
         highlight=False,
     )
     table = Table("file", "bytes", "digest", "state")
@@ -104,12 +120,12 @@ def show(
 
 def _steps(root: Path) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS, steps_on_disk
-    from trinity_sync.storage.claims import claimed
+    from trinity_sync.storage.claims import claimed, tags
     from trinity_sync.storage.iteration import read_iteration
     from trinity_sync.storage.manifest import read_manifest
 
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
-    claims = claimed(root)
+    claims, tagged = claimed(root), tags(root).values()
     rows = []
     for step in steps_on_disk(root):
         try:
@@ -119,15 +135,17 @@ def _steps(root: Path) -> list[dict[str, Any]]:
             manifest, state = None, "damaged manifest"
         pointed = [kind for kind, target in pointers.items() if target == step]
         row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
-        rows.append({**row, "state": state})
+        names = [tag.name for tag in tagged if tag.step == step]
+        rows.append({**row, "tags": names, "state": state})
     return rows
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:
     from trinity_sync.storage.remote import Remote
 
+    nobody: dict[str, list[str]] = {"pointers": [], "claims": [], "tags": []}
     return [
-        {"step": step.step, **_summary(step.manifest), "pointers": [], "state": step.state}
+        {"step": step.step, **_summary(step.manifest), **nobody, "state": step.state}
         for step in Remote(url).steps()
     ]
 

@@ -6,6 +6,7 @@ folder appears by one rename when it is whole, and is loaded by ``from_pretraine
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 from trinity_sync.storage.wishes import COMPONENT, Wish, forget_wish, give_up
@@ -63,6 +65,7 @@ def export_step(
     max_shard_bytes: int = 5_000_000_000,
     check: bool = True,
     trust_remote_code: bool = False,
+    meter: Meter = unmetered,
 ) -> Exported:
     """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
 
@@ -77,6 +80,7 @@ def export_step(
         max_shard_bytes: of a file of weights.
         check: compare the digests of the shards with the manifest before.
         trust_remote_code: whether source files of the model may be imported.
+        meter: is told how far it is: bytes that were compared, then those that were written.
 
     Raises:
         CommitError: the step is not committed or damaged, or has no model of this role.
@@ -120,8 +124,9 @@ def export_step(
             ):
                 return _exported(target, done)
         records = _shards(root, manifest, role)
+        compared = sum(record.nbytes for record in records) if check else 0
         if check:
-            _check_digests(folder, records)
+            _check_digests(folder, records, lambda n: meter(n, 2 * compared))
         progress = begun(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
         try:
@@ -132,6 +137,7 @@ def export_step(
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _small_files(manifest, role),
+                meter=lambda n, written: meter(n, compared + written),
             )
         except FileNotFoundError:
             require_unreplaced(root, manifest)  # or the other run has no such file
@@ -177,6 +183,7 @@ def _build(
     max_bytes: int,
     trust_remote_code: bool,
     small: list[str],
+    meter: Meter,
 ) -> None:
     wanted = _TORCH.get(progress.source["dtype"])
 
@@ -187,7 +194,9 @@ def _build(
     huggingface = role_folder / HUGGINGFACE
     if base:
         naming = naming_of(huggingface, list(base), trust_remote_code=trust_remote_code)
-        write_model(progress, model, base, naming, dtype_of=dtype_of, max_bytes=max_bytes)
+        write_model(
+            progress, model, base, naming, dtype_of=dtype_of, max_bytes=max_bytes, meter=meter
+        )
     if adapter:
         shapes = {name: shape for name, (shape, _) in metas(model, adapter).items()}
         config = json.dumps(adapter_config(shapes, role_folder), indent=2)
@@ -281,9 +290,9 @@ def _small_files(manifest: Manifest, role: str) -> list[str]:
     ]
 
 
-def _check_digests(folder: Path, records: list[FileRecord]) -> None:
+def _check_digests(folder: Path, records: list[FileRecord], took: Callable[[int], object]) -> None:
     for record in records:
-        if digest_file(folder / record.path, record.nbytes) != record.digest:
+        if digest_file(folder / record.path, record.nbytes, took) != record.digest:
             raise CommitError(
                 f"{folder / record.path} is damaged: its digest is not that of the manifest. "
                 "Export another step, or restore the file from a copy."

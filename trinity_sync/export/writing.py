@@ -17,6 +17,7 @@ import torch
 from trinity_sync.export.naming import Naming, Tensors
 from trinity_sync.export.shards import Meta, ShardedModel
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.writer import digest_of
 
 PROGRESS = "trinity_export.json"
@@ -51,10 +52,10 @@ class Progress:
             and digest_of(path) == known.digest
         )
 
-    def write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Have a file written, unless it is there and whole."""
+    def write(self, name: str, write: Callable[[Path], object]) -> bool:
+        """Have a file written, unless it is there and whole; whether it had to be."""
         if self.has(name):
-            return
+            return False
         path = self.folder / name
         make_folder(path.parent)
         write(path)
@@ -64,6 +65,7 @@ class Progress:
         self.files[name] = WholeFile(path.stat().st_size, digest_of(path))
         body = {"source": self.source, "files": {n: asdict(f) for n, f in self.files.items()}}
         replace_file(self.folder / PROGRESS, json.dumps(body, indent=1))
+        return True
 
 
 def begun(folder: Path, source: dict[str, Any]) -> Progress:
@@ -94,6 +96,7 @@ def write_model(
     *,
     dtype_of: Callable[[torch.dtype], torch.dtype],
     max_bytes: int,
+    meter: Meter = unmetered,
 ) -> None:
     """Write the weights, in one file or in several with an index, as ``save_pretrained`` does.
 
@@ -104,6 +107,7 @@ def write_model(
         naming: how transformers wants them.
         dtype_of: the dtype to write a tensor of a dtype in.
         max_bytes: of a file; a larger tensor has a file of its own.
+        meter: is told how far it is.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -119,6 +123,7 @@ def write_model(
         for name, shape in naming.written({name: shape_of(name) for name in members}).items():
             planned[name] = group, shape.nbytes
     files = dict(_files(planned, max_bytes))
+    whole = sum(nbytes for _, nbytes in planned.values())
     at_hand: tuple[str, Tensors] = "", {}
 
     def tensors_of(wanted: list[str]) -> Tensors:
@@ -128,20 +133,26 @@ def write_model(
             group = planned[name][0]
             if at_hand[0] != group:
                 at_hand = "", {}
-                whole = {
+                trained = {
                     member: model.tensor(names[member], dtype_of(model.meta(names[member])[1]))
                     for member in groups[group]
                 }
-                at_hand = group, naming.written(whole)
+                at_hand = group, naming.written(trained)
             found[name] = at_hand[1].pop(name).contiguous()
+            meter(planned[name][1], whole)
         return found
 
     for file, wanted in files.items():
-        progress.write(file, lambda path, wanted=wanted: save_tensors(path, tensors_of(wanted)))  # type: ignore[misc]
+        written = progress.write(
+            file,
+            lambda path, wanted=wanted: save_tensors(path, tensors_of(wanted)),  # type: ignore[misc]
+        )
+        if not written:
+            meter(sum(planned[name][1] for name in wanted), whole)
         at_hand = "", {}
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(nbytes for _, nbytes in planned.values())},
+            "metadata": {"total_size": whole},
             "weight_map": {name: file for file, wanted in files.items() for name in wanted},
         }
         progress.write(INDEX, lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))

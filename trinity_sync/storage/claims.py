@@ -1,4 +1,4 @@
-"""Who still needs a step: leases of readers, pins of people, and the lock of whoever removes steps.
+"""Who still needs a step: leases of readers, pins and tags of people, and the lock of removal.
 
 ::
 
@@ -6,12 +6,14 @@
       claims.lock                       shared to take a lease or pin, exclusive to remove steps
       leases/40.{random}.json           a reader's claim on step 40 for so many seconds
       pins/40.json                      step 40 is kept until it is unpinned
+      pins/best.json                    a tag: a pin with a name, which says its step inside
 
 A claim is a file, so it needs no server, and holds for every node that sees the root. A lease is
 taken under the shared lock and only of a step that is committed; steps are removed under the
 exclusive lock and only when nobody claims them. So a reader has its step or an error, never a
 folder that vanishes under its hands. A reader that died without giving its lease back blocks a
-step until the lease ends; not at all where its process is known to be gone.
+step until the lease ends; not at all where its process is known to be gone. A tag moves to another
+step by one rename of its file, so it names a step at every instant.
 """
 
 import json
@@ -21,12 +23,12 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trinity_sync.errors import CommitError
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_lives, process_name
 from trinity_sync.storage.durable import make_folder, replace_file
 from trinity_sync.storage.locks import file_lock
@@ -79,12 +81,24 @@ class Lease:
 
 @dataclass(frozen=True)
 class Pin:
-    """A step that is kept until it is unpinned."""
+    """A step that is kept until it is unpinned; with a name, until the tag is moved or removed."""
 
     step: int
     reason: str
     pinned_at: float
     """Seconds since the epoch."""
+    name: str = ""
+    """The tag; empty for a pin without a name."""
+
+    @property
+    def kind(self) -> str:
+        """``pin`` or ``tag``."""
+        return "tag" if self.name else "pin"
+
+    @property
+    def why(self) -> str:
+        """Its name and its reason, as far as it has them."""
+        return ": ".join(filter(None, (self.name, self.reason)))
 
 
 def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE_S) -> Lease:
@@ -132,38 +146,104 @@ def pin(
     """
     with _committed(root, step):
         made = Pin(step, reason, clock())
-        replace_file(_folder(root, "pins") / f"{step}.json", json.dumps(asdict(made)))
+        _write_pin(_pin_file(root, step), made)
         return made
 
 
-def unpin(root: str | Path, step: int) -> bool:
-    """Give a pinned step up; whether it was pinned."""
+def tag(
+    root: str | Path,
+    step: int,
+    name: str,
+    reason: str = "",
+    *,
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Pin:
+    """Give a committed step a name, one of any number; the step is kept as if it were pinned.
+
+    Args:
+        root: the job's root.
+        step: a committed one.
+        name: letters, digits, ``_`` and ``-``, and not digits alone.
+        reason: why, for people.
+        force: take the name from another step that has it.
+        clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: the name cannot be one, or is that of another step.
+        CommitError: the step is not committed, or damaged.
+    """
+    if check_name("tag", name).isdecimal():
+        raise ConfigError(f"tag {name!r} would look like the number of a step; add a letter to it")
+    with _committed(root, step, shared=False):  # nobody else takes the name meanwhile
+        path = _pin_file(root, name)
+        before = None if force else _read_pin(path)
+        if before and before.step != step:
+            raise ConfigError(
+                f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
+                f"trinity-sync tag {root} {step} {name} --force"
+            )
+        made = Pin(step, reason, clock(), name)
+        _write_pin(path, made)
+        return made
+
+
+def unpin(root: str | Path, which: int | str) -> bool:
+    """Remove the pin of a step, or the tag of a name; whether there was one.
+
+    Raises:
+        ConfigError: no tag can have such a name.
+    """
+    path = _pin_file(root, check_name("tag", str(which)))
     try:
-        (Path(root) / PRIVATE_FOLDER / "pins" / f"{step}.json").unlink()
+        path.unlink()
     except FileNotFoundError:
         return False
     return True
 
 
-def pins(root: str | Path) -> dict[int, Pin]:
-    """The pins by step; one whose file is torn still holds."""
-    found = {}
-    for path in sorted((Path(root) / PRIVATE_FOLDER / "pins").glob("[0-9]*.json")):
-        step = int(path.stem)
-        try:
-            found[step] = Pin(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            continue
-        except (ValueError, TypeError):
-            found[step] = Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
-    return found
+def pins(root: str | Path) -> list[Pin]:
+    """The pins, tags among them, by step and name; a pin whose file is torn still holds.
+
+    Raises:
+        CommitError: the file of a tag is torn, so that any step could be the one that it holds.
+    """
+    paths = _pin_file(root, "").parent.glob("[!.]*.json")
+    found = [each for path in paths if (each := _read_pin(path))]
+    return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def tags(root: str | Path) -> dict[str, Pin]:
+    """The tags by name; raises what `pins` does."""
+    return {each.name: each for each in pins(root) if each.name}
+
+
+def step_of(root: str | Path, text: str) -> int:
+    """The step that a person names, by its number or by a tag; it need not be committed.
+
+    Raises:
+        ConfigError: it is neither.
+        CommitError: the file of a tag is torn.
+    """
+    if text.isdecimal():
+        return int(text)
+    with suppress(ConfigError):  # no tag has such a name
+        if found := _read_pin(_pin_file(root, check_name("tag", text))):
+            return found.step
+    raise ConfigError(
+        f"{text!r} is neither the number of a step nor a tag in {root} "
+        f"(tags: {', '.join(sorted(tags(root))) or 'none'}); trinity-sync ls {root} shows both"
+    )
 
 
 def claimed(root: str | Path) -> dict[int, list[str]]:
     """The steps that are pinned or leased, each with who holds it, in words."""
     found: dict[int, list[str]] = defaultdict(list)
-    for step, each in pins(root).items():
-        found[step].append(f"pinned: {each.reason}" if each.reason else "pinned")
+    for each in pins(root):
+        words = (
+            f"tagged {each.why}" if each.name else f"pinned: {each.why}" if each.why else "pinned"
+        )
+        found[each.step].append(words)
     for lease in leases(root):
         found[lease.step].append(f"leased by {lease.holder}")
     return found
@@ -179,12 +259,40 @@ def nobody_claims(root: str | Path) -> Iterator[None]:
         yield
 
 
+def _pin_file(root: str | Path, which: int | str) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "pins" / f"{which}.json"
+
+
+def _write_pin(path: Path, pin: Pin) -> None:
+    body = asdict(pin)
+    del body["name"]  # its file has it
+    make_folder(path.parent)
+    replace_file(path, json.dumps(body))
+
+
+def _read_pin(path: Path) -> Pin | None:
+    """The pin of a file, or None if there is no such file (any more)."""
+    name = "" if path.stem.isdecimal() else path.stem
+    try:
+        return Pin(**json.loads(path.read_text()), name=name)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        if not name:
+            return Pin(int(path.stem), "unknown (its file is torn)", path.stat().st_mtime)
+        root = path.parents[2]
+        raise CommitError(
+            f"{path} is torn, so nobody can tell which step it keeps. Tag the step again: "
+            f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
+        ) from error
+
+
 @contextmanager
-def _committed(root: str | Path, step: int) -> Iterator[None]:
+def _committed(root: str | Path, step: int, *, shared: bool = True) -> Iterator[None]:
     """Nobody removes the step within such a block, and it is committed at its beginning."""
     if not _lock_of(root).exists():  # nor is a root made that is not mounted here
         require_committed(root, step)
-    with file_lock(_lock_of(root), shared=True):
+    with file_lock(_lock_of(root), shared=shared):
         require_committed(root, step)
         yield
 

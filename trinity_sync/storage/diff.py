@@ -18,6 +18,7 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.steps import require_committed, require_unreplaced
 
 PIECE = 1 << 20
@@ -56,11 +57,18 @@ class Change:
 
 
 def diff(
-    root: str | Path, before: int, after: int, *, role: str = "actor", component: str = "model"
+    root: str | Path,
+    before: int,
+    after: int,
+    *,
+    role: str = "actor",
+    component: str = "model",
+    meter: Meter = unmetered,
 ) -> list[Change]:
     """Compare a component of two committed steps of one job; the greatest change comes first.
 
-    Files are unpickled, which runs what they say: compare steps of your own jobs only.
+    Files are unpickled, which runs what they say: compare steps of your own jobs only. The meter is
+    told how far it is in the later step.
 
     Raises:
         CommitError: a step is not committed or damaged, or has no such component.
@@ -79,6 +87,7 @@ def diff(
                 "both (python -m verl.model_merger), and compare what comes out."
             )
         changes: dict[str, Change] = {}
+        whole = sum(record.nbytes for record in new.values())
         for rank in sorted(old):
             same_file = old[rank].digest == new[rank].digest
             a = dict(_tensors(_load(step_folder(root, before) / old[rank].path)))
@@ -86,6 +95,7 @@ def diff(
             for name in {**a, **b}:
                 change = changes.setdefault(name, Change(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
+                meter(_local(b[name]).nbytes if name in b else 0, whole)
         for manifest in manifests:
             require_unreplaced(root, manifest)
     return sorted(changes.values(), key=_by_change)

@@ -5,7 +5,7 @@ goes on; the folder gets its name, with the manifest inside, when all of it is w
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ from trinity_sync.storage.manifest import (
     read_manifest,
     write_manifest_into,
 )
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.remote import Remote
 from trinity_sync.storage.replicate import PARALLEL
 from trinity_sync.storage.runs import Run, know_run
@@ -31,7 +32,12 @@ from trinity_sync.storage.writer import DIGEST, digest_of
 
 
 def fetch(
-    url: str, step: int | None, root: str | Path, *, parallel: int = PARALLEL
+    url: str,
+    step: int | None,
+    root: str | Path,
+    *,
+    parallel: int = PARALLEL,
+    meter: Meter = unmetered,
 ) -> tuple[Manifest, bool]:
     """Have a step of the store committed under ``root``; again is harmless.
 
@@ -43,6 +49,7 @@ def fetch(
         step: which step; None for the newest that is whole there.
         root: a job's root; made if it is missing.
         parallel: files at a time.
+        meter: is told how far the download is.
 
     Returns:
         Its manifest, and whether anything had to be fetched.
@@ -61,8 +68,12 @@ def fetch(
     with _alone(base):
         folder = base / PRIVATE_FOLDER / "fetching" / f"global_step_{manifest.step}"
         make_folder(folder)
+
+        def download(record: FileRecord) -> None:
+            _download(remote, manifest, record, folder, lambda n: meter(n, manifest.nbytes))
+
         with ThreadPoolExecutor(parallel, "fetch") as pool:
-            jobs = [pool.submit(_download, remote, manifest, r, folder) for r in manifest.files]
+            jobs = [pool.submit(download, record) for record in manifest.files]
             try:
                 for job in jobs:
                     job.result()
@@ -102,16 +113,24 @@ def _is_here(root: Path, manifest: Manifest) -> bool:
     raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")
 
 
-def _download(remote: Remote, manifest: Manifest, record: FileRecord, folder: Path) -> None:
+def _download(
+    remote: Remote,
+    manifest: Manifest,
+    record: FileRecord,
+    folder: Path,
+    took: Callable[[int], object],
+) -> None:
     path = folder / record.path
     make_folder(path.parent)
     if path.is_file() and digest_of(path) == record.digest:
+        took(record.nbytes)
         return
     digest = xxhash.xxh3_128()
     with path.open("wb") as file:
         for chunk in remote.chunks(manifest.step, record.path):
             digest.update(chunk)
             file.write(chunk)
+            took(len(chunk))
         file.flush()
         os.fsync(file.fileno())
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:

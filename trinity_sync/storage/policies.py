@@ -30,7 +30,7 @@ class StepInfo:
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: tuple[str, ...] = ()
-    """Why nobody may remove it, whatever a policy says: pins, leases, pointers."""
+    """Why nobody may remove it, whatever a policy says: pins, tags, leases, pointers."""
     damage: str = ""
     """What is wrong with its files; such a step is neither counted nor removed."""
 

@@ -8,12 +8,14 @@ import errno
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from trinity_sync.storage.meter import unmetered
 from trinity_sync.storage.writer import ALIGNMENT, DIGEST, through_page_cache
 
 PIECE = 4 << 20
@@ -37,8 +39,11 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
         os.close(fd)
 
 
-def digest_file(path: Path, nbytes: int) -> str:
-    """The digest that `read_file` would return, with a few pieces in memory at a time."""
+def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = unmetered) -> str:
+    """The digest that `read_file` would return, with a few pieces in memory at a time.
+
+    ``took`` is called with the bytes of each piece.
+    """
     fd = _open(path)
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[None], memoryview, int]] = deque()
@@ -47,6 +52,7 @@ def digest_file(path: Path, nbytes: int) -> str:
         reading, piece, size = waiting.popleft()
         reading.result()
         digest.update(piece[:size])
+        took(size)
         return piece
 
     try:

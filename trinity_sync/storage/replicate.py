@@ -7,7 +7,7 @@ protocol (S3 compares a checksum of each part), unless ``read_back`` asks to see
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from trinity_sync.errors import CommitError, ManifestError, RemoteError
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.storage.claims import Lease, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.remote import CHUNK, Remote
 from trinity_sync.storage.writer import DIGEST
 
@@ -49,6 +50,7 @@ def replicate(
     keep_last: int = 0,
     read_back: bool = False,
     parallel: int = PARALLEL,
+    meter: Meter = unmetered,
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; what is there already is not sent again.
 
@@ -59,6 +61,7 @@ def replicate(
         keep_last: so many of the newest steps stay in the store, and this one; 0 keeps all.
         read_back: read every file that was sent again, and compare its digest.
         parallel: files at a time; each takes about three chunks of 16 MiB of memory.
+        meter: is told how far the copy is; with ``read_back`` each byte counts twice.
 
     Raises:
         CommitError: the step is not committed, or damaged here.
@@ -71,14 +74,20 @@ def replicate(
         text = (step_folder(root, step) / MANIFEST).read_bytes()
         manifest = parse_manifest(text, step_folder(root, step) / MANIFEST, step)
         missing = _missing(remote, manifest)
+        passes = 2 if read_back else 1
+        whole = passes * sum(record.nbytes for record in missing)
+
+        def took(nbytes: int) -> None:
+            meter(nbytes, whole)
 
         def send(record: FileRecord) -> bool:
             if remote.is_uploaded(step, record):
+                took(passes * record.nbytes)
                 return False
             path = step_folder(root, step) / record.path
-            remote.upload(step, record.path, _read(path, record, lease), record.nbytes)
+            remote.upload(step, record.path, _read(path, record, lease, took), record.nbytes)
             if read_back:
-                _compare(remote, step, record)
+                _compare(remote, step, record, took)
             remote.note_upload(step, record)
             return True
 
@@ -122,7 +131,9 @@ def _missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
     return missing
 
 
-def _read(path: Path, record: FileRecord, lease: Lease) -> Iterator[bytes]:
+def _read(
+    path: Path, record: FileRecord, lease: Lease, took: Callable[[int], object]
+) -> Iterator[bytes]:
     """The file's bytes, if they are those of the manifest; the last chunk comes after the proof."""
     digest = xxhash.xxh3_128()
     left = record.nbytes
@@ -138,16 +149,18 @@ def _read(path: Path, record: FileRecord, lease: Lease) -> Iterator[bytes]:
                         "copied. Restore the file, or replicate another step."
                     )
                 yield chunk
+                took(len(chunk))
     except OSError as error:
         raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     if left:
         raise CommitError(f"{path} changed while it was copied; repeat, or take another step")
 
 
-def _compare(remote: Remote, step: int, record: FileRecord) -> None:
+def _compare(remote: Remote, step: int, record: FileRecord, took: Callable[[int], object]) -> None:
     digest = xxhash.xxh3_128()
     for chunk in remote.chunks(step, record.path):
         digest.update(chunk)
+        took(len(chunk))
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
         raise RemoteError(
             f"{remote.url}/global_step_{step}/{record.path} came back with other bytes than were "

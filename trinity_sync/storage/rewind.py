@@ -36,7 +36,7 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.storage.claims import leases, nobody_claims, pins, unpin
+from trinity_sync.storage.claims import Pin, leases, nobody_claims, pins, unpin
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, run_of
@@ -87,12 +87,13 @@ def rewind(
     Args:
         root: the job's root.
         step: a committed one.
-        force: set pinned steps aside, too; their pins are removed.
+        force: set pinned and tagged steps aside, too; their pins and tags are removed.
         clock: seconds since the epoch.
 
     Raises:
         CommitError: the step is not committed, or damaged; nothing was changed.
-        StepClaimed: a newer step is leased, or pinned without ``force``; nothing was changed.
+        StepClaimed: a newer step is leased, or pinned or tagged without ``force``; nothing was
+            changed.
     """
     base = Path(root)
     target = require_committed(base, step)  # before any lock file is made
@@ -108,8 +109,8 @@ def rewind(
             step_folder(base, other).rename(step_folder(folder, other))
             sync_folder(folder)
             sync_folder(base)
-        for other in pinned:
-            unpin(base, other)
+        for pin in pinned:
+            unpin(base, pin.name or pin.step)
     return Rewound(step, run.number, tuple(newer), folder)
 
 
@@ -159,22 +160,22 @@ def _time_of(folder: Path) -> float | None:
         return None
 
 
-def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[int]:
-    """The pinned ones among the newer steps, if nothing forbids to set them aside."""
+def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
+    """The pins and tags of the newer steps, if nothing forbids to set them aside."""
     readers = [f"step {held.step}: {held.holder}" for held in leases(root) if held.step in newer]
     if readers:
         raise StepClaimed(
             f"cannot rewind {root} to step {step}: newer steps are being read "
             f"({'; '.join(readers)}). Let the readers end, or their leases, and repeat."
         )
-    pinned = {other: pin for other, pin in pins(root).items() if other in newer}
+    pinned = [pin for pin in pins(root) if pin.step in newer]
     if pinned and not force:
-        named = "; ".join(f"step {other}: {pin.reason}" for other, pin in pinned.items())
+        named = "; ".join(f"step {pin.step}: {pin.why}" for pin in pinned)
         raise StepClaimed(
-            f"cannot rewind {root} to step {step}: newer steps are pinned ({named}). Unpin them, "
-            "or pass --force, which sets them aside and removes their pins."
+            f"cannot rewind {root} to step {step}: newer steps are pinned or tagged ({named}). "
+            "Unpin or untag them, or pass --force, which sets them aside and removes pins and tags."
         )
-    return sorted(pinned)
+    return pinned
 
 
 def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:

@@ -12,7 +12,7 @@ the next judgement, or reconcile, moves. A step that is whole again loses its ma
 import errno
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, unmark
 from trinity_sync.storage.iteration import settle_iteration
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import committed_steps
@@ -120,7 +121,11 @@ def shares(files: Sequence[Chosen], number: int) -> list[list[Chosen]]:
 
 
 def check(
-    files: Iterable[Chosen], *, nice: int = 0, clock: Callable[[], float] = time.perf_counter
+    files: Sequence[Chosen],
+    *,
+    nice: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    meter: Meter = unmetered,
 ) -> list[Checked]:
     """Read files, past the page cache, and compare them with what their manifests say.
 
@@ -128,12 +133,14 @@ def check(
         files: which.
         nice: by how much the reading threads yield to others, as in nice(1).
         clock: seconds.
+        meter: is told how far the reading is.
 
     Raises:
         ConfigError: the root is not there, or this process may not read it, which says nothing
             about its files.
     """
     found = []
+    whole = sum(file.record.nbytes for file in files)
     steps: dict[tuple[str, int], list[Chosen]] = {}
     for file in files:
         steps.setdefault((file.root, file.step), []).append(file)
@@ -144,7 +151,7 @@ def check(
             with _leased(root, step):
                 for file in of_step:
                     start = clock()
-                    wrong = pool.submit(_what_is_wrong, file).result()
+                    wrong = pool.submit(_what_is_wrong, file, lambda n: meter(n, whole)).result()
                     found.append(Checked(file, wrong, clock() - start))
     return found
 
@@ -195,7 +202,7 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
     return verdict(state="restored")
 
 
-def _what_is_wrong(file: Chosen) -> str:
+def _what_is_wrong(file: Chosen, took: Callable[[int], object]) -> str:
     folder = step_folder(file.root, file.step)
     path = folder / file.record.path
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -204,7 +211,7 @@ def _what_is_wrong(file: Chosen) -> str:
         found = path.stat().st_size
         if found != file.record.nbytes:
             return f"has {found:,} bytes instead of {file.record.nbytes:,}"
-        digest = digest_file(path, found)
+        digest = digest_file(path, found, took)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
