@@ -62,7 +62,7 @@ def tag(
             output().print(table)
         return
     if step is None or name is None:
-        raise ConfigError("say which step and what name: trinity-sync tag ROOT STEP NAME")
+        raise ConfigError("say which step and what name, STEP NAME, or --list to see the tags")
     made = claims.tag(root, step_in(root, step), name, reason, force=force)
     try_mirror(read_settings(), root, [])
     if as_json:
