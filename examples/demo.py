@@ -2,9 +2,10 @@
 
 A Prefect server, Ray and the flow worker are started on this machine (or those that
 ``PREFECT_API_URL`` and ``RAY_ADDRESS`` name are used); veRL trains a tiny model with GRPO on two
-FSDP2 ranks; both ranks are killed the moment after a checkpoint was handed over. That checkpoint
-still commits, a new run resumes from it, and an uninterrupted repetition on the recorded batches
-shows that nothing was lost: losses, weights and optimizer state are equal to the last bit.
+FSDP2 ranks; both ranks and the explorer are killed the moment after a checkpoint was handed over.
+That checkpoint still commits, with the explorer's state in it, and a new run resumes from it. An
+uninterrupted repetition shows that nothing was lost: prompts, losses, weights and optimizer state
+are equal to the last bit.
 
 Run it with ``python examples/demo.py``. By default the explorer reads the weights that are
 committed; with ``--sync memory`` those in shared memory, with ``--sync delta`` what changed there

@@ -2,7 +2,9 @@
 
 A process of its own, without veRL. Weights reach it through a `WeightReader`, from the trainer's
 shared memory or from committed saves; or by a broadcast, once it has joined a group with the
-trainer. Either way they are written into the model that it samples with.
+trainer. Either way they are written into the model that it samples with. Its random state, which
+says what prompts come next, goes along with each batch, to be committed with the step that is
+trained on it: the explorer itself may be further by then.
 """
 
 import asyncio
@@ -25,23 +27,32 @@ class Explorer:
     Args:
         model: folder of the untrained model, which is version 0.
         root: root folder of the job whose weights are followed.
+        state: what came with a batch of an earlier explorer, to go on after it; None to begin.
         deltas: whether to get what changed in them, where that can be had.
-        seed: step N's prompts and samples depend on it and on N alone.
+        seed: of prompts and samples, where there is no ``state``.
     """
 
-    def __init__(self, model: Path, root: Path, *, deltas: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        root: Path,
+        *,
+        state: bytes | None = None,
+        deltas: bool = False,
+        seed: int = 0,
+    ) -> None:
         torch.set_num_threads(1)
         self._model = Qwen2ForCausalLM.from_pretrained(model, attn_implementation="sdpa").eval()
         self._reader = WeightReader(root=root, name="explorer", deltas=deltas)
         self._group: WeightGroup | None = None
-        self._seed = seed
+        self._random = torch.Generator().manual_seed(seed)
+        if state is not None:
+            self._random.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         self._delta_bytes: list[int | None] = []
         self.version = 0
 
     def join(self, address: str, port: int) -> None:
         """Get the weights by broadcast from now on; returns when the trainer has joined, too."""
-        if self._group is not None:
-            self._group.close()  # that of a trainer that was killed
         self._group = join_weight_group(
             address, port, rank=1, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
         )
@@ -69,18 +80,17 @@ class Explorer:
         return self._delta_bytes
 
     @torch.inference_mode()
-    def sample(self, step: int) -> Batch:
-        """Draw prompts for training step ``step`` and answer them."""
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
-        prompts, groups = draw_prompts(generator)
+    def sample(self) -> tuple[Batch, bytes]:
+        """Draw the next prompts and answer them; also returns the state to go on from."""
+        prompts, groups = draw_prompts(self._random)
         tokens, log_probs = prompts, []
         for _ in range(ANSWER_LENGTH):
             logits = self._model(tokens, use_cache=False).logits[:, -1]
-            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=self._random)
             log_probs.append(logits.log_softmax(-1).gather(1, choice))
             tokens = torch.cat([tokens, choice], dim=1)
         answers = tokens[:, prompts.shape[1] :]
-        return Batch(
+        batch = Batch(
             prompts=prompts,
             answers=answers,
             log_probs=torch.cat(log_probs, dim=1),
@@ -88,3 +98,4 @@ class Explorer:
             groups=groups,
             version=self.version,
         )
+        return batch, self._random.get_state().numpy().tobytes()

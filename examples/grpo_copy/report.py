@@ -55,6 +55,6 @@ def draw(history: History, killed_at: int, picture: Path) -> None:
     below.legend()
     for axes in (above, below):
         axes.axvline(killed_at, color="red", linestyle=":")
-    above.annotate("both ranks killed", (killed_at, 0.05), color="red")
+    above.annotate("ranks and explorer killed", (killed_at, 0.05), color="red")
     figure.savefig(picture, dpi=120)
     plt.close(figure)

@@ -61,10 +61,10 @@ class Schedule:
         return self.sync_every if self.sync == "checkpoint" else 0
 
 
-def start_explorer(model: Path, root: Path, sync: Sync) -> Any:
-    """The explorer as a Ray actor."""
+def start_explorer(model: Path, root: Path, sync: Sync, state: bytes | None = None) -> Any:
+    """The explorer as a Ray actor; with ``state``, it goes on where an earlier one was."""
     actor = ray.remote(Explorer).options(num_cpus=0, runtime_env={"env_vars": environment()})
-    return actor.remote(model, root, deltas=sync == "delta")
+    return actor.remote(model, root, state=state, deltas=sync == "delta")
 
 
 def train(
@@ -86,19 +86,19 @@ def train(
         ranks.meet(explorer)
     following = explorer.follow.remote(steps.start - 1)
     ranks.sync_weights(steps.start - 1, schedule.sync)
-    batches: dict[int, Any] = {}
+    sampled: dict[int, Any] = {}
     for step in steps:
-        if step not in batches:
+        if step not in sampled:
             ray.get(following)  # or a save that failed would go unnoticed
             interval = range(step, step + schedule.sync_every)
-            batches = {later: explorer.sample.remote(later) for later in interval}
-        batch = ray.get(batches[step])
+            sampled = {later: explorer.sample.remote() for later in interval}
+        batch, explorer_state = ray.get(sampled[step])
         recording.write(step, batch)
         history.rewards[step] = batch.rewards.mean().item()
         history.lags[step] = step - 1 - batch.version
         history.losses[step] = ranks.train_on(batch)
         if step % schedule.checkpoint_every == 0:
-            history.note(step, "checkpoint", ranks.save_checkpoint(step))
+            history.note(step, "checkpoint", ranks.save_checkpoint(step, explorer_state))
         if step % schedule.sync_every == 0:
             following = explorer.follow.remote(step - schedule.behind)
             history.note(step, kind, ranks.sync_weights(step, schedule.sync))

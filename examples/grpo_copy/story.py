@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import cast
 
 import ray
+import torch
 from rich.console import Console
 
 from grpo_copy import model, report
+from grpo_copy.explorer import Explorer
 from grpo_copy.recording import Recording
 from grpo_copy.run import History, Schedule, repeat, start_explorer, train
-from grpo_copy.trainer import Sync, TrainerGroup
+from grpo_copy.trainer import EXPLORER, Sync, TrainerGroup
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.steps import newest
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -58,15 +60,18 @@ def run_job(
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
     train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
     killed = ranks.kill()
-    say(f"[red]SIGKILL[/] to ranks {killed}: step {KILL_AT} was handed over a moment ago")
+    ray.kill(explorer)
+    say(f"[red]killed[/] ranks {killed} and the explorer: step {KILL_AT} was just handed over")
     seconds = wait_for_commit(root, 1, KILL_AT)
     say(f"step {KILL_AT} [green]committed[/] {seconds:.1f} s after its trainer died")
 
     ranks = TrainerGroup(untrained, root, output)
     committed = newest(root)
     assert committed is not None
-    ranks.load(committed.step)
+    state = ranks.load(committed.step)
+    explorer = start_explorer(untrained, root, sync, state)
     say(f"a new run resumed from step {committed.step}; training to step {STEPS}")
+    say(f"its explorer draws on from {EXPLORER}: {len(state):,} bytes, committed with the step")
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
@@ -82,6 +87,7 @@ def run_job(
 
 def compare(
     output: Path,
+    root: Path,
     history: History,
     fingerprints: list,
     untrained: Path,
@@ -93,7 +99,10 @@ def compare(
     repeated = ranks.fingerprints()
     ranks.close()
     say(f"repeated all {STEPS} steps without interruption, on the recorded batches:")
-    same = {"losses of all steps": losses == history.losses}
+    same = {
+        "prompts of all steps": same_prompts(untrained, root, recording),
+        "losses of all steps": losses == history.losses,
+    }
     for part in fingerprints[0]:
         same[part] = [rank[part] for rank in fingerprints] == [rank[part] for rank in repeated]
     for part, equal in same.items():
@@ -101,8 +110,16 @@ def compare(
     return all(same.values())
 
 
+def same_prompts(untrained: Path, root: Path, recording: Recording) -> bool:
+    """Whether an explorer that nobody kills draws the same; its weights have no part in that."""
+    explorer = Explorer(untrained, root)
+    drawn = [explorer.sample()[0].prompts for _ in range(STEPS)]
+    recorded = [recording.read(step).prompts for step in range(1, STEPS + 1)]
+    return torch.equal(torch.stack(drawn), torch.stack(recorded))
+
+
 def deltas_in_words(history: History, received: list[int | None]) -> str:
-    """How many of the versions that the explorer loaded came by deltas, and how large those were.
+    """How many of the versions that the last explorer got came by deltas, and how large those were.
 
     A weight of fp32 changes at every step: for fewer bytes, train in bf16.
     """
@@ -131,7 +148,7 @@ def tell(output: Path, sync: Sync = "checkpoint") -> bool:
     recording = Recording(output / "batches")
     synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
     history, fingerprints = run_job(output, root, untrained, recording, sync)
-    same = compare(output, history, fingerprints, untrained, recording)
+    same = compare(output, root, history, fingerprints, untrained, recording)
     console.print(report.table_of_saves(root, history))
     report.draw(history, KILL_AT, output / "demo.png")
     say(f"picture: {output / 'demo.png'}")

@@ -15,6 +15,8 @@ from trinity_sync.layout import step_folder
 from trinity_sync.weights.group import join_weight_group, weight_group_address
 
 ROLE = "actor"
+EXPLORER = "explorer.rng"
+"""What is attached to each checkpoint: the explorer's state after the step's batch."""
 TIMEOUT_S = 120.0
 
 Sync = Literal["checkpoint", "memory", "delta", "nccl"]
@@ -82,9 +84,11 @@ class TrainerRank:
         """Take one optimizer step; returns this rank's loss."""
         return self._policy.train_on(batch)
 
-    def save_checkpoint(self, step: int) -> Handover:
-        """Hand weights, optimizer and extra state over to be saved."""
+    def save_checkpoint(self, step: int, explorer: bytes) -> Handover:
+        """Hand weights, optimizer and extra state over to be saved with the explorer's state."""
         start = time.perf_counter()
+        if self._coordinator.rank == 0:  # there is one explorer
+            self._coordinator.attach(EXPLORER, explorer, step=step)
         staged = self._manager.save_checkpoint(self._path(step), step)
         return Handover(staged.nbytes if staged else 0, time.perf_counter() - start)
 
@@ -115,9 +119,10 @@ class TrainerRank:
             address, port, rank=0, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
         )
 
-    def load(self, step: int) -> None:
-        """Continue from a committed checkpoint."""
+    def load(self, step: int) -> bytes:
+        """Continue from a committed checkpoint; returns the explorer's state in it."""
         self._manager.load_checkpoint(self._path(step))
+        return self._coordinator.attachment(step, EXPLORER, rank=0)
 
     def fingerprint(self) -> dict[str, str]:
         """Digests of weights, optimizer state, schedule and random-number states of this rank."""
@@ -157,9 +162,9 @@ class TrainerGroup:
         """One optimizer step on all ranks; returns the loss of each."""
         return self._all("train_on", ray.put(batch))
 
-    def save_checkpoint(self, step: int) -> list[Handover]:
-        """Hand a checkpoint over on all ranks."""
-        return self._all("save_checkpoint", step)
+    def save_checkpoint(self, step: int, explorer: bytes) -> list[Handover]:
+        """Hand a checkpoint over on all ranks, the explorer's state with it."""
+        return self._all("save_checkpoint", step, explorer)
 
     def sync_weights(self, step: int, sync: Sync) -> list[Handover]:
         """Let the explorer have the weights of all ranks."""
@@ -171,9 +176,9 @@ class TrainerGroup:
         place = ray.get(first.meeting_point.remote())
         ray.get([each.join.remote(*place) for each in (first, explorer)])
 
-    def load(self, step: int) -> None:
-        """Continue from a committed checkpoint."""
-        self._all("load", step)
+    def load(self, step: int) -> bytes:
+        """Continue from a committed checkpoint; returns the explorer's state in it."""
+        return self._all("load", step)[0]
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Digests of the state of every rank."""
