@@ -25,9 +25,12 @@ def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
         text=True,
     )
     assert told.returncode == 0, told.stdout + told.stderr
+    assert "prompts of all steps: equal to the last bit" in told.stdout
     assert "optimizer: equal to the last bit" in told.stdout
     (root,) = tmp_path.glob("job-*")
     steps = [manifest.step for manifest in committed_steps(root)]
     assert steps == list(range(5, 141, 5))
-    assert require_committed(root, 80).kinds == ("checkpoint", "state_dict")
+    killed_at = require_committed(root, 80)
+    assert killed_at.kinds == ("checkpoint", "state_dict")
+    assert killed_at.file("attachments/explorer.rng") is not None
     assert (tmp_path / "demo.png").stat().st_size > 10_000
