@@ -25,6 +25,7 @@ from trinity_sync.orchestration import stack
 from trinity_sync.settings import Settings
 
 OUTPUT = Path("demo-output").resolve()
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def main() -> int:
@@ -44,7 +45,7 @@ def main() -> int:
         print(f"every save will be a row in the Prefect UI: {page}")
         story = subprocess.run(
             [sys.executable, "-m", "grpo_copy.story", OUTPUT, sync],
-            env={**os.environ, **state.environment, **_imports()},
+            env={**os.environ, **state.environment, **_imports(), **QUIET},
             check=False,
         )
     if keep:

@@ -61,7 +61,7 @@ def run_job(
     train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
     killed = ranks.kill()
     ray.kill(explorer)
-    say(f"[red]killed[/] ranks {killed} and the explorer: step {KILL_AT} was just handed over")
+    say(f"[red]killed[/] ranks {killed} and explorer: step {KILL_AT} was just handed over")
     seconds = wait_for_commit(root, 1, KILL_AT)
     say(f"step {KILL_AT} [green]committed[/] {seconds:.1f} s after its trainer died")
 
@@ -71,7 +71,7 @@ def run_job(
     state = ranks.load(committed.step)
     explorer = start_explorer(untrained, root, sync, state)
     say(f"a new run resumed from step {committed.step}; training to step {STEPS}")
-    say(f"its explorer draws on from {EXPLORER}: {len(state):,} bytes, committed with the step")
+    say(f"its explorer goes on from {EXPLORER}, {len(state):,} bytes of that step")
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
