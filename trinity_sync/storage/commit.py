@@ -180,6 +180,10 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
     digests = {(file.slot, file.image): file.record.digest for file in written if file.slot}
     for (slot, image), digest in digests.items():
         release(Path(slot), image, digest)  # nothing happens to another node's
+    for sealed in spool.of_step(save.run, save.step)[0]:
+        ticket = sealed.ticket
+        if ticket.kind == save.kind and ticket.role in save.roles:
+            release(sealed.slot, ticket.image)  # not needed: another save committed the same file
     forget_receipts(spool, save.run, save.step, save.kind)
 
 
