@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -15,6 +16,10 @@ import pytest
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+
+if TYPE_CHECKING:  # a unit test needs neither, and they take seconds
+    from tests.integration.prefect_api import Api
+    from trinity_sync.coordinator import CheckpointCoordinator
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -133,6 +138,25 @@ def stopped_if_killed(settings: Settings) -> Iterator[None]:
         yield
     finally:
         watchdog.communicate(b"all is well")
+
+
+@pytest.fixture
+def api(stack: StackState) -> "Api":
+    from tests.integration.prefect_api import Api
+
+    return Api()
+
+
+@pytest.fixture
+def saves(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> "Iterator[CheckpointCoordinator]":
+    """A job on the session's stack."""
+    from trinity_sync.coordinator import CheckpointCoordinator
+
+    coordinator = CheckpointCoordinator(root, settings=stack_settings)
+    yield coordinator
+    coordinator.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,11 @@
 """A job on the session's stack, which writes 40 MB/s: a save of 60 MB takes more than a second."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.prefect_api import Api
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.settings import Settings
 
 
 @pytest.fixture
@@ -18,17 +14,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
+def saves(saves: CheckpointCoordinator) -> CheckpointCoordinator:
     """A job whose step 1 is committed."""
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    coordinator.save(1, {"model": {"w": torch.ones(10)}})
-    coordinator.wait_all(120)
-    yield coordinator
-    coordinator.close()
+    saves.save(1, {"model": {"w": torch.ones(10)}})
+    saves.wait_all(120)
+    return saves

@@ -5,12 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.prefect_api import Api
 from tests.unit.job import Job
-from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.iteration import advance_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
@@ -23,21 +19,6 @@ def root(tmp_path: Path) -> Path:
     made = tmp_path / "ckpts"
     made.mkdir()
     return made
-
-
-@pytest.fixture
-def api(stack: StackState) -> Api:
-    return Api()
-
-
-@pytest.fixture
-def saves(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> Iterator[CheckpointCoordinator]:
-    """A job on the session's stack."""
-    coordinator = CheckpointCoordinator(root, settings=stack_settings)
-    yield coordinator
-    coordinator.close()
 
 
 @pytest.fixture
