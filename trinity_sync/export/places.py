@@ -12,6 +12,7 @@ from trinity_sync.export.writing import progress_of
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.durable import sync_folder
 from trinity_sync.storage.locks import file_lock_if_free
+from trinity_sync.storage.wishes import exports_folder
 
 
 def usable(to: Path, root: Path) -> Path:
@@ -46,7 +47,7 @@ def one_export(root: Path, scratch: Path) -> Iterator[None]:
     Raises:
         ExportError: somebody does.
     """
-    exports = root / PRIVATE_FOLDER / "exports"
+    exports = exports_folder(root)
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
     lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
     with file_lock_if_free(lock) as ours:

@@ -25,7 +25,7 @@ from trinity_sync.export.writing import (
     save_tensors,
     write_model,
 )
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, shard_file, step_folder
+from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
@@ -33,7 +33,7 @@ from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, w
 from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.reader import digest_file
 from trinity_sync.storage.steps import require_committed, require_unreplaced
-from trinity_sync.storage.wishes import COMPONENT, Wish, forget_wish, give_up
+from trinity_sync.storage.wishes import COMPONENT, Wish, exports_folder, forget_wish, give_up
 
 HUGGINGFACE = "huggingface"
 ADAPTER = "lora_adapter"
@@ -109,7 +109,7 @@ def export_step(
     folder = step_folder(root, step)
     target = folder / role / HUGGINGFACE if to is None else usable(to, root)
     if to is None:
-        scratch = root / PRIVATE_FOLDER / "exports" / f"{folder.name}.{role}"
+        scratch = exports_folder(root) / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
     with take_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S), one_export(root, scratch):

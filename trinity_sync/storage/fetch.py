@@ -5,9 +5,8 @@ goes on; the folder gets its name, with the manifest inside, when all of it is w
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -65,7 +64,7 @@ def fetch(
     if _is_here(base, manifest):
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
-    with _alone(base):
+    with file_lock(base / PRIVATE_FOLDER / "fetching.lock"):  # one fetch into a root at a time
         folder = base / PRIVATE_FOLDER / "fetching" / f"global_step_{manifest.step}"
         make_folder(folder)
 
@@ -149,10 +148,3 @@ def _commit(root: Path, manifest: Manifest, folder: Path) -> None:
             folder.rename(step_folder(root, manifest.step))
             sync_folder(root)
         announce(root, manifest)
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """One fetch into a root at a time."""
-    with file_lock(root / PRIVATE_FOLDER / "fetching.lock"):
-        yield

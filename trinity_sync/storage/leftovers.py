@@ -30,7 +30,7 @@ from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.recycling import is_ours_alone
 from trinity_sync.storage.steps import require_committed
-from trinity_sync.storage.wishes import exports_of, forget_exports
+from trinity_sync.storage.wishes import exported_steps, exports_of, forget_exports
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,12 @@ def empty_trash(root: Path) -> Iterator[Finding]:
 
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
     """Remove what exports have left of steps that are gone, unless it changed after ``before``."""
-    steps = {int(path.name.split(".")[0].rpartition("_")[2]) for path in _exports(root)}
-    for step in sorted(steps.difference(steps_on_disk(root))):
+    for step in sorted(exported_steps(root).difference(steps_on_disk(root))):
         if max(path.lstat().st_mtime for path in exports_of(root, step)) < before:
             forget_exports(root, step)
             yield Finding(
                 str(root), f"exports of step {step}", "mended", "the step is gone; removed"
             )
-
-
-def _exports(root: Path) -> Iterator[Path]:
-    return (root / PRIVATE_FOLDER / "exports").glob("global_step_[0-9]*.*")
 
 
 def remove_temporaries(

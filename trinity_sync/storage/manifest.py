@@ -30,7 +30,8 @@ class FileRecord:
     @property
     def is_shard(self) -> bool:
         """Whether it is all of one rank's state, and not one of several small files."""
-        return self.path.endswith(shard_file(self.component, self.world_size, self.rank))
+        name = shard_file(self.component, self.world_size, self.rank)
+        return PurePosixPath(self.path).name == name
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,7 @@ def _gather(
                     for image in of_role
                     if (image.ticket.component, image.ticket.rank) == (component, rank)
                 ]
-                found.sort(key=lambda image: image.ticket.kind != save.kind)  # its own first
-                image = next(iter(found), None)
+                image = min(found, key=lambda i: i.ticket.kind != save.kind, default=None)
                 # another save of the step, the sync, writes its image itself: wait for its commit
                 theirs = image and image.ticket.kind != save.kind and not image.failed
                 if done:

@@ -25,6 +25,7 @@ AWAITED_S = 86_400.0
 """Seconds for which a wish keeps its step from retention."""
 
 _NAME = re.compile(r"global_step_(\d+)\.([A-Za-z0-9_-]+)\.wish")
+_OF_STEP = re.compile(r"global_step_(\d+)\..+")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Wish:
     """Whether it was tried; a retry of its save renews it."""
 
 
+def exports_folder(root: str | Path) -> Path:
+    """Where wishes are, and exports on their way into a step."""
+    return Path(root) / PRIVATE_FOLDER / "exports"
+
+
 def make_wish(root: str | Path, wish: Wish) -> None:
     """Note a wish, durably; again is harmless."""
     path = _path(root, wish.step, wish.role)
@@ -50,7 +56,7 @@ def make_wish(root: str | Path, wish: Wish) -> None:
 def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
     """The wishes that wait, of one step or of all; torn ones are passed over."""
     found = []
-    for path in sorted((Path(root) / PRIVATE_FOLDER / "exports").glob("*.wish")):
+    for path in sorted(exports_folder(root).glob("*.wish")):
         match = _NAME.fullmatch(path.name)
         if match and step in (None, int(match[1])):
             try:
@@ -94,8 +100,13 @@ def forget_exports(root: str | Path, step: int) -> None:
 
 def exports_of(root: str | Path, step: int) -> list[Path]:
     """What there is of a step's exports, granted, under way or broken off."""
-    exports = Path(root) / PRIVATE_FOLDER / "exports"
-    return sorted(exports.glob(f"{step_folder(root, step).name}.*"))
+    return sorted(exports_folder(root).glob(f"{step_folder(root, step).name}.*"))
+
+
+def exported_steps(root: str | Path) -> set[int]:
+    """The steps of which `exports_of` finds something."""
+    matches = (_OF_STEP.fullmatch(path.name) for path in exports_folder(root).glob("*"))
+    return {int(match[1]) for match in matches if match}
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:
@@ -105,5 +116,4 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 
 
 def _path(root: str | Path, step: int, role: str) -> Path:
-    exports = Path(root) / PRIVATE_FOLDER / "exports"
-    return exports / f"{step_folder(root, step).name}.{role}.wish"
+    return exports_folder(root) / f"{step_folder(root, step).name}.{role}.wish"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trinity_sync.errors import CommitError, WeightSyncError
-from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
 from trinity_sync.snapshot.published import Published
 from trinity_sync.storage.claims import take_lease
@@ -147,8 +147,7 @@ class Holder:
                     record
                     for record in manifest.files
                     if (record.role, record.component) == (version.role, "model")
-                    and Path(record.path).name
-                    == shard_file("model", record.world_size, record.rank)
+                    and record.is_shard
                 ),
                 key=lambda record: record.rank,
             )
