@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
 from tests.conftest import left_of, processes_of
@@ -42,40 +41,6 @@ def test_help_shows_examples_and_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "typer" in imported
     assert not imported & {"torch", "ray", "prefect", "sqlalchemy", "numpy"}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "up",
-        "down",
-        "prune",
-        "pin",
-        "unpin",
-        "tag",
-        "untag",
-        "status",
-        "deploy",
-        "worker",
-        "ls",
-        "show",
-        "rewind",
-        "replicate",
-        "fetch",
-        "verify",
-        "reconcile",
-        "export",
-        "weights",
-        "diff",
-        "doctor",
-        "report",
-    ],
-)
-def test_each_command_shows_an_example(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert "Example" in done.stdout
-    assert f"trinity-sync {command}" in done.stdout
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
