@@ -1,8 +1,12 @@
 """An image is the file that torch.save would have written, as far as any reader can tell."""
 
+import gc
 import io
+import sys
+import weakref
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 def image_of(state: Any) -> bytes:
     layout, storages = lay_out(state)
     image = torch.full((layout.nbytes + 5,), 0xAB, dtype=torch.uint8)
-    fill(image, layout, storages, headers=True)
+    fill(image, layout, storages)
     return image[: layout.nbytes].numpy().tobytes()
 
 
@@ -99,11 +103,85 @@ def test_the_pickle_is_the_one_that_torch_writes(state: Any) -> None:
 def test_a_known_layout_is_used_only_where_it_gives_the_same_file(first: Any, second: Any) -> None:
     known, storages = lay_out(first)
     image = torch.zeros(known.nbytes, dtype=torch.uint8)
-    fill(image, known, storages, headers=True)
+    fill(image, known, storages)
     layout, storages = lay_out(second, known)
     if layout is known:
-        fill(image, layout, storages, headers=False)
+        fill(image, layout, storages, there=known)
         assert_equal(loaded(image.numpy().tobytes()), second)
+
+
+def rebuilt(state: Any, leaf: Callable[[Any], Any], shared: list[Any]) -> Any:
+    """An equal state, but for what ``leaf`` makes of its leaves; sharing of containers stays."""
+    made: dict[int, Any] = {}
+
+    def build(value: Any) -> Any:
+        if value == "shared":
+            return build(shared)
+        if isinstance(value, str):
+            return sys.intern(leaf(value))
+        if not isinstance(value, (dict, list, tuple)):
+            return leaf(value)
+        if id(value) not in made:
+            if isinstance(value, dict):
+                made[id(value)] = type(value)((build(k), build(v)) for k, v in value.items())
+            else:
+                made[id(value)] = type(value)(map(build, value))
+            if isinstance(value, OrderedDict):
+                made[id(value)].attribute = list(map(build, value.values()))
+        return made[id(value)]
+
+    return build(state)
+
+
+def without_identity(image: bytes) -> bytes:
+    """Without the archive's serialization_id and its checksum; that of the pickle is checked."""
+    with zipfile.ZipFile(io.BytesIO(image)) as archive:
+        assert archive.read("archive/data.pkl")
+        name = "archive/.data/serialization_id"
+        identity, checksum = archive.read(name), archive.getinfo(name).CRC.to_bytes(4, "little")
+    return image.replace(identity, b"").replace(checksum, b"")
+
+
+shared_states = st.recursive(
+    leaves | st.floats() | st.just("shared"),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.floats() | st.text(max_size=3), inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4).map(OrderedDict)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    shared_states, st.lists(st.floats(), min_size=1), st.sampled_from(["floats", "all"]), st.data()
+)
+@settings(max_examples=100, deadline=None)
+def test_a_layout_with_other_values_is_the_one_laid_out_afresh(
+    state: Any, shared: list[float], change: str, data: st.DataObject
+) -> None:
+    def other(value: Any) -> Any:
+        changes = isinstance(value, float if change == "floats" else (float, int, str))
+        return data.draw(alike(value)) if changes else value
+
+    first = rebuilt([torch.zeros(3), shared, state], lambda value: value, shared)
+    changed = rebuilt([torch.zeros(3), shared, state], other, shared)
+    known, storages = lay_out(first)
+    again, changed_storages = lay_out(changed, known)
+    image = torch.full((max(known.nbytes, again.nbytes),), 0xAB, dtype=torch.uint8)
+    fill(image, known, storages)
+    fill(image, again, changed_storages, there=known)
+    image = image[: again.nbytes].numpy().tobytes()
+    assert without_identity(image) == without_identity(image_of(changed))
+
+
+def alike(value: float | int | str) -> st.SearchStrategy[Any]:
+    if isinstance(value, float):
+        return st.floats()
+    if isinstance(value, bool):
+        return st.booleans()
+    return st.just(value) | (st.text(max_size=3) if value == str(value) else st.integers())
 
 
 def test_tied_tensors_and_views_stay_shared() -> None:
@@ -129,6 +207,44 @@ def test_a_plain_value_that_changes_is_laid_out_anew() -> None:
     assert lay_out({"w": weight, "lr": 0.2}, known)[0] is not known
     assert lay_out({"w": weight, "lr": -0.0}, lay_out({"w": weight, "lr": 0.0})[0])[0].structure
     assert loaded(image_of({"lr": -0.0}))["lr"].hex() == "-0x0.0p+0"
+
+
+@pytest.mark.parametrize("rate", [0.2, -0.0, float("nan"), float("inf"), 5e-324])
+def test_a_float_that_changes_is_put_into_the_known_layout(rate: float) -> None:
+    betas = (0.9, 0.999)
+
+    def state(rate: float) -> Any:
+        groups = [{"lr": 0.1, "betas": betas}, {"lr": rate, "betas": betas, "eps": rate}]
+        values = OrderedDict({1.5: rate})
+        values.attributes = [2.5, rate]  # type: ignore[attr-defined]
+        return {
+            "state": [torch.ones(3), torch.ones(2)],
+            "param_groups": groups,
+            "others": [values, values.__dict__, 0.1],
+        }
+
+    known, _ = lay_out(state(0.1))
+    layout, storages = lay_out(state(rate), known)
+    assert [*map(id, layout.extents[1:-1])] == [*map(id, known.extents[1:-1])]
+    image = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    fill(image, layout, storages)
+    assert without_identity(image.numpy().tobytes()) == without_identity(image_of(state(rate)))
+    again = loaded(image.numpy().tobytes())["param_groups"]
+    assert [group["lr"].hex() for group in again] == [(0.1).hex(), rate.hex()]
+    assert lay_out(state(rate), layout)[0] is layout
+
+
+def test_a_state_is_let_go_of_at_once() -> None:
+    numbers = np.ones(1000)
+    alive = weakref.ref(numbers)
+    gc.disable()
+    try:
+        known = lay_out({"w": torch.from_numpy(numbers)})[0]
+        lay_out({"w": torch.from_numpy(numbers)}, known)
+        del numbers
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

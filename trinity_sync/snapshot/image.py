@@ -8,32 +8,44 @@ were shared stay shared, because holes belong to storages, not to tensors.
 
 Holes start at multiples of 4,096 bytes, so that a filled image can be written with direct I/O.
 Laying out costs tens of microseconds a tensor; where the structure and the plain values are those
-of an earlier layout, that layout is used again.
+of an earlier layout, that layout is used again. Where only floats differ, as under a schedule of
+the learning rate, they and the checksum that covers them are put into a copy of its first and last
+headers. What stays is the archive's ``serialization_id``, which torch logs and nobody compares.
 """
 
 import gc
 import hashlib
-import pickle
-from collections import OrderedDict
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
-from trinity_sync.snapshot.structure import Structure, is_plain, structure_of
+from trinity_sync.snapshot.pickling import Noting
+from trinity_sync.snapshot.structure import Read, Structure, structure_of
 
 ALIGNMENT = 4096
 
 Storages = Sequence[torch.UntypedStorage]
+
+
+@dataclass(frozen=True)
+class _Floats:
+    """Where the plain floats of a layout are."""
+
+    places: Sequence[int]
+    """In the first extent."""
+    pickle: slice
+    """Of the first extent: what the checksum, which lies 4 bytes behind it, is of."""
+    listed: int
+    """Where the last extent, the archive's directory, has that checksum once more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +60,11 @@ class Layout:
     nbytes: int
     extents: list[tuple[int, bytes]]
     holes: list[tuple[int, int]]
-    structure: Structure | None
+    structure: Structure | None = None
+    floats: bytes = b""
+    """Values of the plain floats, as `Read` has them."""
+    places: _Floats | None = None
+    """None where they are not known."""
 
     @cached_property
     def digest(self) -> str:
@@ -88,32 +104,71 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         ImageError: this version of torch lays files out in a way that is not understood.
     """
     read = structure_of(state)
-    if read and known and read[0] == known.structure:
-        return known, read[1]
-    sink = _Sink()
-    found: dict[str, torch.UntypedStorage] = {}
-    recorder = SimpleNamespace(__name__="pickle", Pickler=_recording_pickler(found))
-    with _aligned(), torch.serialization.skip_data():
-        torch.save(state, sink, pickle_module=recorder)  # type: ignore[arg-type]
-    storages = [storage for storage in found.values() if storage.nbytes()]
+    if read and known and read.structure == known.structure:
+        if read.floats == known.floats:
+            return known, read.storages
+        if known.places:
+            return _with_floats(known, known.places, read.floats), read.storages
+    sink, noting = _Sink(), Noting()
+    try:
+        with _aligned(), torch.serialization.skip_data():
+            torch.save(state, sink, pickle_module=noting)  # type: ignore[arg-type]
+        return _planned(sink, noting, read)
+    finally:
+        noting.forget()
+
+
+def _planned(sink: "_Sink", noting: Noting, read: Read | None) -> tuple[Layout, Storages]:
+    """What was written, with what was noted and read meanwhile."""
+    storages = [storage for storage in noting.storages.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
         raise ImageError(
             f"torch {torch.__version__} saves storages in an order that trinity_sync does not "
             "know; install a torch version that trinity_sync supports"
         )
+    extents = sink.extents()
     if read is None:
-        return Layout(sink.size, sink.extents(), sink.holes, None), storages
-    structure, live = read
-    extents, holes, own = sink.extents(), [], []
-    known_to_walk = {storage.data_ptr() for storage in live}
+        return Layout(sink.size, extents, sink.holes), storages
+    # no more floats than those that the walk met, so each is where the pickler met it
+    places = _places(extents, noting) if read.floats == noting.floats else None
+    holes, own = [], []
+    known_to_walk = {storage.data_ptr() for storage in read.storages}
     for hole, storage in zip(sink.holes, storages, strict=True):
         if storage.data_ptr() in known_to_walk:
             holes.append(hole)
             own.append(storage)
         else:  # a tensor inside of a device mesh, which is part of the structure
-            extents.append((hole[0], bytes_of(storage).cpu().numpy().tobytes()))
-    same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in live]
-    return Layout(sink.size, extents, holes, structure if same_order else None), own
+            content = bytes_of(storage).cpu().numpy().tobytes()
+            extents.insert(-1, (hole[0], content))
+    same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in read.storages]
+    structure = read.structure if same_order else None
+    return Layout(sink.size, extents, holes, structure, read.floats, places), own
+
+
+def _places(extents: Sequence[tuple[int, bytes]], noting: Noting) -> _Floats | None:
+    """Where the floats and the checksums of the pickle are; None if that is not understood."""
+    first, last = extents[0][1], extents[-1][1]
+    start = first.find(noting.content)
+    stop, listed = start + len(noting.content), last.find(b"PK\x01\x02") + 16
+    checksum = zlib.crc32(noting.content).to_bytes(4, "little")
+    if len(extents) < 2 or first[stop : stop + 8] != b"PK\x07\x08" + checksum:
+        return None
+    if last[listed : listed + 4] != checksum:
+        return None
+    return _Floats([start + place for place in noting.places], slice(start, stop), listed)
+
+
+def _with_floats(known: Layout, places: _Floats, floats: bytes) -> Layout:
+    """The layout of a state that differs in plain floats only; it shares most extents."""
+    (start, head), *others, (end, directory) = known.extents
+    first, last = bytearray(head), bytearray(directory)
+    for number, place in enumerate(places.places):
+        first[place : place + 8] = floats[8 * number : 8 * number + 8]
+    checksum = zlib.crc32(first[places.pickle]).to_bytes(4, "little")
+    first[places.pickle.stop + 4 : places.pickle.stop + 8] = checksum
+    last[places.listed : places.listed + 4] = checksum
+    extents = [(start, bytes(first)), *others, (end, bytes(last))]
+    return replace(known, extents=extents, floats=floats)
 
 
 def fill(
@@ -121,25 +176,27 @@ def fill(
     layout: Layout,
     storages: Storages,
     *,
-    headers: bool,
+    there: Layout | None = None,
     computed: Computed | None = None,
     threads: int = 0,
 ) -> None:
-    """Copy the state's data, and its headers unless they are there already, into ``image``.
+    """Copy the state's data, and those headers that are not there already, into ``image``.
 
     Args:
         image: ``uint8`` tensor in shared memory, at least ``layout.nbytes`` long.
         layout: as planned by `lay_out`.
         storages: as returned by `lay_out`, on any device.
-        headers: False if ``image`` holds this very layout from an earlier call.
+        there: the layout that ``image`` holds from an earlier call; what both share stays.
         computed, threads: as in `copy_into`.
     """
     if len(image) < layout.nbytes:
         raise ImageError(f"an image of {layout.nbytes:,} bytes does not fit into {len(image):,}")
-    if headers:
-        memory = image.numpy().data
-        for offset, content in layout.extents:
-            memory[offset : offset + len(content)] = content
+    if there is not layout:
+        memory, written = image.numpy().data, set(map(id, there.extents if there else ()))
+        for extent in layout.extents:
+            if id(extent) not in written:
+                offset, content = extent
+                memory[offset : offset + len(content)] = content
     offsets = (offset for offset, _ in layout.holes)
     parts = list(zip(offsets, storages, strict=True))
     copy_into(image, parts, computed=computed, threads=threads)
@@ -171,65 +228,6 @@ class _Sink:
 
     def extents(self) -> list[tuple[int, bytes]]:
         return [(offset, bytes(content)) for offset, content in self._extents if content]
-
-
-_PLAIN = (str, int, bool, float, type(None), tuple, list, dict, OrderedDict, torch.Size)
-_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
-_NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
-_NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
-"""Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
-
-
-def _recording_pickler(found: dict[str, torch.UntypedStorage]) -> type[pickle.Pickler]:
-    """A pickler that notes every storage under the key that ``torch.save`` gives to it.
-
-    The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
-    own way to the same result costs as much as all the rest of a layout.
-    """
-    alike: dict[tuple[Any, ...], Any] = {}
-    newer = torch.storage._new_dtypes()  # float8 and the like have another form
-
-    class RecordingPickler(pickle.Pickler):
-        def __init_subclass__(cls) -> None:
-            name_storage = cls.persistent_id
-
-            def persistent_id(self: pickle.Pickler, obj: Any) -> Any:
-                if type(obj) in _NO_STORAGE:
-                    return None
-                name = name_storage(self, obj)
-                if name is not None:
-                    found.setdefault(name[2], getattr(obj, "_untyped_storage", obj))
-                return name
-
-            cls.persistent_id = persistent_id  # type: ignore[method-assign]
-
-        def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
-                return _reduced(obj)
-            if type(obj) is OrderedDict and not obj and not obj.__dict__:
-                return OrderedDict, ()
-            if type(obj) is not DTensor or obj.__dict__:
-                return NotImplemented
-            # those of one spec, which is kept while this lives, differ in their shards only
-            like = id(obj._spec), obj.requires_grad, obj.dtype, obj.device
-            if like not in alike:
-                alike[like] = obj.__reduce_ex__(2)
-            rebuild, (*same, (attributes, slots)) = alike[like]
-            mine = {**slots, "_local_tensor": obj._local_tensor}
-            return rebuild, (*same, (attributes, mine))
-
-    return RecordingPickler
-
-
-def _reduced(tensor: torch.Tensor) -> Any:
-    """What ``torch.Tensor.__reduce_ex__`` gives for a plain tensor: the form that ``.pt`` has."""
-    storage = torch.TypedStorage(
-        wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
-    )
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    hooks: OrderedDict[Any, Any] = OrderedDict()
-    place = (storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks)
-    return torch._utils._rebuild_tensor_v2, place
 
 
 _alignment_lock = Lock()

@@ -155,7 +155,7 @@ class Stager:
         folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
         for folder, (path, packed) in folders.items():
             if packed is not None:
-                layout = Layout(len(packed), [(0, packed)], [], None)
+                layout = Layout(len(packed), [(0, packed)], [])
                 parts.append(_Part(folder, path, "folder", layout, [], None))
         return Plan(
             origin=origin,
@@ -266,13 +266,12 @@ class Stager:
         image = slot.image(part.layout.nbytes)
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
-        headers = slot.laid_out is not part.layout
-        slot.laid_out = None  # until it is whole
+        there, slot.laid_out = slot.laid_out, None  # until it is whole
         fill(
             image,
             part.layout,
             part.storages,
-            headers=headers,
+            there=there,
             computed=plan.computed,
             threads=threads,
         )

@@ -1,23 +1,45 @@
 """What decides the headers of an image: keys, shapes, dtypes, sharing and plain values.
 
 Two states of equal structure are laid out in the same way, so only their tensor data has to be
-copied. A state with a value that cannot be compared cheaply and surely (a NumPy array, an object
-of a user's class, a tensor that carries attributes) has no structure here and is laid out afresh.
+copied, and their floats, which are told apart: they are what differs from save to save. A state
+with a value that cannot be compared cheaply and surely (a NumPy array, an object of a user's class,
+a tensor that carries attributes) has no structure here and is laid out afresh.
 """
 
+import struct
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 Structure = list[Any]
-"""All that decides the headers, flat, in the order of a walk."""
+"""All that decides the headers but the values of floats, flat, in the order of a pickle."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a walk over a state finds."""
+
+    structure: Structure
+    floats: bytes
+    """`packed`, in the order of a pickle."""
+    storages: list[torch.UntypedStorage]
+    """Those that are not empty, each once."""
+
+
+def packed(floats: Sequence[float]) -> bytes:
+    """Floats as they are in a pickle, eight bytes each: tells -0.0 from 0.0, and nan equals nan."""
+    return struct.pack(f">{len(floats)}d", *floats)
+
 
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _SPECIAL = _COMPLEX | _QUANTIZED
 _PLAIN = frozenset((int, str, bytes, bool, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -33,18 +55,17 @@ class _NotComparable(Exception):
     """The state holds a value whose equality says nothing about its pickle."""
 
 
-def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | None:
-    """The structure of ``state`` and its non-empty storages in the order that it visits them.
-
-    Returns None for a state that has to be laid out afresh.
-    """
+def structure_of(state: Any) -> Read | None:
+    """Read what decides the headers of ``state``; None if it has to be laid out afresh."""
     found: Structure = []
+    floats: list[float] = []
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
+    seen: dict[int, int] = {}
     note = found.append  # local names: this walk is all that a known state costs
     strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
 
-    def visit(value: Any) -> None:
+    def walk(value: Any) -> None:
         kind = type(value)
         note(kind)
         if kind is DTensor:
@@ -84,30 +105,36 @@ def structure_of(state: Any) -> tuple[Structure, list[torch.UntypedStorage]] | N
                     nbytes,
                 )
             )
-        elif kind is dict or kind is OrderedDict:
+        elif kind is float:
+            floats.append(value)
+        elif kind in _PLAIN:
+            note(value)
+        elif kind not in _CONTAINERS:
+            raise _NotComparable
+        elif (address := id(value)) in seen:
+            note(~seen[address])  # a pickle, too, has it once
+        else:
+            seen[address] = len(seen)
             note(len(value))
-            if kind is OrderedDict:
-                visit(value.__dict__)  # a module's state has its _metadata there
+            if kind is list or kind is tuple:
+                for item in value:
+                    visit(item)
+                return
             for key, item in value.items():
                 if type(key) is str:
                     note(key)
                 else:
                     visit(key)
                 visit(item)
-        elif kind is list or kind is tuple:
-            note(len(value))
-            for item in value:
-                visit(item)
-        elif kind in _PLAIN:
-            note(value)
-        elif kind is float:
-            note(value.hex())  # tells -0.0 from 0.0, and nan equals nan
-        else:
-            raise _NotComparable
+            if kind is OrderedDict:
+                visit(value.__dict__)  # a module's state has its _metadata there
 
+    visit: Callable[[Any], None] = walk
     try:
         with torch._C.DisableTorchFunctionSubclass():  # attributes of DTensors are read as they are
             visit(state)
     except _NotComparable:
         return None
-    return found, live
+    finally:
+        visit = note  # a function that refers to itself would live until a garbage collection
+    return Read(found, packed(floats), live)

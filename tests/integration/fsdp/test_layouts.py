@@ -26,7 +26,7 @@ def test_the_layout_of_a_trained_state_is_used_again(one_rank: None, tiny: Path)
         again, storages = lay_out(state, layouts[name])
         assert again is layouts[name]
         image = torch.zeros(again.nbytes, dtype=torch.uint8)
-        fill(image, again, storages, headers=True)
+        fill(image, again, storages)
         loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
         assert differences(copied(state), copied(loaded)) == []
         assert [like(mine) for mine in dtensors(loaded)] == [like(own) for own in dtensors(state)]
@@ -42,7 +42,7 @@ def test_a_dtensor_that_carries_an_attribute_is_laid_out_with_it(
     layout, storages = lay_out(state, known)
     assert layout is not known
     image = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    fill(image, layout, storages, headers=True)
+    fill(image, layout, storages)
     loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
     assert [tensor.__dict__ for tensor in loaded.values()][:2] == [{"tag": "mine"}, {}]
 

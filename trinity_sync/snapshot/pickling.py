@@ -1,0 +1,130 @@
+"""The pickle that ``torch.save`` writes, with a note of the storages and of where the floats are.
+
+Floats are what changes in a state from save to save beside tensors: the learning rate of a
+schedule, for one. In a pickle each is an opcode and eight bytes, whatever its value, and nothing
+refers to it, so where they are is where those of the same structure are. No pickler tells; so each
+float is written as a persistent reference to one that no state holds, and put back afterwards.
+"""
+
+import io
+import pickle
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import IO, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.structure import is_plain, packed
+
+_PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
+_NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
+"""Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
+
+_MARK = struct.unpack(">d", b"\x3f" + secrets.token_bytes(7))[0]
+_MARKED = pickle.BINFLOAT + struct.pack(">d", _MARK) + pickle.BINPERSID
+
+
+class Noting:
+    """A pickle module for one ``torch.save``, and what was noted meanwhile.
+
+    The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
+    own way to the same result costs as much as all the rest of a layout.
+    """
+
+    __name__ = "pickle"
+
+    def __init__(self) -> None:
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        """By the key that torch gives them, in the order of their numbers."""
+        self.content = b""
+        self.floats = b""
+        """All that are in ``content``, in the order of their places, `packed`."""
+        self.places: list[int] = []
+        self.Pickler = _pickler(self)
+
+    def take(self, marked: bytes, floats: Sequence[float]) -> bytes:
+        """Put the floats into the places of their marks, and note both.
+
+        Raises:
+            ImageError: there are other marks than those of floats.
+        """
+        first, *rest = marked.split(_MARKED)
+        if len(rest) != len(floats):
+            raise ImageError("the state happens to hold bytes that mark floats; save it again")
+        self.floats = packed(floats)
+        content = bytearray(first)
+        for number, after in enumerate(rest):
+            self.places.append(len(content) + 1)
+            content += pickle.BINFLOAT + self.floats[8 * number : 8 * number + 8] + after
+        self.content = bytes(content)
+        return self.content
+
+    def forget(self) -> None:
+        """Let go of the state: the pickler, a class, lives until a garbage collection."""
+        vars(self).clear()
+
+
+def _pickler(noted: Noting) -> type[pickle.Pickler]:
+    newer = torch.storage._new_dtypes()  # float8 and the like have another form
+
+    class NotingPickler(pickle.Pickler):
+        def __init__(self, file: IO[bytes], protocol: int) -> None:
+            self._file, self._marked = file, io.BytesIO()
+            self._floats: list[float] = []
+            self._alike: dict[tuple[Any, ...], Any] = {}
+            super().__init__(self._marked, protocol)
+
+        def __init_subclass__(cls) -> None:
+            name_storage = cls.persistent_id
+
+            def persistent_id(self: NotingPickler, obj: Any) -> Any:
+                kind = type(obj)
+                if kind in _NO_STORAGE:
+                    return None
+                if kind is float:
+                    self._floats.append(obj)
+                    return _MARK
+                name = name_storage(self, obj)
+                if name is not None:
+                    noted.storages.setdefault(name[2], getattr(obj, "_untyped_storage", obj))
+                return name
+
+            cls.persistent_id = persistent_id  # type: ignore[assignment,method-assign]
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            self._file.write(noted.take(self._marked.getvalue(), self._floats))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
+                return _reduced(obj)
+            if type(obj) is OrderedDict and not obj and not obj.__dict__:
+                return OrderedDict, ()
+            if type(obj) is not DTensor or obj.__dict__:
+                return NotImplemented
+            # those of one spec, which is kept while this lives, differ in their shards only
+            like = id(obj._spec), obj.requires_grad, obj.dtype, obj.device
+            if like not in self._alike:
+                self._alike[like] = obj.__reduce_ex__(2)
+            rebuild, (*same, (attributes, slots)) = self._alike[like]
+            mine = {**slots, "_local_tensor": obj._local_tensor}
+            return rebuild, (*same, (attributes, mine))
+
+    return NotingPickler
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """What ``torch.Tensor.__reduce_ex__`` gives for a plain tensor: the form that ``.pt`` has."""
+    storage = torch.TypedStorage(
+        wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
+    )
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    place = (storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks)
+    return torch._utils._rebuild_tensor_v2, place
