@@ -19,12 +19,16 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.persist import Save, Written, mark_failed
+from trinity_sync.storage.persist import Part, Save, Written, mark_failed
+from trinity_sync.storage.placement import Share
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
 
 logger = logging.getLogger(__name__)
+
+MOST_ROWS = 200
+"""Of a table in the Prefect UI, which is one request to the server."""
 
 
 @task(
@@ -34,25 +38,32 @@ logger = logging.getLogger(__name__)
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> bool:
-    """Wait for save functions, write manifest and iteration files, then free the slots.
+def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> bool:
+    """Wait for this node's functions, write manifest and iteration files, then free its slots.
+
+    Args:
+        request: of the save.
+        parts: what the tasks of all nodes have made.
+        home: what this node holds.
 
     Returns:
         Whether models of the step are to be exported.
     """
     save, settings = save_of(request), Settings()
-    node = JobSpool(Path(spool))
+    node = JobSpool(Path(home.spool))
+    written = [file for part in parts for file in part.written]
+    elsewhere = [receipt for part in parts for receipt in part.receipts]
     shards = sum(file.record.component not in FOLDERS for file in written)
     earlier = own_manifest(save.root, save.run, save.step)
     listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
     receipts = await_receipts(
         node,
         save,
-        at_least=max(0, request.expected - shards - listed),
+        at_least=max(0, request.expected - shards - listed - len(elsewhere)),
         gather_s=settings.gather_s,
     )
     note_wishes(save, written)
-    manifest = commit(save, written, receipts, recycle=settings.recycle)
+    manifest = commit(save, written, [*elsewhere, *receipts], recycle=settings.recycle)
     tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:
@@ -76,19 +87,35 @@ def note_wishes(save: Save, written: Sequence[Written]) -> None:
         make_wish(save.root, Wish(save.run, save.step, role, trusted))
 
 
+@task(name="free slots", persist_result=False)
+def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> None:
+    """Free the slots of another node than the commit's, whose task does it at home.
+
+    Args:
+        request: of a save that is committed.
+        parts: what the tasks of the node have made.
+        share: what the node holds.
+    """
+    written = [file for part in parts for file in part.written]
+    release_slots(JobSpool(Path(share.spool)), save_of(request), written)
+
+
 @task(name="note failure", persist_result=False)
-def note_failure(request: SaveRequest, spool: str, reason: str) -> None:
+def note_failure(request: SaveRequest, share: Share, reason: str) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first."""
-    mark_failed(JobSpool(Path(spool)), save_of(request), reason)
+    mark_failed(JobSpool(Path(share.spool)), save_of(request), reason)
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:
-    """Put the committed files into the run's page of the Prefect UI."""
+    """Put the committed files into the run's page of the Prefect UI; of many, the largest."""
     seconds = {file.record.path: file.seconds for file in written}
+    shown = sorted(manifest.files, key=lambda file: -file.nbytes)[:MOST_ROWS]
+    left_out = len(manifest.files) - len(shown)
     create_table_artifact(
         key="committed-files",
         description=f"**{request.run_name}** committed: {manifest.nbytes:,} bytes in "
-        f"`{request.root}/global_step_{request.step}`",
+        f"`{request.root}/global_step_{request.step}`"
+        + (f"; {left_out:,} smaller files are not shown" if left_out else ""),
         table=[
             {
                 "file": file.path,
@@ -98,7 +125,7 @@ def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -
                 else "",
                 "digest": file.digest,
             }
-            for file in manifest.files
+            for file in sorted(shown, key=lambda file: file.path)
         ],
     )
 

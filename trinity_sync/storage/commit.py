@@ -42,6 +42,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.persist import Save, Written, identity_of
+from trinity_sync.storage.placement import named
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.writer import digest_of
@@ -181,13 +182,12 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
 
     Until one of them fills a slot, `load_shards` finds the committed file there.
     """
-    digests = {(file.slot, file.image): file.record.digest for file in written if file.slot}
-    for (slot, image), digest in digests.items():
-        release(Path(slot), image, digest)  # nothing happens to another node's
+    digests = {file.image: file.record.digest for file in written}
     for sealed in spool.of_step(save.run, save.step)[0]:
         ticket = sealed.ticket
-        if ticket.kind == save.kind and ticket.role in save.roles:
-            release(sealed.slot, ticket.image)  # not needed: another save committed the same file
+        own = ticket.kind == save.kind and ticket.role in save.roles
+        if own or ticket.image in digests:  # not written: another save committed the same file
+            release(sealed.slot, ticket.image, digests.get(ticket.image, ""))
     forget_receipts(spool, save.run, save.step, save.kind)
 
 
@@ -210,7 +210,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
                 ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
-                problems.append(f"role {role} lacks {component} of ranks {absent}")
+                problems.append(f"role {role} lacks {component} of {named(absent)}")
     if problems:
         raise MissingShards(
             f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
@@ -226,8 +226,15 @@ def _earlier(save: Save) -> Manifest | None:
         return None
 
 
+def make_durable(save: Save, receipts: Sequence[Receipt]) -> None:
+    """Sync the files that save functions wrote on this node, whose page cache may have them."""
+    for name in {name for receipt in receipts for name in receipt.files}:
+        with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
+            os.fsync(file.fileno())  # one that has vanished is named by the commit
+
+
 def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Iterator[FileRecord]:
-    """The files that save functions wrote, made durable here.
+    """The files that save functions wrote.
 
     Not those ``named`` already: a function's list has all that changed while it ran, and so the
     shards of a sync that was committed meanwhile, too.
