@@ -30,7 +30,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_lives, process_name
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.steps import require_committed
 
@@ -189,7 +189,7 @@ def tag(
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
-    """Remove the pin of a step, or the tag of a name; whether there was one.
+    """Remove the pin of a step, or the tag of a name, durably; whether there was one.
 
     Raises:
         ConfigError: no tag can have such a name.
@@ -199,6 +199,7 @@ def unpin(root: str | Path, which: int | str) -> bool:
         path.unlink()
     except FileNotFoundError:
         return False
+    sync_folder(path.parent)
     return True
 
 
