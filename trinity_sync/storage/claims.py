@@ -30,6 +30,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.steps import require_committed
@@ -268,14 +269,14 @@ def _write_pin(path: Path, pin: Pin) -> None:
     body = asdict(pin)
     del body["name"]  # its file has it
     make_folder(path.parent)
-    replace_file(path, json.dumps(body))
+    replace_file(path, to_text(body))
 
 
 def _read_pin(path: Path) -> Pin | None:
     """The pin of a file, or None if there is no such file (any more)."""
     name = "" if path.stem.isdecimal() else path.stem
     try:
-        return Pin(**json.loads(path.read_text()), name=name)
+        return Pin(**from_text(path.read_text()), name=name)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
