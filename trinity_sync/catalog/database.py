@@ -50,8 +50,8 @@ def opened(url: str) -> Iterator[sa.Engine]:
         if _schema(engine) != SCHEMA:
             _migrate(engine, where)
         yield engine
-    except DBAPIError as error:
-        why = " ".join(str(error.orig).split())
+    except (DBAPIError, UnicodeDecodeError) as error:  # the latter of a file that is damaged
+        why = " ".join(str(getattr(error, "orig", error)).split())
         raise CatalogError(
             f"the catalog {where} does not answer or refuses: {why}. Saves go on without "
             "it; when it is back: trinity-sync catalog rebuild ROOT"

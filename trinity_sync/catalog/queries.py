@@ -58,7 +58,9 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
             metrics[each.job, each.step][each.name] = each.value
         of_job = [] if job is None else [Claim.job == job]
         for each in connection.execute(sa.select(Claim.__table__).where(*of_job)):
-            held[each.job, each.step].append(f"{WORDS[each.kind]} {each.holder}".strip())
+            held[each.job, each.step].append(
+                f"{WORDS.get(each.kind, each.kind)} {each.holder}".strip()
+            )
         of_job = [] if job is None else [Step.job == job]
         wanted = sa.select(Step.__table__).where(*of_job).order_by(Step.run, Step.step)
         for each in connection.execute(wanted):

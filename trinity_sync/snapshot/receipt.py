@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Kind, check_name
 from trinity_sync.snapshot.spool import JobSpool, own_folder
 
@@ -54,13 +55,23 @@ def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
 
 
 def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Receipt]:
-    """The receipts of one save, settled."""
+    """The receipts of one save, settled.
+
+    Raises:
+        SpoolError: one of them is torn.
+    """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
             body = json.loads(path.read_text())
+            receipt = Receipt(**{**body, "files": tuple(body["files"])})
         except FileNotFoundError:
             continue  # forgotten meanwhile
-        yield Receipt(**{**body, "files": tuple(body["files"])}).settled
+        except (ValueError, TypeError, KeyError) as error:
+            raise SpoolError(
+                f"receipt {path} of step {step} is torn, so nobody can tell how that save function "
+                "ended. Remove it; the step is not committed, the next save goes on."
+            ) from error
+        yield receipt.settled
 
 
 def forget_receipts(spool: JobSpool, run: int, step: int, kind: Kind) -> None:

@@ -30,7 +30,8 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_lives, process_name
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.digested import from_text, to_text
+from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.steps import require_committed
 
@@ -189,7 +190,7 @@ def tag(
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
-    """Remove the pin of a step, or the tag of a name; whether there was one.
+    """Remove the pin of a step, or the tag of a name, durably; whether there was one.
 
     Raises:
         ConfigError: no tag can have such a name.
@@ -199,6 +200,7 @@ def unpin(root: str | Path, which: int | str) -> bool:
         path.unlink()
     except FileNotFoundError:
         return False
+    sync_folder(path.parent)
     return True
 
 
@@ -267,14 +269,14 @@ def _write_pin(path: Path, pin: Pin) -> None:
     body = asdict(pin)
     del body["name"]  # its file has it
     make_folder(path.parent)
-    replace_file(path, json.dumps(body))
+    replace_file(path, to_text(body))
 
 
 def _read_pin(path: Path) -> Pin | None:
     """The pin of a file, or None if there is no such file (any more)."""
     name = "" if path.stem.isdecimal() else path.stem
     try:
-        return Pin(**json.loads(path.read_text()), name=name)
+        return Pin(**from_text(path.read_text()), name=name)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -39,10 +39,12 @@ def damage_of(root: str | Path, step: int) -> Damage | None:
     try:
         body = json.loads(path.read_text())
         files = {str(name): str(wrong) for name, wrong in body["files"].items()}
-        return Damage(files, float(body["verified_at"]))
+        found = Damage(files, float(body["verified_at"]))
+        str(found)  # its time may be none
+        return found
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
         return Damage({DAMAGE_MARK: "is torn or edited"}, path.stat().st_mtime)
 
 

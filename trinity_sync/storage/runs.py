@@ -7,13 +7,13 @@ rewind is a run, too: it annuls the runs between the one whose commit it goes ba
 and with them what those had abandoned.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import create_file, make_folder
 
 
@@ -40,7 +40,7 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
         if newest and newest.key == key:
             return newest
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
-        if create_file(folder / f"{run.number}.json", json.dumps(asdict(run))):
+        if create_file(folder / f"{run.number}.json", to_text(asdict(run))):
             return run
 
 
@@ -54,7 +54,7 @@ def know_run(root: str | Path, run: Run) -> None:
     newest = newest_run(root)
     if newest is None or newest.number < run.number:
         make_folder(_folder(root))
-        create_file(_folder(root) / f"{run.number}.json", json.dumps(asdict(run)))
+        create_file(_folder(root) / f"{run.number}.json", to_text(asdict(run)))
 
 
 def newest_run(root: str | Path) -> Run | None:
@@ -102,7 +102,7 @@ def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
 
 def _read(path: Path) -> Run:
     try:
-        return Run(**json.loads(path.read_text()))
+        return Run(**from_text(path.read_text()))
     except (ValueError, TypeError) as error:
         raise CommitError(
             f"run file {path} is torn or edited; restore it, or remove it if that run is over"

@@ -1,0 +1,160 @@
+"""Every byte of every small file is flipped, and every file is cut at every length.
+
+Whatever is altered, the product resumes from a step that was committed, with the state that was
+saved, keeps what is pinned, refuses what was left behind; or it says in an error of its own what is
+wrong. Shards are altered at many places and are found by verify and by every load.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.mirror import differences, mirror
+from trinity_sync.catalog.queries import jobs
+from trinity_sync.errors import Abandoned, CatalogError, CommitError, TrinitySyncError
+from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
+from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
+from trinity_sync.storage.claims import claimed, pin, tag, take_lease
+from trinity_sync.storage.damage import Damage, mark_damaged
+from trinity_sync.storage.iteration import read_iteration, settle_iteration
+from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import newest_run, open_run, refuse_abandoned
+from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.verify import check, choose
+from trinity_sync.storage.wishes import Wish, awaited, make_wish
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+@pytest.fixture
+def root(job: Job) -> Path:
+    """Run 1 has committed steps 1 and 2, run 2 resumed from step 2 and has committed step 3."""
+    for run, steps, begin in ((1, (1, 2), 0), (2, (3,), 2)):
+        open_run(job.root, str(run), begin)
+        for step in steps:
+            job.stage(step, {"model": {"w": torch.full((50,), float(step))}}, run=run)
+            job.commit(step, run=run)
+    return job.root
+
+
+def altered(path: Path, every: int = 1) -> Iterator[str]:
+    """Alters a file in one place after the other; yields where, and puts it right at the end."""
+    good = path.read_bytes()
+    try:
+        for at in range(0, len(good), every):
+            for byte in {good[at] ^ 1, good[at] ^ 1 << at % 8, ord("e")} - {good[at]}:
+                path.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+                yield f"byte {at} of {path.name} is {byte}"
+        for nbytes in range(0, len(good), 3 * every):
+            path.write_bytes(good[:nbytes])
+            yield f"{path.name} is cut to {nbytes} bytes"
+    finally:
+        path.write_bytes(good)
+
+
+def weights(root: Path, step: int) -> float:
+    return float(load_states(root, step, "actor")["model"]["w"][0])
+
+
+def test_an_altered_manifest_is_passed_over_for_the_step_before(root: Path) -> None:
+    for where in altered(step_folder(root, 3) / "manifest.json"):
+        found = newest(root)
+        assert found.step == 2 or found == require_committed(root, 3), where
+    assert weights(root, newest(root).step) == 3.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_altered_iteration_file_moves_no_resume_and_is_mended(root: Path, kind: str) -> None:
+    for where in altered(root / ITERATION_FILES[kind]):
+        assert newest(root, kind).step == 3, where
+        with one_change_at_a_time(root):
+            settle_iteration(root, kind)
+        assert read_iteration(root, kind) == 3, where
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
+    root: Path, number: int
+) -> None:
+    for where in altered(root / f".trinity_sync/runs/{number}.json"):
+        with pytest.raises((Abandoned, CommitError)):
+            refuse_abandoned(root, 1, "1", 4)
+        assert newest(root).step == 3, where
+        with suppress(CommitError):
+            assert newest_run(root).number == 2, where
+        with suppress(CommitError), one_change_at_a_time(root):
+            settle_iteration(root, "checkpoint")
+        assert read_iteration(root, "checkpoint") == 3, where
+
+
+def test_an_altered_pin_tag_or_lease_still_keeps_its_step(root: Path) -> None:
+    pin(root, 1, "the best")
+    tag(root, 2, "good")
+    with take_lease(root, 3, "reader") as lease:
+        for path in (root / ".trinity_sync/pins").iterdir():
+            for where in altered(path):
+                with suppress(CommitError):  # a tag that is torn holds all of them up
+                    assert {1, 2} <= set(claimed(root)), where
+        for where in altered(lease.path):
+            lease.path.touch()
+            if lease.path.exists():
+                assert set(claimed(root)) - {3} == {1, 2}, where
+
+
+def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
+    mark_damaged(root, 3, Damage({SHARD: "is missing"}, 1.7e9 + 0.5))
+    for where in altered(step_folder(root, 3) / "damaged.json"):
+        assert newest(root).step == 2, where
+        with pytest.raises(CommitError, match="step 3"):
+            require_committed(root, 3)
+
+
+def test_an_altered_note_or_wish_is_of_no_consequence(root: Path, job: Job) -> None:
+    make_wish(root, Wish(2, 3, "actor"))
+    for where in altered(root / ".trinity_sync/exports/global_step_3.actor.wish"):
+        assert set(awaited(root)) <= {3}, where
+    notes = job.spool.folder.glob("*.kept")
+    (note,) = (path for path in notes if b'"step": 3' in path.read_bytes())
+    for where in altered(note):
+        assert load_states(root, 3, "actor", spool=job.spool)["model"]["w"][0] == 3.0, where
+
+
+def test_an_altered_receipt_is_not_taken_for_the_end_of_a_save(root: Path, job: Job) -> None:
+    write_receipt(job.spool, Receipt("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
+    for where in altered(next(job.spool.receipts.iterdir())):
+        with suppress(TrinitySyncError):
+            assert [each.state for each in receipts_of(job.spool, 2, 4, "checkpoint")] != [
+                "finished"
+            ], where
+
+
+def test_an_altered_shard_is_found_by_verify_and_by_a_load(root: Path) -> None:
+    path = step_folder(root, 3) / SHARD
+    for where in altered(path, every=path.stat().st_size // 20):
+        assert [each for each in check(choose(root, step=3)) if each.wrong], where
+        with pytest.raises(CommitError, match="damaged"):
+            load_states(root, 3, "actor")
+
+
+def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_path: Path) -> None:
+    database = tmp_path / "catalog.db"
+    url = f"sqlite:///{database}"
+    tag(root, 2, "good")
+    with opened(url) as engine:
+        mirror(engine, root, [1, 2, 3])
+    good, random = database.read_bytes(), Random(1)
+    rows = [at for at in range(len(good)) if good[at]]
+    for at in random.sample(rows, 150):
+        byte = good[at] ^ 1 << random.randrange(8)
+        database.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+        with suppress(CatalogError), opened(url) as engine:
+            jobs(engine)
+            differences(engine, root)
+        assert newest(root).step == 3
