@@ -108,7 +108,7 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
             assert digest(found) == digest({name: weights[name] for name in found})
             assert (reader.delta_bytes is not None) == by_delta
         if by_delta:
-            asked = [ray.get(synchronizer.deltas.remote(base, 1, step)) for _ in range(2)]
+            asked = [ray.get(synchronizer.deltas.remote(base, 1, step, [(), ()])) for _ in range(2)]
             assert asked[0] == asked[1]
         base = version
 
@@ -117,4 +117,4 @@ def test_there_is_no_delta_between_images_of_different_nodes(job: Job, synchroni
     old, new = (upload(job, step, first(0), first(1), node=f"node{step}") for step in (1, 2))
     ray.get(synchronizer.publish.remote(new))
     with pytest.raises(Gone, match="no delta from version 1 to 2: version 2 has other nodes"):
-        fetch_deltas(synchronizer, old, new, 30)
+        fetch_deltas(synchronizer, old, new, [(), ()], 30)
