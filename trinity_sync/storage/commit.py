@@ -134,7 +134,7 @@ def commit(
             if not earlier:
                 unmark(save.folder)  # damage of what was no commit any more
             for file in written:
-                _name(file, save.folder / file.record.path)
+                _name(file, f"{save.folder}/{file.record.path}")
             _sync_folders(save.folder, [file.path for file in manifest.files])
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         _remove_leftovers(save.folder, written)
@@ -249,21 +249,21 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
 
 
-def _name(file: Written, final: Path) -> None:
+def _name(file: Written, final: str) -> None:
     """Give a written file its final name, unless an earlier attempt did."""
     if not file.temporary:
         _check_named(file, final)
         return
     try:
-        Path(file.temporary).replace(final)
+        os.replace(file.temporary, final)  # noqa: PTH105 (thousands of paths)
     except FileNotFoundError:
         _check_named(file, final)
 
 
-def _check_named(file: Written, final: Path) -> None:
+def _check_named(file: Written, final: str) -> None:
     try:
-        same = final.stat().st_size == file.record.nbytes
-        same = same and (not file.temporary or identity_of(final) == file.identity)
+        same = Path(final).stat().st_size == file.record.nbytes
+        same = same and (not file.temporary or identity_of(Path(final)) == file.identity)
     except FileNotFoundError as error:
         raise SaveError(f"{final} vanished before its commit; retry the flow run") from error
     if not same:
@@ -324,16 +324,17 @@ def _exchange(fresh: Path, current: Path) -> None:
 
 def _sync_folders(folder: Path, names: Iterable[str]) -> None:
     """Make files below the folder findable after a power cut, whoever made the folders above."""
-    above = {parent for name in names for parent in Path(name).parents}
+    below = {name.rpartition("/")[0] for name in names}
+    above = {parent for name in below for parent in (Path(name), *Path(name).parents)}
     for each in {folder.parent, folder, *(folder / parent for parent in above)}:
         sync_folder(each)
 
 
 def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
     """Temporary files of earlier attempts at the same files; nobody names them any more."""
-    named = {folder / file.record.path for file in written}
-    for parent in {final.parent for final in named}:
-        for leftover in parent.glob(f".*{TEMPORARY_SUFFIX}"):
+    named = {file.record.path for file in written}
+    for parent in {name.rpartition("/")[0] for name in named}:
+        for leftover in (folder / parent).glob(f".*{TEMPORARY_SUFFIX}"):
             final = leftover.name[1:].removesuffix(TEMPORARY_SUFFIX).rpartition(".")[0]
-            if parent / final in named:
+            if f"{parent}/{final}" in named:
                 leftover.unlink(missing_ok=True)
