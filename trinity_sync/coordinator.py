@@ -42,7 +42,7 @@ from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
-from trinity_sync.snapshot.ticket import Export
+from trinity_sync.snapshot.ticket import Export, components_of
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import is_committed
@@ -511,14 +511,13 @@ class CheckpointCoordinator:
         run = self._run.begun()
         tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
-        components = {name for ticket in mine for name in ticket.components}
         roles = mine[0].roles if mine else self.roles
         for role in roles:
             if placement(self.root, run.number, run.key, role) is None:  # nothing but functions
                 self._place(role)
         expected = state_dict_thread_count + checkpoint_thread_count
         keep = max((ticket.keep for ticket in mine), default=0)
-        request = self._request(run, global_step, kind, roles, components, keep, expected)
+        request = self._request(run, global_step, kind, roles, components_of(mine), keep, expected)
         self._hand_over(request, always=True)
 
     def wait_all(self, timeout: float | None = None) -> None:
@@ -639,7 +638,7 @@ class CheckpointCoordinator:
         step: int,
         kind: Kind,
         roles: Sequence[str],
-        components: Sequence[str] | set[str],
+        components: Sequence[str],
         keep: int,
         expected: int = 0,
     ) -> SaveRequest:

@@ -1,5 +1,6 @@
 """Ranks on several nodes: how a save knows of them, without Prefect and Ray."""
 
+import asyncio
 import json
 import pickle
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.persist import persist_component, save_of
 from tests.unit.job import Job
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, MissingShards, SaveError
@@ -191,3 +193,33 @@ def test_a_sweep_that_finishes_a_commit_leaves_notes_of_what_the_slots_hold(
     notes = [kept_in(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
     assert {note.digest for note in notes if note} <= digests
     assert len([note for note in notes if note]) == 2
+
+
+def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
+    two_nodes: list[Job], spool_folder: Path
+) -> None:
+    root = two_nodes[0].root
+    trigger = Noted()
+    saves = CheckpointCoordinator(
+        root, run_key="one", settings=Settings(spool=spool_folder / "b"), trigger=trigger
+    )
+
+    def write() -> None:
+        (root / "global_step_4/actor").mkdir(parents=True)
+        (root / "global_step_4/actor/part.bin").write_bytes(b"megatron")
+
+    def fail() -> None:
+        raise RuntimeError("no adapter to save")
+
+    saves.save_async("part", write, 4)
+    asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+    (request,) = trigger.requests
+    assert request.components == ()
+    (share,) = await_shares(root, 1, "one", ["actor"], gather_s=0)
+    part = persist_component(request, None, share, True)
+    manifest = commit(save_of(request), part.written, part.receipts)
+    assert [file.path for file in manifest.files] == ["actor/part.bin"]
+    saves.save_async("part", fail, 5)
+    with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):
+        persist_component(request.model_copy(update={"step": 5}), None, share, True)
+    saves.close()

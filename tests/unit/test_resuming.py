@@ -76,6 +76,7 @@ def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
     saved: Path, coordinator_of: Open, job: Job
 ) -> None:
     early, loading, late = (coordinator_of(rank, 3, run_key="second") for rank in range(3))
+    job.world_size = 3
     early.record_metrics(40, {"reward": 1.0})  # with nothing to load, it begins the run
     loading.resumed_from(40)
     loading.resumed_from(40)

@@ -16,10 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.layout import COMPONENTS, FOLDERS, Kind
+from trinity_sync.layout import Kind
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
+from trinity_sync.snapshot.ticket import components_of
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import Save, mark_failed
@@ -104,9 +105,6 @@ def _finish(save: Save, images: list[Sealed], before: float) -> None:
 
 
 def _request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -> SaveRequest:
-    named = {name for image in images for name in image.ticket.components}
-    if all(image.ticket.rank for image in images):
-        named |= {*FOLDERS}  # rank 0, on another node, may have some, and its task will see
     return SaveRequest(
         root=root,
         step=step,
@@ -114,6 +112,6 @@ def _request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -
         run_key=images[0].ticket.run_key,
         kind=kind,
         roles=images[0].ticket.roles,
-        components=tuple(name for name in COMPONENTS if name in named),
+        components=components_of([image.ticket for image in images]),
         keep=max(image.ticket.keep for image in images),
     )

@@ -7,12 +7,13 @@ good one. Removing the ticket frees the slot.
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import TicketError
-from trinity_sync.layout import Kind, SaveStrategy
+from trinity_sync.layout import COMPONENTS, FOLDERS, Component, Kind, SaveStrategy
 
 VERSION = 2
 TICKET_SUFFIX = ".ticket"
@@ -59,6 +60,18 @@ class Ticket:
     def what(self) -> str:
         """The image in words, for messages."""
         return f"{self.component} of step {self.step}, role {self.role}, rank {self.rank}"
+
+
+def components_of(tickets: Collection[Ticket]) -> tuple[Component, ...]:
+    """What a save consists of, as far as its tickets on one node tell.
+
+    Only rank 0 knows who hands small files over. Where it is on another node these are named in
+    any case, and the tasks that look for them find some or none.
+    """
+    named = {name for ticket in tickets for name in ticket.components}
+    if tickets and all(ticket.rank for ticket in tickets):
+        named |= {*FOLDERS}
+    return tuple(name for name in COMPONENTS if name in named)
 
 
 def ticket_path(slot: Path) -> Path:

@@ -41,7 +41,7 @@ from trinity_sync.storage.manifest import (
     read_manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.persist import Save, Written, identity_of
+from trinity_sync.storage.persist import Save, Written
 from trinity_sync.storage.placement import named
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import refuse_abandoned
@@ -137,7 +137,8 @@ def commit(
             if not earlier:
                 unmark(save.folder)  # damage of what was no commit any more
             for file in written:
-                _name(file, save.folder / file.record.path, committed.get(file.record.path))
+                final = f"{save.folder}/{file.record.path}"
+                _name(file, final, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         announce(save.root, manifest)
@@ -251,7 +252,7 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
 
 
-def _name(file: Written, final: Path, committed: FileRecord | None) -> None:
+def _name(file: Written, final: str, committed: FileRecord | None) -> None:
     """Give a written file its final name, unless an earlier attempt did.
 
     What this run has committed, the sync of the step say, stays as it is and is never written over.
@@ -260,11 +261,12 @@ def _name(file: Written, final: Path, committed: FileRecord | None) -> None:
         Path(file.temporary).unlink(missing_ok=True)
     elif file.temporary:
         with suppress(FileNotFoundError):  # an earlier attempt named it
-            Path(file.temporary).replace(final)
+            os.replace(file.temporary, final)  # noqa: PTH105 (paths would double the time)
     try:
-        same = final.stat().st_size == (committed or file.record).nbytes
+        found = os.stat(final)  # noqa: PTH116
+        same = found.st_size == (committed or file.record).nbytes
         if file.temporary and not committed:
-            same = same and identity_of(final) == file.identity
+            same = same and (found.st_ino, found.st_mtime_ns) == file.identity
     except FileNotFoundError as error:
         raise SaveError(f"{final} vanished before its commit; retry the flow run") from error
     if not same:
@@ -325,6 +327,7 @@ def _exchange(fresh: Path, current: Path) -> None:
 
 def _sync_folders(folder: Path, names: Iterable[str]) -> None:
     """Make files below the folder findable after a power cut, whoever made the folders above."""
-    above = {parent for name in names for parent in Path(name).parents}
+    below = {name.rpartition("/")[0] for name in names}
+    above = {parent for name in below for parent in (Path(name), *Path(name).parents)}
     for each in {folder.parent, folder, *(folder / parent for parent in above)}:
         sync_folder(each)

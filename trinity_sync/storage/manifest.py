@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -99,10 +99,13 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     """As `write_manifest`, into a folder that is yet to become the step's."""
     body = {
         "version": VERSION,
-        **asdict(manifest),
-        "files": [asdict(record) for record in _by_path(manifest.files)],
+        **vars(manifest),
+        "files": [vars(record) for record in _by_path(manifest.files)],
+        "receipts": [vars(receipt) for receipt in manifest.receipts],
     }
-    replace_file(folder / MANIFEST, json.dumps({**body, "digest": _digest(body)}, indent=1))
+    # thousands of files are not for reading, and indenting takes ten times as long
+    indent = 1 if len(manifest.files) < 1000 else None
+    replace_file(folder / MANIFEST, json.dumps({**body, "digest": _digest(body)}, indent=indent))
 
 
 def read_manifest(root: str | Path, step: int) -> Manifest | None:
