@@ -9,6 +9,7 @@ from tests.chaos.invariants import Commit, Fates, Ledger, fates, violations
 from tests.chaos.report import Report
 from tests.chaos.training import RANKS
 from tests.chaos.world import Hang, World
+from trinity_sync.errors import TrinitySyncError
 
 AT_THE_END_S = 60.0
 """Kept for the last saves to come to rest."""
@@ -49,7 +50,10 @@ def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
             report.problems += _left_over(world)
         except Hang as hang:
             report.problems.append(f"HANG: {hang}")
+        except TrinitySyncError as error:
+            report.problems.append(f"the stack could not be mended: {error}\n{world.where()}")
         finally:
+            report.problems += world.fell
             report.starts, report.commits = world.starts, len(ledger.committed)
             report.versions_read = sum(n["what"] == "read" for n in world.notes("explorer"))
             report.minutes = (time.monotonic() - began) / 60

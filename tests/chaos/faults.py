@@ -15,7 +15,7 @@ from random import Random
 
 import psutil
 
-from tests.chaos.world import World
+from tests.chaos.world import Hang, World
 from tests.integration.prefect_api import Api
 from trinity_sync.layout import job_id
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -88,10 +88,11 @@ def raylet_killed(world: World, random: Random) -> None:
     node = world.stack.ray
     for each in world.ray_processes("raylet/raylet"):
         each.kill()
-    with suppress(Exception):
+    with suppress(Hang):
         world.until(lambda: not node.lives, "the end of the Ray node", 20)
-    if node.lives:
+    with suppress(psutil.NoSuchProcess):
         psutil.Process(node.pid).terminate()
+    world.until(lambda: not node.lives, "the end of the Ray node", 30)
 
 
 @fault

@@ -61,6 +61,8 @@ class World:
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.explorer: subprocess.Popen[bytes] | None = None
         self.starts = 0
+        self.fell: list[str] = []
+        """What ended although nobody had killed it."""
 
     # ------------------------------------------------------------ its beginning and end
 
@@ -116,7 +118,12 @@ class World:
             self.stack = stack_module.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
         if before != self.stack.ray:
             self.kill_explorer()
-        if any(rank.poll() is not None for rank in self.ranks) or not self.ranks:
+        if not self._trains:
+            self.fell += [
+                f"rank {number} ended by itself, {rank.returncode}: {self.log(f'rank{number}')[-1500:]}"
+                for number, rank in enumerate(self.ranks)
+                if rank.poll() is not None
+            ]
             self.kill_training()
             self.start_training()
         if self.explorer is None or self.explorer.poll() is not None:
@@ -145,9 +152,11 @@ class World:
         self.until(lambda: all(rank.poll() is not None for rank in self.ranks), "its end")
 
     def kill_training(self, ranks: list[subprocess.Popen[bytes]] | None = None) -> None:
-        for rank in self.ranks if ranks is None else ranks:
+        killed = self.ranks if ranks is None else ranks
+        for rank in killed:
             rank.kill()
             rank.wait()
+        killed.clear()
 
     def kill_explorer(self) -> None:
         if self.explorer:
@@ -166,6 +175,10 @@ class World:
             return subprocess.Popen(
                 [*command, *filter(None, [last])], env=env, stdout=log, stderr=log
             )
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.ranks) and all(rank.poll() is None for rank in self.ranks)
 
     @property
     def _stop_file(self) -> Path:
@@ -213,7 +226,7 @@ class World:
         """Until a step that was handed over after that time is committed; returns when."""
 
         def ask() -> float | None:
-            if any(rank.poll() is not None for rank in self.ranks):
+            if not self._trains or not self.stack.lives:  # it may notice late what it has lost
                 self.mend()
             since = {
                 (note["run"], note["step"])
