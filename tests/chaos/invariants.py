@@ -153,7 +153,7 @@ class Fates:
 def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
     """Ask for each save, once all is at rest, what became of it."""
     runs = {run.number: run for run in all_runs(world.root)}
-    failures = "\n".join(
+    failures = "\n".join(  # a line each
         str(note.get("why"))
         for name in ("rank0", "rank1", "rank0-second", "rank1-second")
         for note in world.notes(name)
@@ -172,7 +172,8 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
         states = [each.state_name for each in Api().runs_of(request.key)]
         said = f"step {step} " in failures or f"step {step}," in logs or f"step {step} " in logs
         if {"Failed", "Crashed", "Cancelled"} & {*states} or said:
-            told.append(f"step {step} of run {run}: {states}")
+            why = [line for line in failures.splitlines() if f"step {step} " in line]
+            told.append(f"step {step} of run {run}: {states} {''.join(why[:1])[:300]}")
         else:
             lost.append(f"step {step} of run {run}: flow runs {states}")
     return Fates(len(handed_over & ledger.committed), refused, told, lost)

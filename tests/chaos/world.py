@@ -119,11 +119,10 @@ class World:
         if before != self.stack.ray:
             self.kill_explorer()
         if not self._trains:
-            self.fell += [
-                f"rank {number} ended by itself, {rank.returncode}: {self.log(f'rank{number}')[-1500:]}"
-                for number, rank in enumerate(self.ranks)
-                if rank.poll() is not None
-            ]
+            for number, rank in enumerate(self.ranks):
+                if rank.poll() is not None:
+                    said = self.log(f"rank{number}")[-1500:]
+                    self.fell.append(f"rank {number} ended by itself, {rank.returncode}: {said}")
             self.kill_training()
             self.start_training()
         if self.explorer is None or self.explorer.poll() is not None:
