@@ -10,7 +10,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e lint bench clean
+.PHONY: help demo test unit integration faults e2e chaos lint bench clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -24,6 +24,10 @@ test: $(READY) ## the tests, on real parts, two files at a time; not those marke
 unit integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
 	$(BIN)/python -m pytest tests/$@
 
+chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED, and a power cut at every instant
+	POWER_CUTS=12 $(BIN)/python -m pytest tests/unit/test_power_cuts.py --timeout 1800
+	$(BIN)/python -m tests.chaos
+
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +39,7 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(BIN)/python -m benchmarks.run
 
 clean: ## remove the virtual environment and what the tools left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output
 
 # An older pip backtracks for an hour over verl's dependencies. torch comes first, by its exact
 # version, so that nothing pulls another build of it.

@@ -1,0 +1,30 @@
+"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED (any)."""
+
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+from tests.chaos.campaign import campaign
+from tests.chaos.report import Report
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all of it is stopped
+    seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
+    minutes = float(os.environ.get("CHAOS_MINUTES") or 10)
+    kinds = [kind for kind in os.environ.get("CHAOS_FAULTS", "").split(",") if kind]
+    print(f"CHAOS_SEED={seed} CHAOS_MINUTES={minutes:g}", flush=True)
+    report, output = Report(seed, minutes), Path("chaos-output")
+    try:
+        campaign(report, kinds)
+    finally:  # what is there, if it is broken off
+        print(f"\n{report}")
+        output.mkdir(exist_ok=True)
+        (output / f"{seed}.md").write_text(str(report))
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

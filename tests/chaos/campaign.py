@@ -1,0 +1,95 @@
+"""One campaign: a fault, recovery, a look at everything, and again, until the time is over."""
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+from tests.chaos.faults import FAULTS, NEED_ROOM_OF_THEIR_OWN
+from tests.chaos.invariants import Commit, Fates, Ledger, fates, violations
+from tests.chaos.report import Report
+from tests.chaos.training import RANKS
+from tests.chaos.world import Hang, World
+from trinity_sync.errors import TrinitySyncError
+
+AT_THE_END_S = 60.0
+"""Kept for the last saves to come to rest."""
+
+
+def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
+    """Run what a report is for, and fill it in.
+
+    Args:
+        report: says seed and minutes.
+        kinds: all faults by default; they come in an order by chance, each as often.
+    """
+    random, began = Random(report.seed), time.monotonic()
+    minutes, ledger = report.minutes, Ledger()
+    with World.running() as world:
+        possible = sorted(set(kinds or FAULTS) - (set() if world.small else NEED_ROOM_OF_THEIR_OWN))
+        report.skipped = sorted(set(kinds or FAULTS) - set(possible))
+        waiting: list[str] = []
+        try:
+            world.await_commit(0.0)
+            while time.monotonic() - began < 60 * minutes - AT_THE_END_S:
+                waiting = waiting or random.sample(possible, len(possible))
+                kind = waiting.pop()
+                since = time.monotonic() - began
+                print(f"{since:4.0f} s  {kind}", end="", flush=True)
+                FAULTS[kind](world, random)
+                over = time.time()
+                world.mend()
+                seconds = world.await_commit(over) - over
+                report.recoveries[kind].append(seconds)
+                print(f": a commit {seconds:.1f} s later", flush=True)
+                found = list(violations(world, ledger))
+                report.problems += [f"after {kind}: {each}" for each in found]
+            world.end_training()
+            report.problems += violations(world, ledger)
+            report.fates = _at_rest(world, ledger)
+            report.problems += [f"lost: {each}" for each in report.fates.lost]
+            report.problems += _left_over(world)
+        except Hang as hang:
+            report.problems.append(f"HANG: {hang}")
+        except TrinitySyncError as error:
+            report.problems.append(f"the stack could not be mended: {error}\n{world.where()}")
+        finally:
+            report.problems += world.fell
+            report.starts, report.commits = world.starts, len(ledger.committed)
+            report.versions_read = sum(n["what"] == "read" for n in world.notes("explorer"))
+            report.minutes = (time.monotonic() - began) / 60
+
+
+def _at_rest(world: World, ledger: Ledger) -> Fates:
+    """What became of all saves; what an earlier start handed over may still be on its way."""
+    handed_over, deadline = _handed_over(world), time.monotonic() + AT_THE_END_S
+    while True:
+        ledger.committed |= world.commits().keys()
+        found = fates(world, ledger, handed_over)
+        if not found.lost or time.monotonic() > deadline:
+            return found
+        time.sleep(1.0)
+
+
+def _handed_over(world: World) -> set[Commit]:
+    """Run and step of the saves of which every rank had handed its part over."""
+    by_rank = [
+        {
+            (note["run"], note["step"])
+            for name in (f"rank{rank}", f"rank{rank}-second")
+            for note in world.notes(name)
+            if note["what"] == "handed over"
+        }
+        for rank in range(RANKS)
+    ]
+    return set.intersection(*by_rank)
+
+
+def _left_over(world: World) -> list[str]:
+    """What lies about although everything has ended well."""
+    found = [str(path) for path in world.root.glob("global_step_*/actor/.*.tmp")]
+    committed = {step for _, step in world.commits()}
+    return [
+        f"left in a committed step: {path}"
+        for path in found
+        if int(path.partition("global_step_")[2].partition("/")[0]) in committed
+    ]
