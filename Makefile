@@ -10,7 +10,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e lint bench clean
+.PHONY: help demo test unit integration faults e2e lint bench verl clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -33,6 +33,10 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
+
+verl: $(READY) ## veRL's own trainer with one variable set, and veRL's own tests with our manager
+	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_switch.py tests/integration/fsdp/test_verl_trainer.py
+	$(BIN)/python -m tests.verl
 
 clean: ## remove the virtual environment and what the tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output
