@@ -6,7 +6,8 @@ driver would leave a committed step without its data, or an iteration file that 
 nobody has committed. So the driver's own files come first here, the hand-over last, and the
 iteration file is left to the commit (veRL's ``async_save``).
 
-`trinity_sync.integrations.verl` puts these into veRL; `verl_manager` has the workers' manager.
+`trinity_sync.integrations.verl` puts these into veRL while the modules concerned are imported, so
+this one imports nothing of veRL by itself. `verl_manager` has the workers' manager.
 """
 
 import functools
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import MANIFEST, step_folder
@@ -101,6 +100,8 @@ def fitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def add_waiting(worker: type) -> None:
     """Give a worker class what the trainer calls to wait for saves, unless veRL has it by now."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
     if hasattr(worker, WAIT):
         return
 
@@ -156,6 +157,8 @@ def _is_fsdp(config: Any) -> bool:
 
 
 def _expires_soon(trainer: Any) -> bool:
+    from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
+
     longest = getattr(trainer, "max_steps_duration", None)
     if longest is None:  # this trainer does not look at the end of its time
         return False
