@@ -22,6 +22,7 @@ from grpo_copy.cpu_platform import use_cpu  # noqa: E402
 use_cpu()
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.workers.config import (  # noqa: E402
@@ -38,6 +39,8 @@ class OnCPU(TrainingWorker):
 
     def __init__(self, model: str) -> None:
         torch.manual_seed(0)
+        if not dist.is_initialized():  # veRL asks for gloo twice where the device is the CPU
+            dist.init_process_group("gloo")
         precision = {f"{what}_dtype": "fp32" for what in ("param", "reduce", "buffer")}
         super().__init__(
             TrainingWorkerConfig(

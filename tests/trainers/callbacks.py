@@ -1,4 +1,9 @@
-"""Callbacks for others' trainers: saved by steps, resumed bit-equal, failures raised at the end."""
+"""Callbacks for others' trainers: saved by steps, resumed bit-equal, failures raised at the end.
+
+Run by ``make trainers`` in a process of its own, and for that named unlike a file of tests: in a
+process that has imported these trainers, FSDP2 cannot wrap a model any more (seen with Lightning
+2.6, transformers 5.10 and torch 2.13; which of them does it is not known).
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
