@@ -21,11 +21,12 @@ from trinity_sync.errors import (
     SaveError,
     TicketError,
 )
+from trinity_sync.layout import Kind
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
@@ -87,6 +88,23 @@ def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> N
     assert (folder(job, 3) / ".full_checkpoint").exists()
 
 
+@pytest.mark.parametrize("first", ["state_dict", "checkpoint"])
+def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
+    job: Job, first: Kind
+) -> None:
+    kinds: list[Kind] = ["state_dict", "checkpoint"]
+    for value, kind in enumerate(kinds):
+        job.stage(3, {"model": state(value)}, kind=kind)
+    written = {kind: job.persist(3, kind=kind) for kind in kinds}
+    for kind in sorted(kinds, key=lambda kind: kind != first):
+        commit(job.save(3, kind=kind), written[kind])
+    manifest = require_committed(job.root, 3)
+    assert manifest.kinds == ("checkpoint", "state_dict")
+    assert manifest.files == (written[first][0].record,)  # it was official, and stays
+    assert digest_of(folder(job, 3) / manifest.files[0].path) == manifest.files[0].digest
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
 def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:
     job.stage(3, {"model": state(1)}, kind="state_dict")
     job.stage(3, {"optim": state(2)}, also=("model",))
@@ -105,6 +123,18 @@ def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
     assert read_manifest(job.root, 2) is None
     job.stage(2, {"model": state(2)}, role="critic")
     assert job.commit(2).roles == ("actor", "critic")
+
+
+def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
+    for role, other in (("actor", "critic"), ("critic", "actor")):
+        job.stage(2, {"model": state(2)}, kind="state_dict", role=role, roles=(role,))
+        job.roles = (role,)
+        (written,) = job.persist(2, kind="state_dict")
+        assert written.temporary
+        commit(job.save(2, kind="state_dict"), [written])
+        committed = [is_committed(job.root, 1, 2, "state_dict", [each]) for each in (role, other)]
+        assert committed == [True, role == "critic"]
+    assert require_committed(job.root, 2).roles == ("actor", "critic")
 
 
 def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
