@@ -34,8 +34,8 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
 
-verl: $(READY) ## veRL's own trainer with one variable set, and veRL's own tests with our manager
-	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_switch.py tests/integration/fsdp/test_verl_trainer.py
+verl: $(READY) ## the methods of veRL's own trainers, and veRL's own tests, with our manager
+	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py
 	$(BIN)/python -m tests.verl
 
 trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
