@@ -10,7 +10,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e lint bench verl trainers docs clean
+.PHONY: help demo test unit integration faults e2e lint bench verl trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -40,6 +40,9 @@ verl: $(READY) ## the methods of veRL's own trainers, and veRL's own tests, with
 
 trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
 	$(BIN)/python -m pytest tests/trainers/callbacks.py
+
+tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
+	$(BIN)/python -m pytest tests/integration/test_tutorials.py
 
 docs: $(READY) ## the API reference, from the docstrings, into build/api
 	$(BIN)/python -m pip install --quiet -e ".[docs]" torch==2.13.0
