@@ -10,7 +10,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e chaos lint bench clean
+.PHONY: help demo test unit integration faults e2e chaos lint bench verl trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -37,6 +37,21 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
+
+verl: $(READY) ## the methods of veRL's own trainers, and veRL's own tests, with our manager
+	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py
+	$(BIN)/python -m tests.verl
+
+trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
+	$(BIN)/python -m pytest tests/trainers/callbacks.py
+
+tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
+	$(BIN)/python -m pytest tests/integration/test_tutorials.py
+
+docs: $(READY) ## the API reference, from the docstrings, into build/api
+	$(BIN)/python -m pip install --quiet -e ".[docs]" torch==2.13.0
+	$(BIN)/python -m pdoc --docformat google -o build/api trinity_sync \
+	  '!trinity_sync.integrations.verl' '!trinity_sync.catalog.migrations'
 
 clean: ## remove the virtual environment and what the tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output

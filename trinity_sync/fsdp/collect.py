@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
-from verl.utils.fsdp_utils import get_fsdp_state_ctx
+from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
 
@@ -30,8 +30,9 @@ def model_state(model: Any) -> dict[str, Any]:
     """
     with sharded(model):
         state = dict(model.state_dict())
-    for name, first in _tied_under_fsdp1(model):
-        state[name] = state[first]
+    if fsdp_version(model) == 1:
+        for name, first in _tied_under_fsdp1(model):
+            state[name] = state[first]
     return state
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, shard_file, split_role_path
+from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import require_committed
 
 _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
@@ -14,7 +15,8 @@ _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+
 def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
     """See that ``role_folder`` is committed and complete; by how many ranks it was saved.
 
-    Folders of jobs that trinity_sync never saved are asked for their files only.
+    Folders of jobs that trinity_sync never saved are asked for their files only, and so is one that
+    the iteration file names without a manifest: another system saved it into this job.
 
     Args:
         role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
@@ -59,13 +61,15 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
 
 
 def _committed(role_folder: Path) -> list[str] | None:
-    """Names of the role's committed files; None where the job was not saved by trinity_sync."""
+    """Names of the role's committed files; None where trinity_sync did not save the step."""
     try:
         root, step, role = split_role_path(role_folder)
     except ConfigError:
         return None
-    if not (role_folder.parent / MANIFEST).exists() and not (root / PRIVATE_FOLDER).exists():
-        return None
+    if not (role_folder.parent / MANIFEST).exists():
+        ours = (root / PRIVATE_FOLDER).exists()
+        if not ours or read_iteration(root, "checkpoint") == step:
+            return None  # ours is pointed at after its manifest is there, and never before
     prefix = f"{role}/"
     files = require_committed(root, step).files
     return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

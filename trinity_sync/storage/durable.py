@@ -7,7 +7,7 @@ from pathlib import Path
 TEMPORARY_SUFFIX = ".tmp"
 
 
-def replace_file(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write ``content`` so that a reader, or a reboot, finds the old file or the new one whole."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
@@ -51,8 +51,8 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def _write_synced(path: Path, content: str) -> None:
-    with path.open("x") as file:
-        file.write(content)
+def _write_synced(path: Path, content: str | bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,345 @@
+"""What veRL's own trainers do around a checkpoint, with ours in its place: their real methods."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_copy.policy import Policy
+from omegaconf import DictConfig, OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer import config as verl_config
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
+
+from tests.conftest import environment
+from tests.integration.fsdp.commits import CommitsHere
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
+from trinity_sync.integrations.verl_driver import finding, fitting, launching, saving
+from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
+from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.request import SaveRequest
+from trinity_sync.storage.iteration import read_iteration
+
+DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
+
+
+class CommitsWhenTold(CommitsHere):
+    """Nothing is committed before ``go`` is set, as when Prefect's worker is slow."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.told: list[float] = []
+        super().__init__()
+
+    def submit(self, request: SaveRequest) -> None:
+        threading.Thread(target=self._pass_on, args=[request], daemon=True).start()
+
+    def _pass_on(self, request: SaveRequest) -> None:
+        self.go.wait()
+        super().submit(request)
+
+
+class Workers:
+    """veRL's worker group of one worker, in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: Any, step: int, max_ckpt_to_keep: Any
+    ) -> None:
+        self.engine.save_checkpoint(local_path, hdfs_path, step, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str, del_local_after_load: bool) -> None:
+        self.engine.load_checkpoint(local_path, None, del_local_after_load)
+
+    def async_calls_finalize_fn_exec(self, blocking: bool) -> None:
+        if blocking:
+            self.engine.checkpoint_manager.wait_on_save_thread()
+
+
+class Seen(CheckpointCallback):
+    """Notes what a callback of the user finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool, int]] = []
+
+    def on_save(
+        self,
+        trainer: Any,
+        global_step: int,
+        checkpoint_dir: str,
+        async_save: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        handed_over = trainer.actor_rollout_wg.engine.checkpoint_manager.previous_global_step
+        self.seen.append((global_step, async_save, handed_over))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+@pytest.fixture(scope="module")
+def defaults() -> DictConfig:
+    """What veRL is configured with unless told otherwise."""
+    loaded = OmegaConf.load(DEFAULTS)
+    assert isinstance(loaded, DictConfig)
+    return loaded
+
+
+@pytest.fixture
+def config(root: Path, defaults: DictConfig) -> DictConfig:
+    """veRL's own defaults, for a job at ``root``."""
+    config = defaults.copy()
+    config.trainer.default_local_dir = str(root)
+    config.actor_rollout_ref.actor.strategy = "fsdp2"
+    return config
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank: None, tiny: Path) -> Policy:
+    return Policy(tiny)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) -> Iterator[Start]:
+    """Makes what a new run of the trainer has when it comes to its checkpoints."""
+    coordinators = []
+
+    def make(kind: type = PPOTrainer, trigger: CommitsHere | None = None) -> Any:
+        coordinator = CheckpointCoordinator(root, trigger=trigger or CommitsHere())
+        coordinators.append(coordinator)
+        engine = policy.engine
+        engine.checkpoint_manager = TrainerCheckpointManager(
+            engine.module,
+            engine.optimizer,
+            engine.lr_scheduler,
+            engine.model_config.get_processor(),
+            engine.checkpoint_config,
+            coordinator=coordinator,
+        )
+
+        class Trainer(kind):  # type: ignore[misc]
+            _save_checkpoint = saving(kind._save_checkpoint)
+
+            def _setup(self) -> None: ...
+
+        Trainer.__abstractmethods__ = frozenset()
+        trainer = object.__new__(Trainer)
+        trainer.config, trainer.global_steps, trainer.use_critic = config, 0, False
+        trainer.trainer_mode = "sync"
+        trainer.actor_rollout_wg = Workers(engine)
+        trainer.train_dataloader = StatefulDataLoader(list(range(100)), batch_size=1)
+        trainer.checkpoint_callback = Seen()
+        trainer.max_steps_duration = 1.0
+        return trainer
+
+    with environment({"TRINITY_SYNC_SPOOL": str(spool_folder)}):
+        yield make
+        for coordinator in coordinators:
+            coordinator.close()
+
+
+@pytest.fixture
+def resuming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers look for checkpoints with ours, as `integrations.verl` has them do."""
+    found = finding(find_latest_ckpt_path)
+    monkeypatch.setattr(trainer_base, "find_latest_ckpt_path", found)
+
+
+def train_to(trainer: Any, step: int) -> Iterator[Any]:
+    """Draw ``step`` batches, and save."""
+    batches = iter(trainer.train_dataloader)
+    for _ in range(step - trainer.global_steps):
+        next(batches)
+    trainer.global_steps = step
+    trainer._save_checkpoint()
+    return batches
+
+
+def wait(trainer: Any) -> None:
+    trainer.actor_rollout_wg.async_calls_finalize_fn_exec(blocking=True)
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
+def test_the_iteration_file_is_left_to_the_commit(start: Start, root: Path, kind: type) -> None:
+    trigger = CommitsWhenTold()
+    trainer = start(kind, trigger)
+    train_to(trainer, 1)
+    assert (step_folder(root, 1) / "data.pt").exists()
+    assert read_iteration(root, "checkpoint") is None
+    trigger.go.set()
+    wait(trainer)
+    assert read_iteration(root, "checkpoint") == 1
+
+
+def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
+    start: Start, resuming: None, root: Path, policy: Policy
+) -> None:
+    trainer = start()
+    train_to(trainer, 3)
+    wait(trainer)
+    before = policy.fingerprint()
+    (step_folder(root, 3) / "data.pt").unlink()  # as where it was fetched from a copy
+    step_folder(root, 4).mkdir()
+    (step_folder(root, 4) / "data.pt").touch()  # a run was killed before it handed step 4 over
+
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 3
+    assert policy.fingerprint() == before
+    assert next(iter(resumed.train_dataloader)).item() == 3
+
+
+def test_a_resume_waits_for_what_the_run_before_handed_over(
+    start: Start, resuming: None, policy: Policy
+) -> None:
+    trigger = CommitsWhenTold()
+    train_to(start(trigger=trigger), 2)
+    threading.Timer(0.5, trigger.go.set).start()
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 2
+
+
+def save_with_verl(policy: Policy, root: Path, step: int) -> None:
+    """Save as veRL does without us."""
+    engine = policy.engine
+    processor = engine.model_config.get_processor()
+    manager = VerlManager(engine.module, engine.optimizer, engine.lr_scheduler, processor)
+    manager.save_checkpoint(str(step_folder(root, step) / "actor"), global_step=step)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def test_a_job_that_verl_began_goes_on_with_us_also_if_its_first_run_commits_nothing(
+    start: Start, resuming: None, root: Path, policy: Policy
+) -> None:
+    save_with_verl(policy, root, 2)
+    for _ in range(2):
+        resumed = start()
+        resumed._load_checkpoint()
+        assert resumed.global_steps == 2
+    train_to(resumed, 3)
+    wait(resumed)
+    assert read_iteration(root, "checkpoint") == 3
+
+
+def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
+    start: Start, resuming: None, root: Path, policy: Policy
+) -> None:
+    trainer = start()
+    train_to(trainer, 1)
+    wait(trainer)
+    save_with_verl(policy, root, 2)
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 2
+
+
+def test_an_iteration_file_that_somebody_emptied_stops_no_resume(
+    start: Start, resuming: None, root: Path
+) -> None:
+    trainer = start()
+    train_to(trainer, 1)
+    wait(trainer)
+    (root / "latest_checkpointed_iteration.txt").write_text("")
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == 1
+
+
+def test_max_ckpt_to_keep_leaves_whole_steps_and_removes_whole_ones(
+    start: Start, config: DictConfig, root: Path
+) -> None:
+    config.trainer.max_actor_ckpt_to_keep = 2
+    trainer = start()
+    for step in (1, 2, 3):
+        train_to(trainer, step)
+        wait(trainer)
+    deadline = time.monotonic() + 30
+    while steps_on_disk(root) != [2, 3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (step_folder(root, 2) / "data.pt").exists()
+
+
+def test_a_save_because_the_machine_goes_soon_waits_for_its_commit(
+    start: Start, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 30))
+    trigger = CommitsWhenTold()
+    trainer = start(RayPPOTrainer, trigger)
+    threading.Timer(0.5, trigger.go.set).start()
+    train_to(trainer, 1)
+    assert read_iteration(root, "checkpoint") == 1
+
+
+def test_a_callback_of_the_user_comes_after_the_hand_over(start: Start) -> None:
+    trainer = start()
+    train_to(trainer, 1)
+    assert trainer.checkpoint_callback.seen == [(1, True, 1)]
+    wait(trainer)
+
+
+def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: Path) -> None:
+    trainer = start()
+
+    def train(self: Any) -> str:
+        train_to(self, 1)
+        return "trained"
+
+    assert fitting(train)(trainer) == "trained"
+
+    class Fails(CommitsHere):
+        def submit(self, request: SaveRequest) -> None:
+            self._failed[request.key] = "the disk is full"
+
+    with pytest.raises(SaveFailed, match="the disk is full"):
+        fitting(train)(start(trigger=Fails()))
+
+
+def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:
+    trainer = start()
+    config.actor_rollout_ref.actor.strategy = "megatron"
+    order: list[str] = []
+
+    def save(self: Any) -> None:
+        order.append("save")
+
+    saving(save)(trainer)
+    assert order == ["save"]
+    assert config.actor_rollout_ref.actor.checkpoint.async_save is False
+
+
+def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
+    config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_KEEP", "last=3")
+    monkeypatch.setenv("TRINITY_SYNC_CATALOG_URL", "postgresql://user:secret@host/db")
+    monkeypatch.setenv("PREFECT_API_KEY", "secret")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    launch = launching(get_ppo_ray_runtime_env, "ours")
+    with_critic, grpo = config.copy(), config.copy()
+    grpo.algorithm.adv_estimator = "grpo"
+    first, second = (launch(each)["env_vars"] for each in (with_critic, grpo))
+    assert first["TRINITY_SYNC_ROLES"] == '["actor","critic"]'
+    assert "TRINITY_SYNC_ROLES" not in second
+    assert first["TRINITY_SYNC_RUN"] != second["TRINITY_SYNC_RUN"]
+    assert first["TRINITY_SYNC_KEEP"] == "last=3"
+    assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
+    assert "secret" not in str(first)

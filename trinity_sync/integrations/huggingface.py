@@ -1,0 +1,142 @@
+"""A callback for Hugging Face's `Trainer`, and so for the trainers of TRL that derive from it.
+
+It saves where `Trainer` would (``save_strategy``, ``save_steps``) and in its place, keeps as many
+steps as ``save_total_limit`` says, and ends `train` with the failure of a save. A resume is the
+`Trainer`'s own: `TrinitySyncCallback.latest` lays out the folder that it expects, with links to the
+committed files, so nothing large is written again.
+"""
+
+import json
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
+from transformers.utils import WEIGHTS_NAME
+
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import PRIVATE_FOLDER, shard_file
+
+RNG_STATE_NAME = "rng_state.pth"
+
+
+class TrinitySyncCallback(TrainerCallback):
+    """Saves of one `Trainer` in one process.
+
+    Args:
+        root: the job's folder.
+        coordinator: further arguments of `CheckpointCoordinator`.
+
+    Example::
+
+        saves = TrinitySyncCallback("ckpts")
+        trainer = Trainer(model, TrainingArguments(save_steps=10), callbacks=[saves], ...)
+        trainer.train(resume_from_checkpoint=saves.latest(settle_s=30))
+    """
+
+    def __init__(self, root: str | Path, **coordinator: Any) -> None:
+        self._root = Path(root).resolve()
+        self._arguments = coordinator
+        self._saves: CheckpointCoordinator | None = None
+
+    def latest(self, *, settle_s: float = 0.0) -> str | None:
+        """A folder to resume from, of the newest committed step; None for a fresh start.
+
+        Args:
+            settle_s: seconds to wait first for saves that a run before handed over on this node.
+
+        Raises:
+            CommitError: the step is damaged; its digests are compared here.
+        """
+        saves = self._opened()
+        newest = saves.latest(settle_s=settle_s)
+        if newest is None:
+            return None
+        step = int(newest.name.removeprefix("global_step_"))
+        extra = saves.load(step)["extra_state"]
+        folder = self._root / PRIVATE_FOLDER / "huggingface" / f"checkpoint-{step}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, component in ((WEIGHTS_NAME, "model"), (OPTIMIZER_NAME, "optim")):
+            (folder / name).symlink_to(newest / "actor" / shard_file(component, 1, 0))
+        torch.save(extra["lr_scheduler"], folder / SCHEDULER_NAME)
+        torch.save(extra["rng"], folder / RNG_STATE_NAME)
+        (folder / TRAINER_STATE_NAME).write_text(extra["trainer_state"])
+        return str(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """See that what `Trainer` is asked for can be had."""
+        unable = {
+            "more than one process": args.world_size > 1,
+            "load_best_model_at_end": args.load_best_model_at_end,
+            "save_only_model": args.save_only_model,
+            "adapters (PEFT)": hasattr(parts["model"], "peft_config"),
+        }
+        if asked := [name for name, wanted in unable.items() if wanted]:
+            raise ConfigError(
+                f"{type(self).__name__} does not save with {', '.join(asked)}; leave the callback "
+                "out, or save by a CheckpointCoordinator of your own"
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save, if `Trainer` were to save after this step."""
+        self._save_in_place_of(args, state, control, parts)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save, if `Trainer` were to save after this epoch."""
+        self._save_in_place_of(args, state, control, parts)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Wait until all saves are committed.
+
+        Raises:
+            SaveFailed: one was not.
+        """
+        if self._saves is not None:
+            saves, self._saves = self._saves, None
+            try:
+                saves.wait_all()
+            finally:
+                saves.close()
+
+    def _save_in_place_of(self, args: Any, state: Any, control: Any, parts: Any) -> None:
+        if not control.should_save:
+            return
+        control.should_save = False
+        states = {
+            "model": parts["model"].state_dict(),
+            "optim": parts["optimizer"].state_dict(),
+            "extra_state": {
+                "lr_scheduler": parts["lr_scheduler"].state_dict(),
+                "rng": rng_state(),
+                "trainer_state": json.dumps(asdict(state)),
+            },
+        }
+        self._opened().save(state.global_step, states, keep=args.save_total_limit or 0)
+
+    def _opened(self) -> CheckpointCoordinator:
+        if self._saves is None:
+            self._saves = CheckpointCoordinator(self._root, **self._arguments)
+        return self._saves
+
+
+def rng_state() -> dict[str, Any]:
+    """Random-number states of this process, by the names that `Trainer` uses."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    return states

@@ -1,0 +1,175 @@
+"""A callback for Lightning's `Trainer`: it saves by steps, and loads what ``ckpt_path`` names.
+
+Lightning gathers a checkpoint and gives it to the `CheckpointIO` of its strategy; ours hands it
+over in place of writing a file. Random-number states, which Lightning does not save, travel with
+the callback's own state, and are put back before the first batch after a resume.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+
+_WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+class TrinitySyncCallback(Callback):
+    """Saves of one Lightning `Trainer` in one process.
+
+    Args:
+        root: the job's folder.
+        every_n_steps: optimizer steps between two saves; the last step is saved, too.
+        keep: steps that are left once a newer one is committed; 0 leaves all.
+        coordinator: further arguments of `CheckpointCoordinator`.
+
+    Example::
+
+        saves = TrinitySyncCallback("ckpts", every_n_steps=10)
+        trainer = Trainer(callbacks=[saves], enable_checkpointing=False)
+        trainer.fit(module, loader, ckpt_path=saves.latest(settle_s=30))
+    """
+
+    def __init__(
+        self, root: str | Path, *, every_n_steps: int, keep: int = 0, **coordinator: Any
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigError(f"every_n_steps={every_n_steps}; save every 1 or more steps")
+        self._root = Path(root).resolve()
+        self._every_n_steps = every_n_steps
+        self._arguments = coordinator
+        self._keep = keep
+        self._saves: CheckpointCoordinator | None = None
+        self._saved = -1
+        self._rng: dict[str, Any] | None = None
+
+    def latest(self, *, settle_s: float = 0.0) -> str | None:
+        """Folder of the newest committed step, for ``ckpt_path``; None for a fresh start.
+
+        Args:
+            settle_s: seconds to wait first for saves that a run before handed over on this node.
+        """
+        newest = self.opened().latest(settle_s=settle_s)
+        return str(newest) if newest else None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Have checkpoints go through trinity_sync.
+
+        Raises:
+            ConfigError: the trainer has several processes.
+        """
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} saves for one process, and this trainer has "
+                f"{trainer.world_size}; leave it out, or save by a coordinator of your own"
+            )
+        if not isinstance(trainer.strategy.checkpoint_io, _HandsOver):
+            theirs = trainer.strategy.checkpoint_io
+            trainer.strategy.checkpoint_io = _HandsOver(self, theirs, self._root, self._keep)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on with the random numbers of the step that was resumed from."""
+        if self._rng is not None:
+            random.setstate(self._rng["python"])
+            np.random.set_state(self._rng["numpy"])
+            torch.set_rng_state(self._rng["cpu"])
+            if "cuda" in self._rng:
+                torch.cuda.set_rng_state(self._rng["cuda"])
+            self._rng = None
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save, if it is time to."""
+        if trainer.global_step % self._every_n_steps == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, and wait until all saves are committed.
+
+        Raises:
+            SaveFailed: one was not.
+        """
+        self._save(trainer)
+        saves, self._saves = self.opened(), None
+        try:
+            saves.wait_all()
+        finally:
+            saves.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Random-number states of this process."""
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, before the next batch."""
+        self._rng = state_dict
+
+    def opened(self) -> CheckpointCoordinator:
+        """The job's coordinator, made when it is needed first."""
+        if self._saves is None:
+            self._saves = CheckpointCoordinator(self._root, **self._arguments)
+        return self._saves
+
+    def _save(self, trainer: Any) -> None:
+        step = trainer.global_step
+        if step not in (0, self._saved):  # with accumulated gradients a step has several batches
+            trainer.save_checkpoint(self._root / f"global_step_{step}")
+            self._saved = step
+
+
+class _HandsOver(CheckpointIO):
+    """Hands checkpoints below the root over; those elsewhere are for Lightning's own."""
+
+    def __init__(
+        self, callback: TrinitySyncCallback, theirs: CheckpointIO, root: Path, keep: int
+    ) -> None:
+        self._callback, self._theirs, self._root, self._keep = callback, theirs, root, keep
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        if (step := self._step_of(path)) is None:
+            self._theirs.save_checkpoint(checkpoint, path, storage_options)
+            return
+        rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
+        states = {
+            "model": checkpoint[_WEIGHTS],
+            "optim": checkpoint[_OPTIMIZERS],
+            "extra_state": rest,
+        }
+        self._callback.opened().save(step, states, keep=self._keep)
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        if (step := self._step_of(path)) is None:
+            return self._theirs.load_checkpoint(path, *arguments, **named)
+        states = self._callback.opened().load(step)
+        return {
+            **states["extra_state"],
+            _WEIGHTS: states["model"],
+            _OPTIMIZERS: states["optim"],
+        }
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._theirs.remove_checkpoint(path)
+
+    def _step_of(self, path: Any) -> int | None:
+        folder = Path(path)
+        name = folder.name.removeprefix("global_step_")
+        ours = folder.resolve().parent == self._root and name != folder.name and name.isdigit()
+        return int(name) if ours else None

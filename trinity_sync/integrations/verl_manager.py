@@ -1,0 +1,69 @@
+"""The workers' side of veRL's trainers: the manager that their FSDP engines make."""
+
+from pathlib import Path
+
+from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync.layout import MANIFEST, split_role_path, step_folder
+from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
+from trinity_sync.storage.durable import replace_file
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_bytes
+
+DATA = "data.pt"
+"""veRL's name for the dataloader's position, below the step's folder."""
+
+
+class TrainerCheckpointManager(FSDPCheckpointManager):
+    """The manager that veRL's FSDP engine makes; the dataloader's position is committed with it.
+
+    Its coordinator is made at the first save or load, by all ranks of the process group.
+    """
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        save_as_hf: bool = False,
+        *,
+        hdfs_path: str | None = None,
+    ) -> Staged | None:
+        """As `FSDPCheckpointManager.save_checkpoint`, with the ``data.pt`` of the step's folder."""
+        if local_path is not None:
+            root, role = self._place(local_path, global_step)
+            coordinator = self._coordinator_of(root)
+            data = step_folder(root, global_step) / DATA
+            first = self.rank == 0 and role == coordinator.roles[0]
+            if first and self._is_new("checkpoint", global_step) and data.exists():
+                coordinator.attach(DATA, data, step=global_step)
+        return super().save_checkpoint(
+            local_path, global_step, max_ckpt_to_keep, save_as_hf, hdfs_path=hdfs_path
+        )
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """As `FSDPCheckpointManager.load_checkpoint`; ``data.pt`` becomes what was committed."""
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        if local_path is not None and self.rank == 0:
+            bring_data(Path(local_path))
+
+
+def bring_data(role_folder: Path) -> None:
+    """Put the committed dataloader's position where veRL's driver looks for it.
+
+    It is there already, unless the step came from a copy, or a run that was killed wrote another.
+    """
+    if not (role_folder.parent / MANIFEST).exists():
+        return
+    root, step, _ = split_role_path(role_folder)
+    manifest = read_manifest(root, step)
+    name = f"{ATTACHMENTS}/{DATA}"
+    if manifest and any(record.path == name for record in manifest.files):
+        folder = step_folder(root, step)
+        data, committed = folder / DATA, load_bytes(root, step, name)
+        if not data.exists() or data.read_bytes() != committed:
+            replace_file(data, committed)
