@@ -4,7 +4,6 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
@@ -16,7 +15,7 @@ from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, Written, mark_failed
@@ -41,7 +40,7 @@ def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) ->
         Whether models of the step are to be exported.
     """
     save, settings = save_of(request), Settings()
-    node = JobSpool(Path(spool))
+    node = known_job_spool(spool, save.root)
     shards = sum(file.record.component not in FOLDERS for file in written)
     earlier = own_manifest(save.root, save.run, save.step)
     listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
@@ -79,7 +78,8 @@ def note_wishes(save: Save, written: Sequence[Written]) -> None:
 @task(name="note failure", persist_result=False)
 def note_failure(request: SaveRequest, spool: str, reason: str) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first."""
-    mark_failed(JobSpool(Path(spool)), save_of(request), reason)
+    save = save_of(request)
+    mark_failed(known_job_spool(spool, save.root), save, reason)
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:

@@ -1,15 +1,15 @@
 """The parallel tasks of a save: one a component and node, on the node that holds the images."""
 
-from pathlib import Path
 from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from trinity_sync.layout import Component
+from trinity_sync.orchestration.roots import require_allowed
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 
 TASK_NAMES: dict[Component, str] = {
@@ -22,7 +22,12 @@ TASK_NAMES: dict[Component, str] = {
 
 
 def save_of(request: SaveRequest) -> Save:
-    """The request as files know it."""
+    """The request as files know it.
+
+    Raises:
+        ConfigError: this node's settings do not allow flows to work there.
+    """
+    require_allowed(Settings(), request.root)
     return Save(
         request.root, request.run, request.step, request.kind, request.roles, request.run_key
     )
@@ -38,7 +43,8 @@ def persist_component(request: SaveRequest, component: Component, spool: str) ->
         writers=settings.writers,
         nice=settings.nice,
     )
-    return persist(JobSpool(Path(spool)), save_of(request), component, options)
+    save = save_of(request)
+    return persist(known_job_spool(spool, save.root), save, component, options)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
