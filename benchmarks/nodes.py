@@ -78,7 +78,7 @@ class Trainer:
 
         job = open_job_spool(spool, root)
         self._origin = lambda step: Origin(
-            str(root), 1, "", step, "state_dict", "actor", ("actor",), 0, 1, (0,)
+            str(root), 1, "", step, "state_dict", "actor", ("actor",), 0, 1
         )
         self._stager, self._publisher = Stager(job), Publisher(synchronizer, root, job)
         self._state, self._share = weights(mib), share

@@ -2,16 +2,18 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.persist import Save, WriteOptions, persist
+from trinity_sync.storage.placement import Share
 
 
-def write_out(spool: JobSpool, save: Save, components: tuple[str, ...]) -> None:
+def write_out(share: Share, save: Save, components: tuple[str, ...]) -> None:
     """Write the components in parallel, then commit."""
-    write = partial(persist, spool, save, options=WriteOptions())
+    write = partial(persist, share, save, options=WriteOptions())
     with ThreadPoolExecutor(len(components)) as tasks:
         written = [file for files in tasks.map(write, components) for file in files]
     commit(save, written)
-    release_slots(spool, save, written)
+    release_slots(JobSpool(Path(share.spool)), save, written)

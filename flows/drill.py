@@ -1,12 +1,10 @@
 """``restore-drill``: load the newest checkpoint for practice; fail while nothing is lost."""
 
-import socket
-
 from prefect import flow
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_node, results
+from flows.on_ray import on_this_node, results
 from tasks.drill import restore_newest
 
 
@@ -18,5 +16,5 @@ async def restore_drill(root: str | None = None) -> None:
         root: Full path of the job's root folder; empty for every job that has committed something
             on this node (or those of TRINITY_SYNC_MAINTAIN).
     """
-    with remote_options(**on_node(socket.gethostname())):
+    with remote_options(**on_this_node()):
         await results([restore_newest.submit(root)])

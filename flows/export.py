@@ -1,12 +1,10 @@
 """``export``: the FSDP shards of a committed step as a model that ``from_pretrained`` loads."""
 
-import socket
-
 from prefect import flow
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_node, results
+from flows.on_ray import on_this_node, results
 from tasks.export import export_model
 
 
@@ -29,5 +27,5 @@ async def export(
         max_shard_gb: Size in GB of a file of weights.
         to: Full path of a new folder; empty for the step's own, beside its config and tokenizer.
     """
-    with remote_options(**on_node(socket.gethostname())):
+    with remote_options(**on_this_node()):
         await results([export_model.submit(root, step, role, dtype, max_shard_gb, to)])

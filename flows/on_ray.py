@@ -1,8 +1,9 @@
 """Tasks on Ray: on the node whose shared memory holds the images, and never lost sight of."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from typing import Any
@@ -10,33 +11,53 @@ from typing import Any
 import ray
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
+from trinity_sync.settings import Settings
 
 
-def on_node(name: str) -> dict[str, object]:
-    """Ray options that pin a task to the node of that host name.
+def living_nodes() -> dict[str, str]:
+    """Ray's ids of the nodes that are alive, by each of their names.
+
+    Those are the id itself, the name that Ray was started with there, and the host name, which
+    several nodes on one machine share.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    names = ("NodeManagerHostname", "NodeName", "NodeID")
+    return {node[name]: node["NodeID"] for name in names for node in nodes}
+
+
+def on_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Ray options that pin a task to a node.
 
     A task asks for no CPU: it must start while the training holds them all. Ray must not repeat it
     by itself either, Prefect's retries are the ones that can be seen.
 
+    Args:
+        name: one of the names of `living_nodes`.
+        alive: those, where they were asked for already.
+
     Raises:
         StackError: no such node is alive; Ray would wait for ever.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    for node in nodes:
-        if node["NodeManagerHostname"] == name:
-            pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": pinned}
-    alive = ", ".join(sorted(node["NodeManagerHostname"] for node in nodes))
-    raise StackError(
-        f"node {name}, which holds the images, is not in this Ray cluster (alive: {alive}). "
-        "Start Ray there, and retry the flow run."
-    )
+    alive = living_nodes() if alive is None else alive
+    if name not in alive:
+        raise StackError(
+            f"node {name} is not in this Ray cluster (alive: {', '.join(sorted(alive))}). Start "
+            "Ray there, by that name (TRINITY_SYNC_NODE), and retry the flow run."
+        )
+    pinned = NodeAffinitySchedulingStrategy(alive[name], soft=False)
+    return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": pinned}
+
+
+def on_this_node() -> dict[str, object]:
+    """As `on_node`, of the node that the flow runs on."""
+    return on_node(Settings().node)
 
 
 @cache
@@ -52,8 +73,20 @@ async def results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
     """All results, once every task has ended; the worker's other flows go on meanwhile.
 
     Raises:
-        Exception: the first failure. A task whose Ray process died would be shown as running for
-            ever, so it is marked as crashed here.
+        Exception: the first failure.
+    """
+    ended = await outcomes(futures)
+    for result in ended:
+        if isinstance(result, BaseException):
+            raise result
+    return ended
+
+
+async def outcomes(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
+    """As `results`, with what failed in the place of its result.
+
+    A task whose Ray process died would be shown as running for ever, so it is marked as crashed
+    here.
     """
     loop = asyncio.get_running_loop()
     waiting = [
@@ -62,10 +95,8 @@ async def results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     for future, result in zip(futures, ended, strict=True):
         if isinstance(result, RayError):
+            state: State[Any] = Crashed(message=f"Its Ray process died: {result}")
             async with get_client() as client:
-                state: State[Any] = Crashed(message=f"Its Ray process died: {result}")
-                await client.set_task_run_state(future.task_run_id, state, force=True)
-    for result in ended:
-        if isinstance(result, BaseException):
-            raise result
+                with suppress(ObjectNotFound):  # it died before it had begun
+                    await client.set_task_run_state(future.task_run_id, state, force=True)
     return ended

@@ -1,12 +1,10 @@
 """``reconcile``: bring disk, memory and Prefect back together after whatever died."""
 
-import socket
-
 from prefect import flow
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_node, results
+from flows.on_ray import on_this_node, results
 from tasks.reconcile import mend_what_was_left
 from trinity_sync.orchestration.reconcile import GRACE_S
 
@@ -20,5 +18,5 @@ async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
             on this node (or those of TRINITY_SYNC_MAINTAIN).
         grace_s: Seconds for which a file that nobody seems to need is left alone.
     """
-    with remote_options(**on_node(socket.gethostname())):
+    with remote_options(**on_this_node()):
         await results([mend_what_was_left.submit(root, grace_s)])

@@ -1,13 +1,12 @@
 """``retention``: remove steps that the policies let go of, once newer ones are whole."""
 
-import socket
 from datetime import datetime
 
 from prefect import flow
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_node, results
+from flows.on_ray import on_this_node, results
 from tasks.prune import prune
 
 
@@ -31,5 +30,5 @@ async def retention(
         dry_run: Show what would be removed, and remove nothing.
         now: Time that policies reckon with, for a look ahead with dry_run; empty for the clock's.
     """
-    with remote_options(**on_node(socket.gethostname())):  # it sees the roots, others may not
+    with remote_options(**on_this_node()):  # it sees the roots, others may not
         await results([prune.submit(root, keep, keep_syncs, dry_run, now)])

@@ -1,25 +1,33 @@
 """``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
-is asked for before the commit begins. What comes after it (the export of models that the trainer
-asked for, the removal of older steps) may fail and be retried without touching the commit.
+is asked for before the commit begins. There is one task a component and node, on the node whose
+memory holds the images. What comes after the commit (the export of models that the trainer asked
+for, the removal of older steps) may fail and be retried without touching it.
 """
 
+import asyncio
 import time
+from collections.abc import Sequence
 
 from prefect import flow, get_run_logger
+from prefect.futures import PrefectFuture
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
+from ray.exceptions import RayError
 
-from flows.on_ray import on_node, results
+from flows.on_ray import living_nodes, on_node, outcomes, results
 from flows.replicate import ask_for_copy
-from tasks.commit import commit_step, note_failure
+from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
+from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.storage.persist import Part
+from trinity_sync.storage.placement import Share, await_shares
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
@@ -27,38 +35,94 @@ async def save_step(request: SaveRequest) -> None:
     """Write one step's images and commit them; then export models, if that was asked for.
 
     Args:
-        request: the step, and the spools in which its images wait.
+        request: the step; on which nodes its images wait is in the job's root.
     """
     began, committed = time.perf_counter(), 0.0
+    settings, shares = Settings(), list[Share]()
     try:
-        parts = []
-        for node, spool in request.spools.items():
-            with remote_options(**on_node(node)):
-                parts += [
-                    PERSIST[component].submit(request, component, spool)
-                    for component in request.components
-                ]
-        written = [file for files in await results(parts) for file in files]
+        shares = await asyncio.to_thread(
+            await_shares,
+            request.root,
+            request.run,
+            request.run_key,
+            request.roles,
+            gather_s=settings.gather_s,
+        )
+        parts = await _persist(request, shares)
         persisted = time.perf_counter()
-        node, spool = next(iter(request.spools.items()))
-        with remote_options(**on_node(node)):
-            commit = commit_step.submit(request, written, spool)
-            (exports,) = await results([commit])
+        home = on_node(shares[0].node)
+        with remote_options(**home):
+            everything = [part for of_node in parts for part in of_node]
+            (exports,) = await results([commit_step.submit(request, everything, shares[0])])
         committed = time.perf_counter()
-        metrics.METRICS.committed(request, written, persisted - began, committed - persisted)
+        metrics.METRICS.committed(request, everything, persisted - began, committed - persisted)
+        await _free_slots(request, parts[1:], shares[1:])
         try:
             if exports:  # the step counts already, whatever becomes of them
-                with remote_options(**on_node(node)):
+                with remote_options(**home):
                     await results([export_wished.submit(request)])
         finally:
-            await ask_for_copy(request, Settings().replicate_to)
+            await ask_for_copy(request, settings.replicate_to)
     except Exception as error:
         if not committed:
             metrics.METRICS.failed(request)
-        await _note_failure(request, str(error))
+        await _note_failure(request, shares, str(error))
         raise
     if request.keep:
-        await _prune(request, node)
+        await _prune(request, shares[0].node)
+
+
+async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[Part]]:
+    """What the tasks have made, by node.
+
+    Raises:
+        SaveError: a node is gone, or a process of it, and with it what was to be written there.
+    """
+    alive = living_nodes()
+    for share in shares:
+        if share.node not in alive:
+            raise _lost(request, share, "Ray does not know it")
+    futures: list[PrefectFuture[Part]] = []
+    where: list[int] = []
+    for number, share in enumerate(shares):
+        components = [c for c in request.components if c != "metadata" or share.has_rank_0]
+        with remote_options(**on_node(share.node, alive)):
+            for turn, component in enumerate(components or [None] * (number > 0)):
+                functions = number > 0 and turn == 0  # the commit waits for those of its own node
+                futures.append(PERSIST[component].submit(request, component, share, functions))
+                where.append(number)
+    parts: list[list[Part]] = [[] for _ in shares]
+    for number, result in zip(where, await outcomes(futures), strict=True):
+        if isinstance(result, RayError):
+            raise _lost(request, shares[number], str(result).partition("\n")[0]) from result
+        if isinstance(result, BaseException):
+            raise result
+        parts[number].append(result)
+    return parts
+
+
+def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
+    return SaveError(
+        f"{request.run_name} of {request.root} is not committed: node {share.node}, which holds "
+        f"{share}, or a process of it, died before they were written ({why}). Start Ray there and "
+        "retry the flow run, if the node has kept its memory; the next save goes on without this "
+        "one."
+    )
+
+
+async def _free_slots(
+    request: SaveRequest, parts: Sequence[Sequence[Part]], shares: Sequence[Share]
+) -> None:
+    """Free the slots of the other nodes; one that cannot be reached does not undo the commit."""
+    futures = []
+    alive = living_nodes() if shares else {}
+    for share, of_node in zip(shares, parts, strict=True):
+        if share.node in alive:
+            with remote_options(**on_node(share.node, alive)):
+                futures.append(free_slots.submit(request, of_node, share))
+    for result in await outcomes(futures):
+        if isinstance(result, BaseException):
+            get_run_logger().error("%s keeps slots for a while: %s", request.run_name, result)
 
 
 async def _prune(request: SaveRequest, node: str) -> None:
@@ -75,11 +139,18 @@ async def _prune(request: SaveRequest, node: str) -> None:
         )
 
 
-async def _note_failure(request: SaveRequest, reason: str) -> None:
-    """Note it on each node that can be reached; what failed is raised, whatever comes of this."""
-    for node, spool in request.spools.items():
-        try:
-            with remote_options(**on_node(node)):
-                await results([note_failure.submit(request, spool, reason)])
-        except Exception as error:
-            get_run_logger().error("the failure cannot be noted on node %s: %s", node, error)
+async def _note_failure(request: SaveRequest, shares: Sequence[Share], reason: str) -> None:
+    """Note it on each node that is alive; what failed is raised, whatever comes of this."""
+    try:
+        futures = []
+        alive = living_nodes()
+        for share in shares:
+            if share.node in alive:
+                with remote_options(**on_node(share.node, alive)):
+                    futures.append(note_failure.submit(request, share, reason))
+        ended = await outcomes(futures)
+    except Exception as error:
+        ended = [error]
+    for each in ended:
+        if isinstance(each, BaseException):
+            get_run_logger().error("the failure cannot be noted everywhere: %s", each)

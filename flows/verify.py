@@ -1,12 +1,10 @@
 """``verify``: read committed steps again in parallel on Ray, and take damaged ones out of use."""
 
-import socket
-
 from prefect import flow
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_node, results
+from flows.on_ray import on_this_node, results
 from tasks.verify import choose_files, judge_steps, read_files
 from trinity_sync.storage.verify import shares
 
@@ -32,7 +30,7 @@ async def verify(
         sample_gb: Read about so many GB of all steps besides, other files each day.
         seed: Which part the sample is; empty for the number of the day.
     """
-    with remote_options(**on_node(socket.gethostname())):  # it sees the roots, others may not
+    with remote_options(**on_this_node()):  # it sees the roots, others may not
         (files,) = await results([choose_files.submit(root, step, newest, sample_gb, seed)])
         parts = [read_files.submit(part) for part in shares(files, READERS)]
         checked = [one for part in await results(parts) for one in part]

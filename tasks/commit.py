@@ -18,7 +18,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.persist import Save, Written, mark_failed
+from trinity_sync.storage.persist import Part, Save, Written, mark_failed
+from trinity_sync.storage.placement import Share
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
@@ -33,25 +34,32 @@ logger = logging.getLogger(__name__)
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, written: Sequence[Written], spool: str) -> bool:
-    """Wait for save functions, write manifest and iteration files, then free the slots.
+def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> bool:
+    """Wait for this node's functions, write manifest and iteration files, then free its slots.
+
+    Args:
+        request: of the save.
+        parts: what the tasks of all nodes have made.
+        home: what this node holds.
 
     Returns:
         Whether models of the step are to be exported.
     """
     save, settings = save_of(request), Settings()
-    node = known_job_spool(spool, save.root)
+    node = known_job_spool(home.spool, save.root)
+    written = [file for part in parts for file in part.written]
+    elsewhere = [receipt for part in parts for receipt in part.receipts]
     shards = sum(file.record.component not in FOLDERS for file in written)
     earlier = own_manifest(save.root, save.run, save.step)
     listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
     receipts = await_receipts(
         node,
         save,
-        at_least=max(0, request.expected - shards - listed),
+        at_least=max(0, request.expected - shards - listed - len(elsewhere)),
         gather_s=settings.gather_s,
     )
     note_wishes(save, written)
-    manifest = commit(save, written, receipts, recycle=settings.recycle)
+    manifest = commit(save, written, [*elsewhere, *receipts], recycle=settings.recycle)
     tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:
@@ -75,11 +83,25 @@ def note_wishes(save: Save, written: Sequence[Written]) -> None:
         make_wish(save.root, Wish(save.run, save.step, role, trusted))
 
 
+@task(name="free slots", persist_result=False)
+def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> None:
+    """Free the slots of another node than the commit's, whose task does it at home.
+
+    Args:
+        request: of a save that is committed.
+        parts: what the tasks of the node have made.
+        share: what the node holds.
+    """
+    written = [file for part in parts for file in part.written]
+    save = save_of(request)
+    release_slots(known_job_spool(share.spool, save.root), save, written)
+
+
 @task(name="note failure", persist_result=False)
-def note_failure(request: SaveRequest, spool: str, reason: str) -> None:
+def note_failure(request: SaveRequest, share: Share, reason: str) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first."""
     save = save_of(request)
-    mark_failed(known_job_spool(spool, save.root), save, reason)
+    mark_failed(known_job_spool(share.spool, save.root), save, reason)
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:

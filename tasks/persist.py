@@ -10,14 +10,17 @@ from trinity_sync.orchestration.roots import require_allowed
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
-from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.commit import await_receipts, make_durable
+from trinity_sync.storage.persist import Part, Save, WriteOptions, persist
+from trinity_sync.storage.placement import Share
 
-TASK_NAMES: dict[Component, str] = {
+TASK_NAMES: dict[Component | None, str] = {
     "model": "model",
     "optim": "optimizer",
     "extra_state": "extras",
     "metadata": "metadata",
     "attachments": "attachments",
+    None: "functions",
 }
 
 
@@ -33,9 +36,18 @@ def save_of(request: SaveRequest) -> Save:
     )
 
 
-def persist_component(request: SaveRequest, component: Component, spool: str) -> list[Written]:
-    """Write a node's images of one component under temporary names, durably."""
-    settings = Settings()
+def persist_component(
+    request: SaveRequest, component: Component | None, share: Share, functions: bool = False
+) -> Part:
+    """Write a node's images of one component under temporary names, durably.
+
+    Args:
+        request: of the save.
+        component: None where all that the step saves comes from functions.
+        share: what the node holds.
+        functions: wait for the save functions of the node, too, and sync what they wrote.
+    """
+    settings, save = Settings(), save_of(request)
     options = WriteOptions(
         direct=settings.direct_io,
         bytes_per_s=settings.write_mb_per_s * 1e6,
@@ -43,8 +55,11 @@ def persist_component(request: SaveRequest, component: Component, spool: str) ->
         writers=settings.writers,
         nice=settings.nice,
     )
-    save = save_of(request)
-    return persist(known_job_spool(spool, save.root), save, component, options)
+    spool = known_job_spool(share.spool, save.root)
+    written = persist(share, save, component, options) if component else []
+    receipts = await_receipts(spool, save) if functions else []
+    make_durable(save, receipts)
+    return Part(written, receipts)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -56,11 +71,11 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     return False
 
 
-PERSIST: dict[Component, Task[[SaveRequest, Component, str], list[Written]]] = {
+PERSIST: dict[Component | None, Task[[SaveRequest, Component | None, Share, bool], Part]] = {
     component: Task(
         persist_component,
         name=name,
-        description=f"Write the {name} images of one node",
+        description=f"{'Write' if component else 'Wait for'} the {name} of one node",
         retries=3,
         retry_delay_seconds=[1, 5, 15],
         retry_condition_fn=is_io_error,

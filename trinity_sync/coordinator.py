@@ -8,7 +8,6 @@ which costs the caller one copy into shared memory and nothing else.
 import logging
 import os
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from trinity_sync.layout import (
     Component,
     Kind,
     check_name,
+    job_id,
     step_folder,
 )
 from trinity_sync.orchestration.trigger import SaveTrigger
@@ -47,6 +47,7 @@ from trinity_sync.states import StateSaves
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
+from trinity_sync.storage.placement import Place, note_placement, placement, places_of
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import Run
 from trinity_sync.storage.steps import newest
@@ -62,7 +63,7 @@ class CheckpointCoordinator:
             ``root/global_step_{N}/{role}/``. Made if it is missing.
         rank: rank of this process.
         world_size: ranks that save together.
-        node_ranks: the ranks of this node; all of them by default.
+        places: on which nodes the ranks are; all of them on this one by default.
         run_key: what all processes of this run have in common and no other run of the job has.
             By default ``TRINITY_SYNC_RUN``, else one of this coordinator's own. Roles that save
             from separate process groups need it.
@@ -89,7 +90,7 @@ class CheckpointCoordinator:
         *,
         rank: int = 0,
         world_size: int = 1,
-        node_ranks: Sequence[int] | None = None,
+        places: Sequence[Place] = (),
         run_key: str | None = None,
         roles: Sequence[str] | None = None,
         settings: Settings | None = None,
@@ -101,7 +102,6 @@ class CheckpointCoordinator:
         self.root = Path(root).resolve()
         self.rank, self.world_size = rank, world_size
         self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
-        self._node_ranks = tuple(range(world_size)) if node_ranks is None else tuple(node_ranks)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -109,6 +109,10 @@ class CheckpointCoordinator:
                 f"cannot make the job's root {self.root}: {error.strerror}"
             ) from error
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        here = (self.settings.node, str(self.spool.folder.absolute()))
+        self._places = tuple(places) or places_of([here] * world_size)
+        self._placed: set[str] = set()
+        """Roles that this run has in the root, see `_place`."""
         self._stager = Stager(
             self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
         )
@@ -128,20 +132,22 @@ class CheckpointCoordinator:
     def of_process_group(cls, root: str | Path, **arguments: Any) -> "CheckpointCoordinator":
         """A coordinator for each rank of the default process group; all ranks call it together.
 
-        Ranks learn from each other who shares a node, and take rank 0's run key. Further
+        Ranks learn from each other which nodes they are on, and take rank 0's run key. Further
         ``arguments`` go to the constructor.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        mine = (socket.gethostname(), arguments.pop("run_key", None) or _own_run_key())
+        settings = arguments.pop("settings", None) or Settings()
+        key = arguments.pop("run_key", None) or _own_run_key()
+        mine = (settings.node, str((settings.spool / job_id(root)).absolute()), key)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, mine)
-        node_ranks = [other for other in range(world_size) if everyone[other][0] == mine[0]]
         return cls(
             root,
             rank=rank,
             world_size=world_size,
-            node_ranks=node_ranks,
-            run_key=everyone[0][1],
+            places=places_of([(node, spool) for node, spool, _ in everyone]),
+            run_key=everyone[0][2],
+            settings=settings,
             **arguments,
         )
 
@@ -252,6 +258,8 @@ class CheckpointCoordinator:
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
+        if self.rank == 0:
+            self._place(role)
         attached = None
         if kind == "checkpoint":
             self._run.require_new_step(step)
@@ -351,7 +359,9 @@ class CheckpointCoordinator:
         Raises:
             SpoolFull: they will not; the message says what is needed.
         """
-        self.spool.check_room(self.settings.slots * nbytes * len(self._node_ranks))
+        here = [place for place in self._places if place.node == self.settings.node]
+        ranks = sum(len(place.ranks) for place in here)
+        self.spool.check_room(self.settings.slots * nbytes * ranks)
 
     # ---------------------------------------------------------------- preemption
 
@@ -502,6 +512,9 @@ class CheckpointCoordinator:
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         components = {name for ticket in mine for name in ticket.components}
         roles = mine[0].roles if mine else self.roles
+        for role in roles:
+            if placement(self.root, run.number, run.key, role) is None:  # nothing but functions
+                self._place(role)
         expected = state_dict_thread_count + checkpoint_thread_count
         keep = max((ticket.keep for ticket in mine), default=0)
         request = self._request(run, global_step, kind, roles, components, keep, expected)
@@ -583,11 +596,17 @@ class CheckpointCoordinator:
             roles=self._roles_of(role, kind),
             rank=self.rank,
             world_size=self.world_size,
-            node_ranks=self._node_ranks,
             keep=keep,
             export=export,
             strategy=self.settings.save_strategy,
         )
+
+    def _place(self, role: str) -> None:
+        """Write down on which nodes the ranks of a role are, once a run, before it saves."""
+        if role not in self._placed:
+            run = self._run.begun()
+            note_placement(self.root, run.number, run.key, role, self._places)
+            self._placed.add(role)
 
     def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
@@ -632,7 +651,6 @@ class CheckpointCoordinator:
             kind=kind,
             roles=tuple(roles),
             components=tuple(known),
-            spools={socket.gethostname(): str(self.spool.folder)},
             expected=expected,
             keep=keep,
         )

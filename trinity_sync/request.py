@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trinity_sync.layout import Component, Kind, check_name, job_id
 
@@ -14,9 +14,11 @@ QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
 
 
 class SaveRequest(BaseModel):
-    """One step's save: where its images wait and what must be among them.
+    """One step's save: what must be among it.
 
-    It carries no state and no list of ranks; the tickets in the spools do.
+    It carries no state and names no nodes or ranks: the tickets in the nodes' memory and the
+    placements in the root do (see ``storage.placement``). So it is the same whoever asks, and as
+    small for thousands of ranks as for one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,9 +41,6 @@ class SaveRequest(BaseModel):
         description="What is to be written; a role need not have them all. Empty where all that "
         "the step saves comes from the user's own functions.",
     )
-    spools: dict[str, str] = Field(
-        description="Spool folder by name of the node (host name) that holds it.", min_length=1
-    )
     expected: int = Field(
         default=0, ge=0, description="At least so many images and receipts (0: what was staged)."
     )
@@ -63,13 +62,6 @@ class SaveRequest(BaseModel):
     @classmethod
     def _names(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(check_name("role", role) for role in roles)
-
-    @model_validator(mode="after")
-    def _spools_are_absolute(self) -> "SaveRequest":
-        for node, spool in self.spools.items():
-            if not Path(spool).is_absolute():
-                raise ValueError(f"spool {spool!r} of node {node!r} is not an absolute path")
-        return self
 
     @property
     def job(self) -> str:

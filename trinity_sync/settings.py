@@ -5,6 +5,7 @@ between them (paths, run, step) travels in tickets and in the flow's parameters 
 """
 
 import os
+import socket
 from pathlib import Path
 
 from pydantic import Field
@@ -24,6 +25,10 @@ class Settings(BaseSettings):
 
     spool: Path = Field(default_factory=_default_spool)
     """Folder in shared memory that holds the slots and tickets of this node."""
+
+    node: str = Field(default_factory=socket.gethostname, pattern=r"^[^/\s]+$")
+    """Name of this node, under which Ray has to know it: its host name, or that of
+    ``ray start --node-name``."""
 
     roles: tuple[str, ...] = ("actor",)
     """Roles that make one checkpoint together; JSON in the environment: ``["actor","critic"]``."""

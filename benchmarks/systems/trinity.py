@@ -19,6 +19,7 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.persist import Save
+from trinity_sync.storage.placement import Share
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.restore import load_shards
 
@@ -92,9 +93,8 @@ class Trinity(Committed):
 
     def save(self, step: int) -> None:
         """Stage; rank 0 has the step written as soon as its images are sealed."""
-        ranks = tuple(range(self.training.size.ranks))
-        root, rank = str(self.folder), self.training.rank
-        origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, len(ranks), ranks)
+        root, rank, ranks = str(self.folder), self.training.rank, self.training.size.ranks
+        origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, ranks)
         self._states.save(origin, self.training.state(), overlap=self.overlaps)
 
     def before_update(self) -> None:
@@ -104,7 +104,9 @@ class Trinity(Committed):
     def _write(self, step: int) -> None:
         if self._writer:
             save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
-            self._saving = self._writer.submit(write_out, self.spool, save, COMPONENTS)
+            ranks = {ROLES[0]: tuple(range(self.training.size.ranks))}
+            share = Share("here", str(self.spool.folder), ranks)
+            self._saving = self._writer.submit(write_out, share, save, COMPONENTS)
 
     def wait(self) -> None:
         """Until the commit."""

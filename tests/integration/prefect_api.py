@@ -26,10 +26,7 @@ T = TypeVar("T")
 def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     """By which Prefect knows the flow run of a save of the newest run."""
     run = newest_run(root)
-    spools = {"any": "/any"}  # they are no part of it
-    request = SaveRequest(
-        root=str(root), step=step, run=run.number, run_key=run.key, kind=kind, spools=spools
-    )
+    request = SaveRequest(root=str(root), step=step, run=run.number, run_key=run.key, kind=kind)
     return request.key
 
 

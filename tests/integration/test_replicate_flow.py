@@ -16,7 +16,7 @@ from trinity_sync.storage.remote import Remote
 
 
 def request(root: Path, kind: str = "checkpoint") -> SaveRequest:
-    return SaveRequest(root=str(root), step=4, run=1, kind=kind, spools={"here": "/spool"})  # type: ignore[arg-type]
+    return SaveRequest(root=str(root), step=4, run=1, kind=kind)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_copied_by_a_run_of_its_own(

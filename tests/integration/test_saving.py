@@ -17,6 +17,7 @@ from trinity_sync.layout import Kind
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import note_placement, places_of
 from trinity_sync.storage.steps import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
@@ -254,17 +255,16 @@ def test_a_failed_run_commits_when_it_is_retried(
         ({"root": "relative/path"}, "is not absolute"),
         ({"step": -1}, "less than the minimum of 0"),
         ({"components": ["model", "wings"]}, "'wings' is not one of"),
-        ({"spools": {"elsewhere": "../spool"}}, "not an absolute path"),
-        ({"spools": {"no-such-node": "/dev/shm/x"}}, "is not in this Ray cluster"),
+        ({}, r"node no-such-node, which holds role actor rank 0, or a process of it, died"),
         ({"surprise": 1}, "'surprise' was unexpected"),
     ],
 )
 def test_bad_parameters_are_rejected_with_a_sentence(
     api: Api, root: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    import socket
-
-    good = {"root": str(root), "step": 1, "run": 1, "spools": {socket.gethostname(): "/dev/shm"}}
+    places = places_of([("no-such-node", "/dev/shm/x")])
+    note_placement(root, 1, "", "actor", places)
+    good = {"root": str(root), "step": 1, "run": 1}
     try:
         run = api.ended(api.start({"request": {**good, **change}}))
     except PrefectHTTPStatusError as error:  # the form's own check

@@ -1,5 +1,6 @@
 """A job without Prefect or Ray: real slots, real files, the bodies of the tasks called directly."""
 
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from trinity_sync.snapshot.stager import Origin, Staged, Stager, pack_folder
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.placement import Share, note_placement, places_of
 
 
 @dataclass
@@ -32,7 +34,6 @@ class Job:
             "roles": self.roles,
             "rank": rank,
             "world_size": self.world_size,
-            "node_ranks": tuple(range(self.world_size)),
         }
         return Origin(**{**fields, **other})
 
@@ -53,10 +54,18 @@ class Job:
     ) -> Staged:
         packed = pack_folder(metadata) if metadata else None
         origin = self.origin(step, rank=rank, **other)
+        places = places_of([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
+        note_placement(self.root, origin.run, origin.run_key, origin.role, places)
         return self.stager(rank).stage(origin, states, also=also, metadata=packed)
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> Save:
         return Save(str(self.root), run, step, kind, self.roles)
+
+    @property
+    def share(self) -> Share:
+        """All that is on this node."""
+        ranks = tuple(range(self.world_size))
+        return Share("here", str(self.spool.folder), dict.fromkeys(self.roles, ranks))
 
     def persist(
         self, step: int, *components: str, gather_s: float = 0.05, **other: Any
@@ -66,7 +75,7 @@ class Job:
         return [
             file
             for component in components or ("model",)
-            for file in persist(self.spool, save, component, options)
+            for file in persist(self.share, save, component, options)
         ]
 
     def commit(self, step: int, *components: str, **other: Any) -> Manifest:

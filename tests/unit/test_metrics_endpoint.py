@@ -16,6 +16,7 @@ from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.storage.persist import Part
 
 
 def free_port() -> int:
@@ -38,15 +39,14 @@ def scraped(port: int) -> dict[tuple[str, ...], float]:
 
 
 def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
-    spools = {"here": "/spool"}
-    return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key, spools=spools)
+    return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key)
 
 
 def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
     job.stage(4, {"model": {"w": torch.zeros(1000)}})
     written = job.persist(4)
-    metrics.committed(request(job, 4), written, persist_s=2.0, commit_s=0.25)
+    metrics.committed(request(job, 4), [Part(written)], persist_s=2.0, commit_s=0.25)
     metrics.committed(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
     metrics.failed(request(job, 5))
     found = scraped(metrics.serve(settings))

@@ -42,7 +42,7 @@ class Saves:
         )
 
     def save(self, step: int, state: object, overlap: bool = True) -> Staged:
-        origin = Origin(str(self.root), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1, (0,))
+        origin = Origin(str(self.root), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1)
         return self.states.save(origin, {"model": state}, overlap=overlap)
 
     def copied(self) -> float:

@@ -157,7 +157,7 @@ def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, c
 
 
 def request(job: Job, **other: Any) -> SaveRequest:
-    fields = {"root": str(job.root), "step": 1, "run": 1, "spools": {"n": str(job.spool.folder)}}
+    fields = {"root": str(job.root), "step": 1, "run": 1}
     return SaveRequest(**{**fields, **other})
 
 
@@ -168,7 +168,6 @@ def request(job: Job, **other: Any) -> SaveRequest:
         {"components": ["../model"]},
         {"step": -1},
         {"root": "ckpts"},
-        {"spools": {"n": "spool"}},
     ],
 )
 def test_a_request_that_names_no_role_component_or_path_is_refused(

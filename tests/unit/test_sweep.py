@@ -33,9 +33,11 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from trinity_sync.snapshot.spool import JobSpool
         from trinity_sync.storage import commit as commits
         from trinity_sync.storage.persist import Save, WriteOptions, persist
+        from trinity_sync.storage.placement import Share
         save = Save({str(job.root)!r}, 1, {step}, "checkpoint", ("actor",))
         spool = JobSpool(Path({str(job.spool.folder)!r}))
-        written = persist(spool, save, "model", WriteOptions())
+        share = Share("here", str(spool.folder), {{"actor": (0,)}})
+        written = persist(share, save, "model", WriteOptions())
         write = commits.write_manifest_into
         def write_and_die(*arguments):
             write(*arguments)
@@ -126,9 +128,9 @@ def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job
     for step in (5, 6):
         job.stage(step, {"model": {"w": torch.ones(10)}})
     (request, _) = stranded(job.spool.folder.parent, grace_s=-1)
-    let_give_way(request.flow_run["parameters"], "cancelled by a person")
+    let_give_way(job.spool.folder.parent, request.flow_run["parameters"], "cancelled by a person")
     cancelled, other = sorted(job.spool.tickets()[0], key=lambda image: image.ticket.step)
     assert (cancelled.ticket.step, cancelled.failed, other.failed) == (5, True, False)
     assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
     assert sweep(job) == [6]
-    let_give_way({"another": "flow"}, "no save at all")
+    let_give_way(job.spool.folder.parent, {"another": "flow"}, "no save at all")

@@ -21,7 +21,6 @@ TICKET = Ticket(
     component="model",
     rank=1,
     world_size=2,
-    node_ranks=(0, 1),
     components=("model", "optim"),
     roles=("actor", "critic"),
     path="actor/model_world_size_2_rank_1.pt",

@@ -23,7 +23,7 @@ def test_an_error_of_the_file_system_ends_no_watch(
     pointer.rename(job.root / "aside")
     pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
     watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"))
-    request = SaveRequest(root=str(job.root), step=4, run=1, spools={"here": "/spool"})
+    request = SaveRequest(root=str(job.root), step=4, run=1)
     with caplog.at_level(logging.WARNING):
         watch.add(request)
         with pytest.raises(SaveTimeout, match="step4"):

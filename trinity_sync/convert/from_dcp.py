@@ -137,7 +137,14 @@ def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, 
         record.rank,
         record.world_size,
     )
-    return Written(found, os.fspath(temporary), identity_of(temporary), image, "", components, 0.0)
+    return Written(
+        found,
+        temporary=os.fspath(temporary),
+        identity=identity_of(temporary),
+        image=image,
+        components=components,
+        seconds=0.0,
+    )
 
 
 def _small_files(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,6 @@ one call, which either happened or did not; the run's ``infrastructure_pid`` is 
 """
 
 import logging
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ ATTEMPTS = 3
 UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 TAKEN_BY = "Taken by "
 """Begins the message of the Pending state of a run that a worker has taken; the rest names the
-process, as ``host/pid/start time``."""
+process, as ``node/pid/start time``."""
 TAG = "trinity-sync"
 """Of all deployments of prefect.yaml: a server's other flows may leave any number of tasks."""
 LATE_S = 60.0
@@ -87,15 +86,21 @@ async def runs_in(
 
 
 async def mend(
-    client: PrefectClient, run: FlowRun, here: str, is_busy_with: Callable[[UUID], bool]
+    client: PrefectClient,
+    run: FlowRun,
+    here: str,
+    is_busy_with: Callable[[UUID], bool],
+    *,
+    spool: Path,
 ) -> None:
     """Give a run that was seen under way its end, if it is lost, and have it begun again.
 
     Args:
         client: client of the Prefect server.
         run: the run; ``is_busy_with`` must have denied it after the server was asked for it.
-        here: this process, as ``host/pid/start time``.
+        here: this process, as ``node/pid/start time``.
         is_busy_with: whether this process is at a run, from its taking to its last state.
+        spool: of this node.
     """
     states = await client.read_flow_run_states(run.id)
     now = await client.read_flow_run(run.id)
@@ -104,27 +109,35 @@ async def mend(
     if now.state.id not in {state.id for state in states}:
         return  # it moved between the two questions, so somebody is at it
     owner = _owner(states)
-    host, _, process = owner.partition("/")
-    if owner != here and (host != socket.gethostname() or process_lives(process)):
+    node, _, process = owner.partition("/")
+    if owner != here and (node != here.partition("/")[0] or process_lives(process)):
         return
     why = "found no server when it ended" if owner == here else "died"
     if now.state.is_cancelling():
         end: State[None] = Cancelled(message=f"Cancelled; its process {owner} {why}.")
-        let_give_way(now.parameters, str(end.message))
+        let_give_way(spool, now.parameters, str(end.message))
     else:
         end = Crashed(message=f"Its process {owner} {why}.")
     logger.warning("flow run %s: %s", run.name, end.message)
     await _end_tasks(client, await _tasks_under_way(client, FlowRunFilter(id=_of([run.id]))), end)
     await client.set_flow_run_state(run.id, end, force=True)
-    await begin_again(client, run.id)
+    await begin_again(client, run.id, here)
 
 
-async def begin_again(client: PrefectClient, run_id: UUID, *, crashed_for_s: float = 0.0) -> None:
-    """Have a run begun again that crashed so many seconds ago, unless that was done too often."""
+async def begin_again(
+    client: PrefectClient, run_id: UUID, here: str, *, crashed_for_s: float = 0.0
+) -> None:
+    """Have a run begun again that crashed so many seconds ago, unless that was done too often.
+
+    A run of another node is left a minute longer: it is shown as crashed while it lives if the
+    server was away for long, and then most often ends soon.
+    """
     states = await client.read_flow_run_states(run_id)
     run = await client.read_flow_run(run_id)
     if run.state is None or not run.state.is_crashed() or len(_takings(states)) >= ATTEMPTS:
         return
+    if _owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
+        crashed_for_s = max(crashed_for_s, LATE_S)
     age = datetime.now(timezone.utc) - run.state.timestamp
     if age >= timedelta(seconds=crashed_for_s):
         logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
@@ -179,7 +192,7 @@ def _takings(states: Sequence[State]) -> list[State]:
 
 
 def _owner(states: Sequence[State]) -> str:
-    """The process that took the run last, as ``host/pid/start time``; "" if nobody has."""
+    """The process that took the run last, as ``node/pid/start time``; "" if nobody has."""
     taken = _takings(states)
     return str(taken[-1].message).removeprefix(TAKEN_BY) if taken else ""
 

@@ -16,7 +16,7 @@ from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.storage.persist import Written
+from trinity_sync.storage.persist import Part
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class WorkerMetrics:
     def committed(
         self,
         request: SaveRequest,
-        written: Iterable[Written],
+        parts: Iterable[Part],
         persist_s: float,
         commit_s: float,
     ) -> None:
@@ -75,6 +75,7 @@ class WorkerMetrics:
         self._saves.labels(*labels, "committed").inc()
         self._phases.labels(*labels, "persist").observe(persist_s)
         self._phases.labels(*labels, "commit").observe(commit_s)
+        written = [file for part in parts for file in part.written]
         self._bytes.labels(*labels).inc(sum(file.record.nbytes for file in written if file.image))
         for kind in SERVES_AS[request.kind]:
             self._stand(request.job, kind, request.run_key, request.step, time.time())

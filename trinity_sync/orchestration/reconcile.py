@@ -9,7 +9,6 @@ mends what it can prove, and says of the rest why it is left.
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,14 +95,14 @@ def mend_known_roots(settings: Settings) -> list[Finding]:
 
 async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
     """Runs that Prefect shows as under way although their process on this node is dead."""
-    here = f"{socket.gethostname()}/{process_name(os.getpid())}"
+    here = f"{settings.node}/{process_name(os.getpid())}"
     found = []
     with one_worker_a_node(settings.spool) as alone:
         if not alone:
             return []  # a worker is at it
         for run in await runs_in(client, settings.work_pool, *UNDER_WAY):
             try:
-                await mend(client, run, here, lambda _: False)
+                await mend(client, run, here, lambda _: False, spool=settings.spool)
                 now = (await client.read_flow_run(run.id)).state
             except (ObjectNotFound, httpx.HTTPStatusError) as error:
                 found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))

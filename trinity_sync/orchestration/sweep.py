@@ -6,7 +6,6 @@ done. Those of a cancelled save give way to new ones.
 """
 
 import logging
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.layout import COMPONENTS, Kind
+from trinity_sync.layout import COMPONENTS, FOLDERS, Kind
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
@@ -63,7 +62,7 @@ def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
         if is_committed(root, run, step, kind):
             _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images, before)
         elif all(image.ticket.sealed_at < before and not image.failed for image in images):
-            yield _request(job, root, run, step, kind, images)
+            yield _request(root, run, step, kind, images)
 
 
 @lru_cache(maxsize=1000)
@@ -72,10 +71,11 @@ def warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
+def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
     """Note beside the images of a save that ended that new ones may have their slots at once.
 
     Args:
+        spool: this node's, with one folder a job.
         parameters: those of the flow run; nothing is done for one that is no save.
         reason: why it ended.
     """
@@ -83,12 +83,11 @@ def let_give_way(parameters: Mapping[str, Any], reason: str) -> None:
         request = SaveRequest.model_validate(parameters["request"])
     except (KeyError, ValidationError):
         return
-    if folder := request.spools.get(socket.gethostname()):
-        save = Save(request.root, request.run, request.step, request.kind, request.roles)
-        try:
-            mark_failed(JobSpool(Path(folder)), save, reason)
-        except OSError as error:
-            logger.warning("%s keeps its slots for a while: %s", save, error)
+    save = Save(request.root, request.run, request.step, request.kind, request.roles)
+    try:
+        mark_failed(JobSpool(spool / request.job), save, reason)
+    except OSError as error:
+        logger.warning("%s keeps its slots for a while: %s", save, error)
 
 
 def _finish(save: Save, images: list[Sealed], before: float) -> None:
@@ -97,16 +96,17 @@ def _finish(save: Save, images: list[Sealed], before: float) -> None:
         if manifest is None or manifest.committed_at >= before:
             return  # whoever commits it frees the slots, and notes what they hold
         finish_interrupted(save)
+        digests = {record.path: record.digest for record in manifest.files}
         for image in images:
-            release(image.slot, image.ticket.image)
+            release(image.slot, image.ticket.image, digests.get(image.ticket.path, ""))
     except (OSError, TrinitySyncError) as error:  # other saves have their turn
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
-def _request(
-    job: JobSpool, root: str, run: int, step: int, kind: Kind, images: list[Sealed]
-) -> SaveRequest:
+def _request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -> SaveRequest:
     named = {name for image in images for name in image.ticket.components}
+    if all(image.ticket.rank for image in images):
+        named |= {*FOLDERS}  # rank 0, on another node, may have some, and its task will see
     return SaveRequest(
         root=root,
         step=step,
@@ -115,6 +115,5 @@ def _request(
         kind=kind,
         roles=images[0].ticket.roles,
         components=tuple(name for name in COMPONENTS if name in named),
-        spools={socket.gethostname(): str(job.folder)},
         keep=max(image.ticket.keep for image in images),
     )

@@ -11,11 +11,11 @@ Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-
 import asyncio
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -38,6 +38,7 @@ from prefect.workers.base import (
 )
 from websockets.exceptions import ConnectionClosed
 
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.mend import (
     TAKEN_BY,
     UNDER_WAY,
@@ -51,9 +52,10 @@ from trinity_sync.orchestration.reconcile import mend_known_roots
 from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
 from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
-from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
+from trinity_sync.storage.locks import file_lock_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class TrinitySyncWorker(
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
         self._away = False
-        self._infrastructure = f"{socket.gethostname()}/{process_name(os.getpid())}"
+        self._infrastructure = f"{self._trinity.node}/{process_name(os.getpid())}"
 
     # ------------------------------------------------------------ running a flow
 
@@ -125,7 +127,7 @@ class TrinitySyncWorker(
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
             if cancelled and not (state and state.is_final()):
                 message = "Cancelled while it ran; a step not committed by then stays uncommitted."
-                let_give_way(flow_run.parameters, message)
+                let_give_way(self._trinity.spool, flow_run.parameters, message)
                 end: State[Any] = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
         finally:
@@ -290,7 +292,13 @@ class TrinitySyncWorker(
             if alone:
                 for run in lost:
                     try:
-                        await mend(self.client, run, self._infrastructure, self._is_busy_with)
+                        await mend(
+                            self.client,
+                            run,
+                            self._infrastructure,
+                            self._is_busy_with,
+                            spool=self._trinity.spool,
+                        )
                     except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
                         logger.warning("flow run %s cannot be mended: %s", run.name, error)
                 await end_unheard_tasks(self.client, self._work_pool_name)
@@ -311,9 +319,17 @@ class TrinitySyncWorker(
                     raise
                 warn_once(f"{request.run_name} of {request.root}: {refusal}")
                 continue
-            if run.state and run.state.is_cancelled():  # perhaps before anybody had taken it
-                let_give_way(run.parameters, "Cancelled.")
+            if run.state and (run.state.is_cancelled() or run.state.is_failed()):
+                # perhaps before anybody had taken it, or by one that could not reach this node
+                let_give_way(self._trinity.spool, run.parameters, str(run.state.message))
             elif run.state and run.state.is_crashed() and not self._is_busy_with(run.id):
-                with one_worker_a_node(self._trinity.spool) as alone:
-                    if alone:  # a run that is cancelled is shown as crashed for an instant
-                        await begin_again(self.client, run.id, crashed_for_s=2.0)
+                await self._begin_again(request, run.id)
+
+    async def _begin_again(self, request: SaveRequest, run_id: UUID) -> None:
+        """Have a crashed run begun again, if no other worker is about to, on whatever node."""
+        lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "begin_again.lock")
+        with ExitStack() as locks, one_worker_a_node(self._trinity.spool) as alone_here:
+            if alone_here and await asyncio.to_thread(locks.enter_context, lock):
+                # a run that is cancelled is shown as crashed for an instant
+                here = self._infrastructure
+                await begin_again(self.client, run_id, here, crashed_for_s=2.0)

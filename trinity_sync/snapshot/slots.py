@@ -34,7 +34,6 @@ class Origin:
     roles: tuple[str, ...]
     rank: int
     world_size: int
-    node_ranks: tuple[int, ...]
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
     export: Export = ""

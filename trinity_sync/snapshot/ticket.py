@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trinity_sync.errors import TicketError
 from trinity_sync.layout import Kind, SaveStrategy
 
-VERSION = 1
+VERSION = 2
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
 
@@ -38,8 +38,6 @@ class Ticket:
     component: str
     rank: int
     world_size: int
-    node_ranks: tuple[int, ...]
-    """Ranks of this role on this node: whom a writer here has to wait for."""
     components: tuple[str, ...]
     """What this rank hands over for this role in this save."""
     roles: tuple[str, ...]
@@ -113,7 +111,7 @@ def read_ticket(slot: Path) -> Ticket | None:
         raise _bad(path, "was altered after it was sealed")
     if set(body) != {field.name for field in fields(Ticket)}:
         raise _bad(path, "has other fields than a ticket")
-    for name in ("node_ranks", "components", "roles"):
+    for name in ("components", "roles"):
         body[name] = tuple(body[name])
     return Ticket(**body)
 

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
@@ -42,6 +43,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.persist import Save, Written, identity_of
+from trinity_sync.storage.placement import named
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.writer import digest_of
@@ -178,13 +180,12 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
 
     Until one of them fills a slot, `load_shards` finds the committed file there.
     """
-    digests = {(file.slot, file.image): file.record.digest for file in written if file.slot}
-    for (slot, image), digest in digests.items():
-        release(Path(slot), image, digest)  # nothing happens to another node's
+    digests = {file.image: file.record.digest for file in written}
     for sealed in spool.of_step(save.run, save.step)[0]:
         ticket = sealed.ticket
-        if ticket.kind == save.kind and ticket.role in save.roles:
-            release(sealed.slot, ticket.image)  # not needed: another save committed the same file
+        own = ticket.kind == save.kind and ticket.role in save.roles
+        if own or ticket.image in digests:  # not written: another save committed the same file
+            release(sealed.slot, ticket.image, digests.get(ticket.image, ""))
     forget_receipts(spool, save.run, save.step, save.kind)
 
 
@@ -207,7 +208,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
                 ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
-                problems.append(f"role {role} lacks {component} of ranks {absent}")
+                problems.append(f"role {role} lacks {component} of {named(absent)}")
     if problems:
         raise MissingShards(
             f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
@@ -223,8 +224,15 @@ def _earlier(save: Save) -> Manifest | None:
         return None
 
 
+def make_durable(save: Save, receipts: Sequence[Receipt]) -> None:
+    """Sync the files that save functions wrote on this node, whose page cache may have them."""
+    for name in {name for receipt in receipts for name in receipt.files}:
+        with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
+            os.fsync(file.fileno())  # one that has vanished is named by the commit
+
+
 def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Iterator[FileRecord]:
-    """The files that save functions wrote, made durable here.
+    """The files that save functions wrote.
 
     Not those ``named`` already: a function's list has all that changed while it ran, and so the
     shards of a sync that was committed meanwhile, too.
@@ -325,7 +333,9 @@ def _sync_folders(folder: Path, names: Iterable[str]) -> None:
 
 def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
     """Temporary files of earlier attempts at the same files; nobody names them any more."""
-    for file in written:
-        final = folder / file.record.path
-        for leftover in final.parent.glob(f".{final.name}.*{TEMPORARY_SUFFIX}"):
-            leftover.unlink(missing_ok=True)
+    named = {folder / file.record.path for file in written}
+    for parent in {final.parent for final in named}:
+        for leftover in parent.glob(f".*{TEMPORARY_SUFFIX}"):
+            final = leftover.name[1:].removesuffix(TEMPORARY_SUFFIX).rpartition(".")[0]
+            if parent / final in named:
+                leftover.unlink(missing_ok=True)

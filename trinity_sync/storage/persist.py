@@ -1,4 +1,4 @@
-"""Write the images of one component, of one step, on this node, under temporary names.
+"""Write the images of one component, of one step, on one node, under temporary names.
 
 Nothing gets its final name here: that is the commit's. Writing the same images again, after a
 crash or a retry, gives the same bytes.
@@ -10,6 +10,7 @@ import os
 import tarfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,10 +21,12 @@ from pathlib import Path, PurePosixPath
 from trinity_sync.errors import ImageError, MissingShards, SaveError
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.reading import claimed, locked
+from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
+from trinity_sync.storage.placement import Share, named
 from trinity_sync.storage.recycling import remove_spares, take_spare
 from trinity_sync.storage.turns import ones_turn
 from trinity_sync.storage.writer import write_file
@@ -59,11 +62,21 @@ class Written:
     identity: tuple[int, int]
     """Inode and time of the last write in ns: tells the file from another one of its name."""
     image: str
-    slot: str
     components: tuple[str, ...]
     """All that the rank hands over in this save."""
     seconds: float
     export: Export = ""
+
+
+class Part:
+    """What one task has made of a save, for its commit.
+
+    No dataclass: Prefect walks through those, value by value, wherever they are handed on.
+    """
+
+    def __init__(self, written: Sequence[Written], receipts: Sequence[Receipt] = ()) -> None:
+        self.written = tuple(written)
+        self.receipts = tuple(receipts)
 
 
 @dataclass(frozen=True)
@@ -80,21 +93,21 @@ class WriteOptions:
 
 
 def persist(
-    spool: JobSpool,
+    share: Share,
     save: Save,
     component: str,
     options: WriteOptions,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Written]:
-    """Wait for this node's images of ``component``, and write them durably.
+    """Wait for the images of ``component`` that a node holds, this one, and write them durably.
 
     Raises:
         MissingShards: a rank did not hand its image over within ``gather_s`` seconds.
         TicketError, ImageError: an image cannot be trusted.
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
-    sealed, committed = _gather(spool, save, component, options.gather_s, clock)
+    sealed, committed = _gather(share, save, component, options.gather_s, clock)
     gently = partial(yield_to_others, options.nice)
     pool = ThreadPoolExecutor(options.writers, "persist", initializer=gently)
     with ExitStack() as held, pool as writers:
@@ -102,7 +115,7 @@ def persist(
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-        write = partial(_write, spool, save, options)
+        write = partial(_write, JobSpool(Path(share.spool)), save, options)
         written = list(writers.map(write, sealed, contents))
     return [*committed, *(file for files in written for file in files)]
 
@@ -119,66 +132,59 @@ def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
 
 
 def _gather(
-    spool: JobSpool, save: Save, component: str, gather_s: float, clock: Callable[[], float]
+    share: Share, save: Save, component: str, gather_s: float, clock: Callable[[], float]
 ) -> tuple[list[Sealed], list[Written]]:
     """The images to write, and the files that a commit of the same step has already."""
+    spool = JobSpool(Path(share.spool))
+    wanted = {
+        role: [rank for rank in ranks if rank == 0 or component != "metadata"]
+        for role, ranks in share.ranks.items()
+    }
     deadline = clock() + gather_s
     while True:
         sealed, bad = spool.of_step(save.run, save.step)
         manifest = own_manifest(save.root, save.run, save.step)
         if manifest and save.kind in manifest.kinds:  # retried after its commit
             mine = [file for file in manifest.files if file.component == component]
-            return [], [_as_written(file, ()) for file in mine if file.role in save.roles]
+            return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline
+        by_rank: dict[tuple[str, int], list[Sealed]] = defaultdict(list)
+        for image in sealed:
+            by_rank[image.ticket.role, image.ticket.rank].append(image)
         images: list[Sealed] = []
         committed: list[Written] = []
-        missing: list[str] = []
-        for role in save.roles:
-            of_role = [image for image in sealed if image.ticket.role == role]
-            for rank, expected in _ranks(of_role, save, component):
-                done = _committed(manifest, role, component, rank)
-                found = [
-                    image
-                    for image in of_role
-                    if (image.ticket.component, image.ticket.rank) == (component, rank)
-                ]
-                image = min(found, key=lambda i: i.ticket.kind != save.kind, default=None)
-                # another save of the step, the sync, writes its image itself: wait for its commit
-                theirs = image and image.ticket.kind != save.kind and not image.failed
-                if done:
-                    committed += [_as_written(record, expected) for record in done]
-                elif image and (not theirs or overdue):
-                    images.append(image)
-                else:
-                    missing.append(f"role {role} rank {rank}")
-            if not any(image.ticket.kind == save.kind for image in of_role):
-                missing.append(f"role {role}")
+        missing: dict[str, list[int]] = defaultdict(list)
+        for role, rank in [(role, rank) for role, ranks in wanted.items() for rank in ranks]:
+            of_rank = by_rank[role, rank]
+            own = [image.ticket for image in of_rank if image.ticket.kind == save.kind]
+            if not own:
+                missing[role].append(rank)
+                continue
+            if component not in own[0].components:
+                continue
+            done = _committed(manifest, role, component, rank)
+            its = [image for image in of_rank if image.ticket.component == component]
+            found = min(its, key=lambda i: i.ticket.kind != save.kind, default=None)
+            # another save of the step, the sync, writes its image itself: wait for its commit
+            theirs = found and found.ticket.kind != save.kind and not found.failed
+            if done:
+                committed += [_as_written(record, own[0].components) for record in done]
+            elif found and (not theirs or overdue):
+                images.append(found)
+            else:
+                missing[role].append(rank)
         if not missing:
             return images, committed
         if overdue:
             if unreadable := [error for error in bad if f".{component}." in str(error)]:
                 raise unreadable[0]
+            lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
             raise MissingShards(
-                f"{save} is not committed: {component} of {', '.join(missing)} was not handed over "
-                f"on this node within {gather_s:g} s. Did that process die? Its images are in "
+                f"{save} is not committed: {component} of {lacking} was not handed over on node "
+                f"{share.node} within {gather_s:g} s. Did that process die? Its images are in "
                 f"{spool.folder}; the next save goes on without this one."
             )
         time.sleep(0.01)
-
-
-def _ranks(
-    of_role: Sequence[Sealed], save: Save, component: str
-) -> Iterable[tuple[int, tuple[str, ...]]]:
-    """Ranks of a role on this node that hand ``component`` over, with all that they hand over."""
-    own = [image.ticket for image in of_role if image.ticket.kind == save.kind]
-    by_rank = {ticket.rank: ticket.components for ticket in own}
-    shards = {name for names in by_rank.values() for name in names if name != "metadata"}
-    for rank in own[0].node_ranks if own else ():
-        components = by_rank.get(rank, tuple(shards))
-        if component in components or (
-            component == "metadata" and rank == 0 and rank not in by_rank
-        ):
-            yield rank, components
 
 
 def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:
@@ -189,7 +195,7 @@ def _committed(manifest: Manifest | None, role: str, component: str, rank: int) 
 
 
 def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
-    return Written(record, "", (0, 0), "", "", components, 0.0)
+    return Written(record, "", (0, 0), "", components, 0.0)
 
 
 @contextmanager
@@ -285,7 +291,6 @@ def _write_one(
         temporary=os.fspath(temporary),
         identity=identity_of(temporary),
         image=ticket.image,
-        slot=os.fspath(sealed.slot),
         components=ticket.components,
         seconds=time.perf_counter() - start,
         export=ticket.export,

@@ -15,6 +15,7 @@ from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.placement import await_shares
 from trinity_sync.storage.wishes import wishes
 
 
@@ -50,10 +51,11 @@ class CommitsHere(SaveTrigger):
 
 
 def _save_step(request: SaveRequest) -> None:
-    (folder,) = request.spools.values()
-    spool, save = JobSpool(Path(folder)), save_of(request)
-    parts = [persist_component(request, component, folder) for component in request.components]
-    written = [file for part in parts for file in part]
+    save = save_of(request)
+    (share,) = await_shares(save.root, save.run, save.run_key, save.roles, gather_s=60)
+    spool = JobSpool(Path(share.spool))
+    parts = [persist_component(request, component, share) for component in request.components]
+    written = [file for part in parts for file in part.written]
     note_wishes(save, written)
     commit(save, written, await_receipts(spool, save))
     release_slots(spool, save, written)

@@ -1,0 +1,172 @@
+"""Where the ranks of a role are: on which nodes, and in whose memory there.
+
+Rank 0 of a role writes it down once a run, before it hands anything over, as a small file of the
+root. So whoever asks for a save's flow run, on whatever node, need not know the other nodes, and
+the flow's parameters are the same at any scale::
+
+    root/.trinity_sync/placements/1.actor.json      run 1, role actor
+        {"run_key": "...", "spools": {"/dev/shm/trinity_sync-0/ckpts-1a2b3c4d": {"node-0": "0-7"}}}
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, MissingShards, SaveError
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.durable import make_folder, replace_file
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node, and which ranks of a role are there."""
+
+    node: str
+    spool: str
+    """The job's folder in the node's memory."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one node holds of a save."""
+
+    node: str
+    spool: str
+    ranks: Mapping[str, tuple[int, ...]]
+    """By role."""
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether the rank that hands small files over is here, of any role."""
+        return any(0 in ranks for ranks in self.ranks.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"role {role} {named(ranks)}" for role, ranks in self.ranks.items())
+
+
+def places_of(where: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
+    """The nodes of ranks, those of the first ranks first.
+
+    Args:
+        where: node and spool of each rank.
+    """
+    ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, place in enumerate(where):
+        ranks[place].append(rank)
+    return tuple(Place(*place, tuple(of)) for place, of in ranks.items())
+
+
+def note_placement(
+    root: str | Path,
+    run: int,
+    run_key: str,
+    role: str,
+    places: Sequence[Place],
+) -> None:
+    """Write down where the ranks of a role are in a run; again costs a look.
+
+    Raises:
+        OSError: the root cannot be written.
+    """
+    path = _path(root, run, role)
+    spools: dict[str, dict[str, str]] = defaultdict(dict)
+    for place in places:
+        spools[place.spool][place.node] = ranges(place.ranks)
+    text = json.dumps({"run_key": run_key, "spools": spools})
+    if not path.exists() or path.read_text() != text:
+        make_folder(path.parent)
+        replace_file(path, text)
+
+
+def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place] | None:
+    """Where the ranks of a role are, rank 0's node first; None if nobody has written it down.
+
+    Raises:
+        CommitError: the file is torn or edited.
+    """
+    path = _path(root, run, role)
+    try:
+        body = json.loads(path.read_text())
+        places = [
+            Place(node, spool, ranks_in(text))
+            for spool, nodes in body["spools"].items()
+            for node, text in nodes.items()
+        ]
+        key = body["run_key"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CommitError(
+            f"{path}, which says on which nodes the ranks of role {role} are, is torn or edited; "
+            "restart the training, which writes it anew"
+        ) from error
+    return sorted(places, key=lambda place: place.ranks[0]) if key == run_key else None
+
+
+def await_shares(
+    root: str | Path,
+    run: int,
+    run_key: str,
+    roles: Iterable[str],
+    *,
+    gather_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Share]:
+    """What each node holds of the saves of some roles; the node of the first role's rank 0 first.
+
+    Raises:
+        MissingShards: a role has not said where its ranks are within ``gather_s`` seconds.
+        SaveError: the root is gone.
+        CommitError: as `placement`.
+    """
+    deadline = clock() + gather_s
+    if not Path(root).is_dir():
+        raise SaveError(f"the job's root {root} is gone; make it and retry the flow run")
+    shares: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for role in roles:
+        while (places := placement(root, run, run_key, role)) is None:
+            if clock() >= deadline:
+                raise MissingShards(
+                    f"role {role} has handed nothing over in run {run} of {root} within "
+                    f"{gather_s:g} s: there is no {_path(root, run, role)}. Does its training run, "
+                    "and do all nodes see this root? The next save goes on without this one."
+                )
+            time.sleep(0.05)
+        for place in places:
+            shares[place.node, place.spool][role] = place.ranks
+    return [Share(*where, ranks) for where, ranks in shares.items()]
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Ranks in few words: ``0-7,16``."""
+    parts = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0]):
+        of = [rank for _, rank in run]
+        parts.append(f"{of[0]}-{of[-1]}" if len(of) > 1 else f"{of[0]}")
+    return ",".join(parts)
+
+
+def ranks_in(text: str) -> tuple[int, ...]:
+    """What `ranges` has made a text of.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    bounds = [part.partition("-") for part in text.split(",")]
+    return tuple(
+        rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1)
+    )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence: ``rank 3``, ``ranks 0-7``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def _path(root: str | Path, run: int, role: str) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "placements" / f"{run}.{role}.json"
