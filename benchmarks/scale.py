@@ -3,6 +3,7 @@
 ::
 
     python -m benchmarks.scale [RANKSxNODES ...]
+    python -m benchmarks.scale --files RANKSxNODES ...   # the bodies of the tasks, without Prefect
 
 Real are the Prefect server, the trigger, the flow, its tasks and their bodies, tickets, manifest,
 files and catalog. Simulated are the ranks (this process stages a tiny image of each component for
@@ -53,7 +54,8 @@ class Cost:
 
 def main() -> None:
     """Measure, print, judge and write down."""
-    sizes = [tuple(map(int, each.split("x"))) for each in sys.argv[1:]] or SIZES
+    named = [each for each in sys.argv[1:] if each != "--files"]
+    sizes = [(int(a), int(b)) for a, b in (each.split("x") for each in named)] or SIZES
     with (
         tempfile.TemporaryDirectory(prefix="bench-scale-") as folder,
         tempfile.TemporaryDirectory(prefix="trinity_sync-scale-", dir="/dev/shm") as memory,
@@ -67,6 +69,12 @@ def main() -> None:
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
             "DO_NOT_TRACK": "1",
         }
+        if "--files" in sys.argv:
+            for number, (ranks, nodes) in enumerate(sizes):
+                job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
+                print(job.save_without_prefect(1), flush=True)
+                job.close()
+            return
         costs = []
         with _server(Path(folder)) as server:
             print(_row([name.replace("_", " ") for name in asdict(_nothing())]))
@@ -182,6 +190,39 @@ class Job:
             0.0,
         )
         return replace(cost, server_cpu_s=round(cpu_seconds([server]) - cpu, 2))
+
+    def save_without_prefect(self, step: int) -> str:
+        """What the bodies of the tasks take, one after the other, and what comes out of them."""
+        from tasks.persist import save_of
+        from trinity_sync.layout import MANIFEST
+        from trinity_sync.settings import Settings
+        from trinity_sync.storage.commit import commit
+        from trinity_sync.storage.persist import WriteOptions, persist
+        from trinity_sync.storage.placement import await_shares
+
+        request = self._stage(step)
+        save = save_of(request)
+        shares = await_shares(
+            request.root, request.run, request.run_key, request.roles, gather_s=60
+        )
+        times = [time.perf_counter()]
+        written = [
+            file
+            for share in shares
+            for component in request.components
+            if component != "metadata" or share.has_rank_0
+            for file in persist(share, save, component, WriteOptions())
+        ]
+        times.append(time.perf_counter())
+        commit(save, written)
+        times.append(time.perf_counter())
+        rows, took_ms = _catalog(self.root, step, Settings())
+        nbytes = (save.folder / MANIFEST).stat().st_size
+        return (
+            f"{self.ranks} ranks on {self.nodes} nodes: {times[1] - times[0]:.2f} s to persist on "
+            f"all nodes in turn, {times[2] - times[1]:.2f} s to commit, manifest of {nbytes:,} "
+            f"bytes, {rows:,} rows of the catalog in {took_ms:,.0f} ms"
+        )
 
     def close(self) -> None:
         """Give the memory back."""

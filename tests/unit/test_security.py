@@ -34,6 +34,7 @@ from trinity_sync.storage.diff import diff
 from trinity_sync.storage.drill import drill
 from trinity_sync.storage.remote import Remote, refuse_credentials
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.wishes import Wish, make_wish, wishes
 
 
 class Runs:
@@ -216,3 +217,13 @@ def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_pat
     receipt = Receipt("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
     with pytest.raises(SaveError, match="outside of the step's folder"):
         commit(job.save(1), [], [receipt])
+
+
+def test_source_files_are_not_trusted_at_the_wish_of_others(tmp_path: Path) -> None:
+    make_wish(tmp_path, Wish(1, 1, "actor", trust_remote_code=True))
+    (own,) = wishes(tmp_path)
+    assert own.trust_remote_code
+    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.wish")
+    path.chmod(0o666)
+    (theirs,) = wishes(tmp_path)
+    assert not theirs.trust_remote_code
