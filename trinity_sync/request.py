@@ -70,9 +70,10 @@ class SaveRequest(BaseModel):
 
     @property
     def key(self) -> str:
-        """Idempotency key: one flow run per job, run, step and kind, however often triggered."""
+        """Idempotency key: one flow run a save, however often triggered; a sync is of one role."""
         run = f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
-        return f"{self.job}/{run}/step{self.step}/{self.kind}"
+        roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
+        return f"{self.job}/{run}/step{self.step}/{self.kind}{roles}"
 
     @property
     def run_name(self) -> str:

@@ -113,6 +113,17 @@ def test_actor_and_critic_are_one_flow_run_and_one_commit(
     assert load(root, 6, role="critic")["v"].tolist() == [1, 1, 1]
 
 
+def test_roles_that_are_synced_at_one_step_each_commit(
+    saves: CheckpointCoordinator, root: Path
+) -> None:
+    saves.save(6, {"model": STATE}, kind="state_dict")
+    saves.save(6, {"model": {"v": torch.ones(3)}}, kind="state_dict", role="critic")
+    saves.wait_all(90)
+    assert require_committed(root, 6).roles == ("actor", "critic")
+    assert load(root, 6, role="critic")["v"].tolist() == [1, 1, 1]
+    assert not saves.spool.tickets()[0]
+
+
 def test_a_role_that_the_job_does_not_have_is_refused(saves: CheckpointCoordinator) -> None:
     with pytest.raises(ConfigError, match="TRINITY_SYNC_ROLES"):
         saves.save(1, {"model": STATE}, role="critic")

@@ -26,7 +26,7 @@ from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
@@ -106,6 +106,18 @@ def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
     assert read_manifest(job.root, 2) is None
     job.stage(2, {"model": state(2)}, role="critic")
     assert job.commit(2).roles == ("actor", "critic")
+
+
+def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
+    for role, other in (("actor", "critic"), ("critic", "actor")):
+        job.stage(2, {"model": state(2)}, kind="state_dict", role=role, roles=(role,))
+        job.roles = (role,)
+        (written,) = job.persist(2, kind="state_dict")
+        assert written.temporary
+        commit(job.save(2, kind="state_dict"), [written])
+        committed = [is_committed(job.root, 1, 2, "state_dict", [each]) for each in (role, other)]
+        assert committed == [True, role == "critic"]
+    assert require_committed(job.root, 2).roles == ("actor", "critic")
 
 
 def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:

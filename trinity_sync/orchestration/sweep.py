@@ -54,13 +54,13 @@ def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
     sealed, bad = job.tickets()
     for error in bad:
         warn_once(str(error))
-    saves: dict[tuple[str, int, int, Kind], list[Sealed]] = defaultdict(list)
+    saves: dict[tuple[str, int, int, Kind, tuple[str, ...]], list[Sealed]] = defaultdict(list)
     for image in sealed:
         ticket = image.ticket
-        saves[ticket.root, ticket.run, ticket.step, ticket.kind].append(image)
-    for (root, run, step, kind), images in saves.items():
-        if is_committed(root, run, step, kind):
-            _finish(Save(root, run, step, kind, (), images[0].ticket.run_key), images, before)
+        saves[ticket.root, ticket.run, ticket.step, ticket.kind, ticket.roles].append(image)
+    for (root, run, step, kind, roles), images in saves.items():
+        if is_committed(root, run, step, kind, roles):
+            _finish(Save(root, run, step, kind, roles, images[0].ticket.run_key), images, before)
         elif all(image.ticket.sealed_at < before and not image.failed for image in images):
             yield _request(root, run, step, kind, images)
 

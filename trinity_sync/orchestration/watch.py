@@ -152,6 +152,7 @@ def _exported(save: _Pending) -> bool:
 def _committed(request: SaveRequest) -> bool:
     """Whether whoever waited finds the step, and the iteration files that lead to it."""
     root, run, step, kind = request.root, request.run, request.step, request.kind
-    return is_committed(root, run, step, kind) and all(
+    roles = request.roles if request.components else ()  # functions have none
+    return is_committed(root, run, step, kind, roles) and all(
         is_announced(root, announced, run, step) for announced in SERVES_AS[kind]
     )

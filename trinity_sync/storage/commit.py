@@ -109,7 +109,8 @@ def commit(
     with one_change_at_a_time(save.root):
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
-        if not (earlier and earlier.run == save.run and save.kind in earlier.kinds):
+        roles = {file.record.role for file in written}
+        if not (earlier and earlier.run == save.run and earlier.holds(save.kind, roles)):
             _check_complete(save, written, receipts)  # else it is retried, and all is there
         named = {file.record.path for file in written}
         if earlier and earlier.run == save.run:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,6 +66,10 @@ class Manifest:
     def roles(self) -> tuple[str, ...]:
         """Roles that have a shard in this step."""
         return tuple(sorted({record.role for record in self.files if record.role}))
+
+    def holds(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
+        """Whether ``kind`` was committed, with files of all ``roles``: each may have a sync."""
+        return kind in self.kinds and {*roles} <= {*self.roles}
 
     def file(self, path: str) -> FileRecord | None:
         """The record of the file at ``path``, or None."""
@@ -180,10 +184,12 @@ def own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
     return manifest if manifest and manifest.run == run else None
 
 
-def is_committed(root: str | Path, run: int, step: int, kind: Kind) -> bool:
+def is_committed(
+    root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
+) -> bool:
     """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
     manifest = own_manifest(root, run, step)
-    return manifest is not None and kind in manifest.kinds
+    return manifest is not None and manifest.holds(kind, roles)
 
 
 def is_below(path: str) -> bool:

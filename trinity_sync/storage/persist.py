@@ -123,7 +123,7 @@ def persist(
 def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
     """Note beside the images of a save that it failed, so that they give way first."""
     for sealed in spool.of_step(save.run, save.step)[0]:
-        if sealed.ticket.kind != save.kind:
+        if sealed.ticket.kind != save.kind or sealed.ticket.role not in save.roles:
             continue
         with suppress(FileNotFoundError), claimed(sealed.slot):
             now = read_ticket(sealed.slot)
@@ -144,7 +144,7 @@ def _gather(
     while True:
         sealed, bad = spool.of_step(save.run, save.step)
         manifest = own_manifest(save.root, save.run, save.step)
-        if manifest and save.kind in manifest.kinds:  # retried after its commit
+        if manifest and manifest.holds(save.kind, save.roles):  # retried after its commit
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline
