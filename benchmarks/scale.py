@@ -6,7 +6,7 @@
     python -m benchmarks.scale --files RANKSxNODES ...   # the bodies of the tasks, without Prefect
 
 Real are the Prefect server, the trigger, the flow, its tasks and their bodies, tickets, manifest,
-files and catalog. Simulated are the ranks (this process stages a tiny image of each component for
+files and catalog. Simulated are the ranks (this process seals a tiny image of each component for
 each of them) and the nodes: each is a spool of its own, but tasks run in threads of this process
 and not on a Ray node of that name, because 512 Ray nodes cannot be had on one machine. So what Ray
 adds, which is a worker process a task, and what a network adds, is not in the figures.
@@ -27,9 +27,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulated import Job
+
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((1, 1), (8, 1), (64, 1), (8, 8), (64, 8), (256, 32), (1024, 128))
-COMPONENTS = ("model", "optim", "extra_state")
 MOST_NODES = 512
 SLACK = 1.5
 """By how much a cost a node may be larger with more nodes before it counts as growing faster."""
@@ -72,7 +73,7 @@ def main() -> None:
         if "--files" in sys.argv:
             for number, (ranks, nodes) in enumerate(sizes):
                 job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
-                print(job.save_without_prefect(1), flush=True)
+                print(save_without_prefect(job, 1), flush=True)
                 job.close()
             return
         costs = []
@@ -80,7 +81,7 @@ def main() -> None:
             print(_row([name.replace("_", " ") for name in asdict(_nothing())]))
             for number, (ranks, nodes) in enumerate([(1, 1), *sizes]):
                 job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
-                cost = asyncio.run(job.save(1, server))
+                cost = asyncio.run(save(job, 1, server))
                 job.close()
                 if number:
                     costs.append(cost)
@@ -123,142 +124,75 @@ def judged(costs: Sequence[Cost]) -> list[str]:
     return wrong
 
 
-class Job:
-    """A job of simulated ranks, spread evenly over simulated nodes."""
+async def save(job: Job, step: int, server: int) -> Cost:
+    """Stage it on all ranks, have it asked for, run it here; what that cost."""
+    from prefect import get_client
+    from prefect.flow_engine import run_flow
 
-    def __init__(self, root: Path, memory: Path, ranks: int, nodes: int) -> None:
-        from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.snapshot.stager import Stager
-        from trinity_sync.storage.placement import Place, note_placement
-        from trinity_sync.storage.runs import open_run
+    from benchmarks.resources import cpu_seconds
+    from flows.save import save_step
+    from trinity_sync.orchestration.trigger import SaveTrigger
+    from trinity_sync.settings import Settings
+    from trinity_sync.storage.manifest import read_manifest
 
-        root.mkdir()
-        self.root, self.ranks, self.nodes = root, ranks, nodes
-        self._run = open_run(root, "scale", 0)
-        spools = [open_job_spool(memory / f"node{number}", root) for number in range(nodes)]
-        each = ranks // nodes
-        self._spools = {f"node{number}": spool for number, spool in enumerate(spools)}
-        self._ranks_of = {
-            name: tuple(range(number * each, (number + 1) * each))
-            for number, name in enumerate(self._spools)
-        }
-        places = [
-            Place(name, str(spool.folder), self._ranks_of[name])
-            for name, spool in self._spools.items()
-        ]
-        note_placement(root, self._run.number, self._run.key, "actor", places)
-        self._stagers = {
-            rank: Stager(self._spools[name], slots=1)
-            for name, own in self._ranks_of.items()
-            for rank in own
-        }
+    request = job.stage(step)
+    before, cpu = CALLS.number, cpu_seconds([server])
+    began = time.perf_counter()
+    trigger = SaveTrigger()
+    trigger.submit(request)
+    async with get_client() as client:
+        run = await _asked_for(client, request.key)
+        await run_flow(_here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
+        calls = CALLS.number - before
+        manifest = read_manifest(job.root, step)
+        assert manifest, f"{request.run_name} of {job.ranks} ranks is not committed"
+        committed = time.perf_counter() - began
+        tasks = await _tasks_of(client, run.id)
+    trigger.close(1)
+    cost = Cost(
+        job.ranks,
+        job.nodes,
+        1,
+        tasks,
+        calls,
+        len(json.dumps(request.flow_run["parameters"])),
+        round(committed, 2),
+        *_catalog(job.root, step, Settings()),
+        0.0,
+    )
+    return replace(cost, server_cpu_s=round(cpu_seconds([server]) - cpu, 2))
 
-    async def save(self, step: int, server: int) -> Cost:
-        """Stage it on all ranks, have it asked for, run it here; what that cost."""
-        from prefect import get_client
-        from prefect.flow_engine import run_flow
 
-        from benchmarks.resources import cpu_seconds
-        from flows.save import save_step
-        from trinity_sync.orchestration.trigger import SaveTrigger
-        from trinity_sync.settings import Settings
-        from trinity_sync.storage.manifest import read_manifest
+def save_without_prefect(job: Job, step: int) -> str:
+    """What the bodies of the tasks take, one after the other, and what comes out of them."""
+    from tasks.persist import save_of
+    from trinity_sync.layout import MANIFEST
+    from trinity_sync.settings import Settings
+    from trinity_sync.storage.commit import commit
+    from trinity_sync.storage.persist import WriteOptions, persist
+    from trinity_sync.storage.placement import await_shares
 
-        request = self._stage(step)
-        before, cpu = CALLS.number, cpu_seconds([server])
-        began = time.perf_counter()
-        trigger = SaveTrigger()
-        trigger.submit(request)
-        async with get_client() as client:
-            run = await _asked_for(client, request.key)
-            await run_flow(_here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
-            calls = CALLS.number - before
-            manifest = read_manifest(self.root, step)
-            assert manifest, f"{request.run_name} of {self.ranks} ranks is not committed"
-            committed = time.perf_counter() - began
-            tasks = await _tasks_of(client, run.id)
-        trigger.close(1)
-        cost = Cost(
-            self.ranks,
-            self.nodes,
-            1,
-            tasks,
-            calls,
-            len(json.dumps(request.flow_run["parameters"])),
-            round(committed, 2),
-            *_catalog(self.root, step, Settings()),
-            0.0,
-        )
-        return replace(cost, server_cpu_s=round(cpu_seconds([server]) - cpu, 2))
-
-    def save_without_prefect(self, step: int) -> str:
-        """What the bodies of the tasks take, one after the other, and what comes out of them."""
-        from tasks.persist import save_of
-        from trinity_sync.layout import MANIFEST
-        from trinity_sync.settings import Settings
-        from trinity_sync.storage.commit import commit
-        from trinity_sync.storage.persist import WriteOptions, persist
-        from trinity_sync.storage.placement import await_shares
-
-        request = self._stage(step)
-        save = save_of(request)
-        shares = await_shares(
-            request.root, request.run, request.run_key, request.roles, gather_s=60
-        )
-        times = [time.perf_counter()]
-        written = [
-            file
-            for share in shares
-            for component in request.components
-            if component != "metadata" or share.has_rank_0
-            for file in persist(share, save, component, WriteOptions())
-        ]
-        times.append(time.perf_counter())
-        commit(save, written)
-        times.append(time.perf_counter())
-        rows, took_ms = _catalog(self.root, step, Settings())
-        nbytes = (save.folder / MANIFEST).stat().st_size
-        return (
-            f"{self.ranks} ranks on {self.nodes} nodes: {times[1] - times[0]:.2f} s to persist on "
-            f"all nodes in turn, {times[2] - times[1]:.2f} s to commit, manifest of {nbytes:,} "
-            f"bytes, {rows:,} rows of the catalog in {took_ms:,.0f} ms"
-        )
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for stager in self._stagers.values():
-            stager.close()
-
-    def _stage(self, step: int) -> Any:
-        import torch
-
-        from trinity_sync.request import SaveRequest
-        from trinity_sync.snapshot.stager import Origin, pack
-
-        state = {"w": torch.zeros(16)}
-        for ranks in self._ranks_of.values():
-            for rank in ranks:
-                origin = Origin(
-                    str(self.root),
-                    self._run.number,
-                    self._run.key,
-                    step,
-                    "checkpoint",
-                    "actor",
-                    ("actor",),
-                    rank,
-                    self.ranks,
-                )
-                small = pack({"config.json": b"{}"}) if rank == 0 else None
-                states = dict.fromkeys(COMPONENTS, state)
-                self._stagers[rank].stage(origin, states, metadata=small)
-        return SaveRequest(
-            root=str(self.root),
-            step=step,
-            run=self._run.number,
-            run_key=self._run.key,
-            components=(*COMPONENTS, "metadata"),
-        )
+    request = job.stage(step)
+    save = save_of(request)
+    shares = await_shares(request.root, request.run, request.run_key, request.roles, gather_s=60)
+    times = [time.perf_counter()]
+    written = [
+        file
+        for share in shares
+        for component in request.components
+        if component != "metadata" or share.has_rank_0
+        for file in persist(share, save, component, WriteOptions())
+    ]
+    times.append(time.perf_counter())
+    commit(save, written)
+    times.append(time.perf_counter())
+    rows, took_ms = _catalog(job.root, step, Settings())
+    nbytes = (save.folder / MANIFEST).stat().st_size
+    return (
+        f"{job.ranks} ranks on {job.nodes} nodes: {times[1] - times[0]:.2f} s to persist on "
+        f"all nodes in turn, {times[2] - times[1]:.2f} s to commit, manifest of {nbytes:,} "
+        f"bytes, {rows:,} rows of the catalog in {took_ms:,.0f} ms"
+    )
 
 
 class CALLS:

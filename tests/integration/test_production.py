@@ -83,8 +83,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def production(settings: Settings, postgres: str) -> Iterator[StackState]:
-    """Server on PostgreSQL that asks for a password, Ray, and one worker with one place."""
+def stack(settings: Settings, postgres: str) -> Iterator[StackState]:
+    """Server on PostgreSQL that asks for a password, Ray, and one worker with one place.
+
+    By this name the environment of a test names it, and not the session's.
+    """
     from prefect.context import refresh_global_settings_context
 
     named = {
@@ -123,11 +126,11 @@ def ended(root: Path, step: int, kind: Kind) -> FlowRun:
 
 @pytest.mark.slow
 def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
-    production: StackState, settings: Settings, postgres: str, tmp_path: Path
+    stack: StackState, settings: Settings, postgres: str, tmp_path: Path
 ) -> None:
     second = subprocess.Popen(
         [sys.executable, "-m", "trinity_sync.cli", "worker"],
-        env=parts.environment(settings, production),
+        env=parts.environment(settings, stack),
         cwd=tmp_path,
         stdout=(tmp_path / "worker.log").open("w"),
         stderr=subprocess.STDOUT,
@@ -170,7 +173,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 
 @pytest.mark.slow
 def test_syncs_go_before_checkpoints_and_those_before_maintenance(
-    production: StackState, settings: Settings, tmp_path: Path
+    stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     state = stack_module.find(settings)
     assert state
@@ -198,13 +201,18 @@ def test_syncs_go_before_checkpoints_and_those_before_maintenance(
 
 @pytest.mark.slow
 def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
-    production: StackState, settings: Settings, tmp_path: Path
+    stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     with CheckpointCoordinator(tmp_path / "job", settings=settings) as job:
         job.save(1, {"model": {"w": torch.zeros(10)}})
     run = ended(tmp_path / "job", 1, "checkpoint")
-    answer = httpx.post(f"{production.api_url}/flow_runs/filter", json={})
+    answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
     assert answer.status_code == 401
+    env = {**parts.environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
+    worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
+    refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert "set PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]
     with get_client(sync_client=True) as client:
         logs = [log.message for log in client.read_logs()]
     said = [run.model_dump_json(), *map(str, Api().artifacts_of(run)), *logs]
@@ -216,6 +224,6 @@ def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
         *settings.spool.rglob("*.ticket"),
     ]
     said += [path.read_text() for path in written]
-    assert json.loads((settings.home / "stack.json").read_text())["api_url"] == production.api_url
+    assert json.loads((settings.home / "stack.json").read_text())["api_url"] == stack.api_url
     for secret in (SECRET, DB_SECRET):
         assert [text for text in said if secret in text] == []
