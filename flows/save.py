@@ -81,7 +81,7 @@ async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[P
     alive = living_nodes()
     for share in shares:
         if share.node not in alive:
-            raise _lost(request, share, "Ray does not know it")
+            raise _lost(request, share, "is not, or no more, in this Ray cluster")
     futures: list[PrefectFuture[Part]] = []
     where: list[int] = []
     for number, share in enumerate(shares):
@@ -94,7 +94,8 @@ async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[P
     parts: list[list[Part]] = [[] for _ in shares]
     for number, result in zip(where, await outcomes(futures), strict=True):
         if isinstance(result, RayError):
-            raise _lost(request, shares[number], str(result).partition("\n")[0]) from result
+            why = f"or a process of it, died before they were written ({type(result).__name__})"
+            raise _lost(request, shares[number], why) from result
         if isinstance(result, BaseException):
             raise result
         parts[number].append(result)
@@ -104,9 +105,8 @@ async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[P
 def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
     return SaveError(
         f"{request.run_name} of {request.root} is not committed: node {share.node}, which holds "
-        f"{share}, or a process of it, died before they were written ({why}). Start Ray there and "
-        "retry the flow run, if the node has kept its memory; the next save goes on without this "
-        "one."
+        f"{share}, {why}. If it has kept its memory, start Ray there, by that name, and retry the "
+        "flow run; the next save goes on without this one."
     )
 
 

@@ -26,6 +26,9 @@ from trinity_sync.weights.report import report
 
 logger = logging.getLogger(__name__)
 
+MOST_ROWS = 200
+"""Of a table in the Prefect UI, which is one request to the server."""
+
 
 @task(
     name="commit",
@@ -105,12 +108,15 @@ def note_failure(request: SaveRequest, share: Share, reason: str) -> None:
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:
-    """Put the committed files into the run's page of the Prefect UI."""
+    """Put the committed files into the run's page of the Prefect UI; of many, the largest."""
     seconds = {file.record.path: file.seconds for file in written}
+    shown = sorted(manifest.files, key=lambda file: -file.nbytes)[:MOST_ROWS]
+    left_out = len(manifest.files) - len(shown)
     create_table_artifact(
         key="committed-files",
         description=f"**{request.run_name}** committed: {manifest.nbytes:,} bytes in "
-        f"`{request.root}/global_step_{request.step}`",
+        f"`{request.root}/global_step_{request.step}`"
+        + (f"; {left_out:,} smaller files are not shown" if left_out else ""),
         table=[
             {
                 "file": file.path,
@@ -120,7 +126,7 @@ def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -
                 else "",
                 "digest": file.digest,
             }
-            for file in manifest.files
+            for file in sorted(shown, key=lambda file: file.path)
         ],
     )
 

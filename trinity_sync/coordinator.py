@@ -179,6 +179,7 @@ class CheckpointCoordinator:
             kind: what is needed of the step.
             settle_s: seconds to wait first for saves that an earlier run handed over on this node
                 and that are still on their way: resuming from an older step would abandon them.
+                Where ranks are on several nodes, let one of them ask and tell the others.
         """
         deadline = time.monotonic() + settle_s
         while time.monotonic() < deadline:

@@ -266,7 +266,7 @@ def test_a_failed_run_commits_when_it_is_retried(
         ({"root": "relative/path"}, "is not absolute"),
         ({"step": -1}, "less than the minimum of 0"),
         ({"components": ["model", "wings"]}, "'wings' is not one of"),
-        ({}, r"node no-such-node, which holds role actor rank 0, or a process of it, died"),
+        ({}, "node no-such-node, which holds role actor rank 0, is not, or no more, in this Ray"),
         ({"surprise": 1}, "'surprise' was unexpected"),
     ],
 )

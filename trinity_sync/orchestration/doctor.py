@@ -27,6 +27,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.placement import placement
+from trinity_sync.storage.runs import newest_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.writer import write_file
 
@@ -255,7 +257,8 @@ def _root(root: Path, settings: Settings) -> Iterator[Check]:
     yield _disk(root, latest.nbytes if latest else 0)
     yield _probe(root)
     if latest and settings.spool.is_dir():
-        yield _images(JobSpool(settings.spool / job_id(root)), settings, latest.nbytes)
+        spool = JobSpool(settings.spool / job_id(root))
+        yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
     yield _steps(root)
     for kind in KINDS:
         best, named = newest(root, kind), read_iteration(root, kind)
@@ -302,8 +305,19 @@ def _probe(root: Path) -> Check:
     return Check("write speed", "warn" if slow else "ok", found, todo)
 
 
+def _share_of_ranks(root: Path, settings: Settings) -> float:
+    """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
+    run = newest_run(root)
+    if run is None:
+        return 1.0
+    found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
+    places = [place for of_role in found for place in of_role]
+    here = sum(len(place.ranks) for place in places if place.node == settings.node)
+    return here / sum(len(place.ranks) for place in places) if here else 1.0
+
+
 def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
-    """Whether the slots of a job that has all its ranks on this node fit."""
+    """Whether the slots of this node's ranks fit."""
     need = settings.slots * step_bytes
     room = os.statvfs(settings.spool)
     mine = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))

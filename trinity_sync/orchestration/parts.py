@@ -107,6 +107,7 @@ def start_ray(
     state = replace(state, ray=None, ray_address="", ray_folder=folder, ray_auth=auth)
     command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command += [f"--node-name={settings.node}"]
     command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={object_store_mb * 10**6}"]
     # any port that is free, so that two nodes on a machine do not meet

@@ -1,0 +1,41 @@
+"""A save whose ranks are on two Ray nodes, each with a memory of its own."""
+
+from pathlib import Path
+
+import torch
+
+from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined
+from tests.integration.prefect_api import Api, key_of
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.steps import require_committed
+
+
+def state(rank: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(5000.0) + rank}
+
+
+def test_it_commits_and_loads_bit_equal_from_the_memory_of_each(
+    stack: StackState, stack_settings: Settings, root: Path, api: Api
+) -> None:
+    root.mkdir(exist_ok=True)
+    with (
+        joined(stack, stack_settings, "other") as (other, _),
+        a_rank_on_each(root, [other, stack_settings]) as ranks,
+    ):
+        for rank, saves in enumerate(ranks):
+            saves.save(4, {"model": state(rank)})
+        for saves in ranks:
+            saves.wait_all(120)
+        assert [file.rank for file in require_committed(root, 4).files] == [0, 1]
+        await_freed(*ranks)
+        for rank, saves in enumerate(ranks):
+            file = f"actor/model_world_size_2_rank_{rank}.pt"
+            (restored,) = load_shards(root, 4, [file], spool=saves.spool)
+            assert restored.source == "spool"
+            for found in (restored.state, torch.load(root / "global_step_4" / file)):
+                assert torch.equal(found["w"], state(rank)["w"])
+        run = api.ended(api.run_of(key_of(root, 4)).id)
+        names = sorted(task.name.rpartition("-")[0] for task in api.tasks_of(run))
+        assert names == ["commit", "free slots", "model", "model"]

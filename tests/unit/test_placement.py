@@ -1,0 +1,193 @@
+"""Ranks on several nodes: how a save knows of them, without Prefect and Ray."""
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.job import Job
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import CommitError, MissingShards, SaveError
+from trinity_sync.layout import FOLDERS
+from trinity_sync.orchestration.sweep import stranded
+from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.kept import kept_in
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.placement import (
+    Place,
+    Share,
+    await_shares,
+    note_placement,
+    placement,
+    places_of,
+    ranges,
+    ranks_in,
+)
+from trinity_sync.storage.steps import require_committed
+
+MODEL = {"model": {"w": torch.arange(100.0)}}
+
+
+class Noted(SaveTrigger):
+    """Keeps what is asked for."""
+
+    def __init__(self) -> None:
+        self.requests: list[SaveRequest] = []
+
+    def submit(self, request: SaveRequest) -> None:
+        self.requests.append(request)
+
+    def outcome(self, request: SaveRequest) -> Outcome:
+        return Outcome("pending")
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def two_nodes(root: Path, spool_folder: Path) -> Iterator[list[Job]]:
+    """Ranks 0 and 1 on node a, 2 and 3 on b, each with a memory of its own."""
+    jobs = [Job(root, open_job_spool(spool_folder / node, root), world_size=4) for node in "ab"]
+    yield jobs
+    for stager in [stager for job in jobs for stager in job.stagers.values()]:
+        stager.close()
+
+
+def shares_of(jobs: list[Job]) -> list[Share]:
+    folders = [str(job.spool.folder) for job in jobs]
+    return [Share("a", folders[0], {"actor": (0, 1)}), Share("b", folders[1], {"actor": (2, 3)})]
+
+
+@given(st.sets(st.integers(0, 5000), min_size=1))
+def test_ranks_in_few_words_are_the_same_ranks(ranks: set[int]) -> None:
+    assert ranks_in(ranges(ranks)) == tuple(sorted(ranks))
+    assert ranges(range(8)) == "0-7"
+
+
+def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
+    root: Path, spool_folder: Path
+) -> None:
+    names = [f"ip-10-0-{n // 256}-{n % 256}.eu-west-1.compute.internal" for n in range(512)]
+    where = [(names[rank // 8], f"/dev/shm/trinity_sync-1000/{root.name}") for rank in range(4096)]
+    sizes = []
+    for places in ((), places_of(where)):
+        trigger = Noted()
+        saves = CheckpointCoordinator(
+            root,
+            world_size=4096 if places else 1,
+            places=places,
+            run_key="one",
+            settings=Settings(spool=spool_folder),
+            trigger=trigger,
+        )
+        saves.save(len(sizes) + 1, MODEL)
+        saves.close()
+        (request,) = trigger.requests
+        sizes.append(len(json.dumps(request.flow_run["parameters"])))
+    assert sizes[0] == sizes[1] < 1000
+    shares = await_shares(root, 1, "one", ["actor"], gather_s=0)
+    assert [share.node for share in shares] == names
+    assert shares[511].ranks == {"actor": tuple(range(4088, 4096))}
+    assert len(pickle.dumps(shares[511])) < 1000  # what each task is given besides
+    (file,) = root.glob(".trinity_sync/placements/*")
+    assert file.stat().st_size < 64_000
+
+
+def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> None:
+    for role, nodes in (("actor", "ab"), ("critic", "bc")):
+        note_placement(root, 1, "key", role, places_of([(node, "/s") for node in nodes]))
+    shares = await_shares(root, 1, "key", ["actor", "critic"], gather_s=0)
+    assert [(share.node, share.ranks) for share in shares] == [
+        ("a", {"actor": (0,)}),
+        ("b", {"actor": (1,), "critic": (0,)}),
+        ("c", {"critic": (1,)}),
+    ]
+    assert [share.has_rank_0 for share in shares] == [True, True, False]
+
+
+def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
+    note_placement(root, 1, "key", "actor", [Place("a", "/s", (0,))])
+    with pytest.raises(MissingShards, match=r"role critic has handed nothing over in run 1"):
+        await_shares(root, 1, "key", ["actor", "critic"], gather_s=0)
+    assert placement(root, 1, "another life of the root", "actor") is None
+    (file,) = root.glob(".trinity_sync/placements/*")
+    file.write_text("{")
+    with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
+        placement(root, 1, "key", "actor")
+    with pytest.raises(SaveError, match="is gone; make it and retry"):
+        await_shares(root / "gone", 1, "key", ["actor"], gather_s=0)
+
+
+def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job]) -> None:
+    for rank in range(4):
+        two_nodes[rank // 2].stage(4, MODEL, rank=rank)
+    save, shares = two_nodes[0].save(4), shares_of(two_nodes)
+    parts = [persist(share, save, "model", WriteOptions()) for share in shares]
+    written = [file for part in parts for file in part]
+    commit(save, written)
+    release_slots(two_nodes[0].spool, save, written)
+    assert len(two_nodes[1].spool.tickets()[0]) == 2  # another node's memory is not touched
+    release_slots(two_nodes[1].spool, save, parts[1])
+    manifest = require_committed(two_nodes[0].root, 4)
+    assert [file.rank for file in manifest.files] == [0, 1, 2, 3]
+    for job in two_nodes:
+        assert not job.spool.tickets()[0]
+        kept = [kept_in(slot) for slot in job.spool.folder.glob("*.slot")]
+        assert len([note for note in kept if note]) == 2
+
+
+def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:
+    share = shares_of(two_nodes)[1]
+    with pytest.raises(MissingShards, match=r"model of role actor ranks 2-3 .* on node b"):
+        persist(share, two_nodes[1].save(4), "model", WriteOptions(gather_s=0.05))
+
+
+def test_a_node_waits_for_all_its_ranks_to_know_who_attached_something(
+    two_nodes: list[Job],
+) -> None:
+    share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
+    two_nodes[1].stage(4, MODEL, rank=2)
+    with pytest.raises(MissingShards, match="attachments of role actor rank 3"):
+        persist(share, save, "attachments", WriteOptions(gather_s=0.05))
+    two_nodes[1].stage(4, MODEL, rank=3)
+    assert persist(share, save, "attachments", WriteOptions()) == []
+
+
+def test_whichever_node_asks_it_is_one_flow_run_with_all_that_rank_0_has(
+    two_nodes: list[Job],
+) -> None:
+    for rank in range(4):
+        two_nodes[rank // 2].stage(4, MODEL, rank=rank)
+    first, second = (next(iter(stranded(job.spool.folder.parent, grace_s=-1))) for job in two_nodes)
+    assert first.key == second.key
+    assert first.components == ("model",)
+    assert second.components == ("model", *FOLDERS)
+
+
+def test_a_sweep_that_finishes_a_commit_leaves_notes_of_what_the_slots_hold(
+    two_nodes: list[Job],
+) -> None:
+    for rank in range(4):
+        two_nodes[rank // 2].stage(4, MODEL, rank=rank)
+    save = two_nodes[0].save(4)
+    shares = shares_of(two_nodes)
+    commit(save, [f for share in shares for f in persist(share, save, "model", WriteOptions())])
+    assert stranded(two_nodes[1].spool.folder.parent, grace_s=-1) == []
+    digests = {file.digest for file in require_committed(two_nodes[0].root, 4).files}
+    notes = [kept_in(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
+    assert {note.digest for note in notes if note} <= digests
+    assert len([note for note in notes if note]) == 2
