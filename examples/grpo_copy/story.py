@@ -121,7 +121,7 @@ def same_prompts(untrained: Path, root: Path, recording: Recording) -> bool:
 def deltas_in_words(history: History, received: list[int | None]) -> str:
     """How many of the versions that the last explorer got came by deltas, and how large those were.
 
-    A weight of fp32 changes at every step: for fewer bytes, train in bf16.
+    A weight of fp32 changes at every step: a reader that wants bf16 gets fewer bytes.
     """
     whole = max(save.nbytes for save in history.saves if save.kind == "delta")
     sizes = [size for size in received if size is not None]

@@ -111,7 +111,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
         client.set_flow_run_state(run.id, Cancelling())
     with pytest.raises(SaveFailed, match="step 2"):
         saves.wait_all(60)
-    assert api.ended(run.id).state.name == "Cancelled"
+    until(lambda: api.ended(run.id).state.name == "Cancelled", "the cancelled run")
     assert_only_step_1_counts(root)
     assert [image.failed for image in saves.spool.tickets()[0]] == [True]  # it gives way at once
     saves.save(3, {"model": {"w": torch.ones(3)}})

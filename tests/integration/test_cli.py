@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
 from tests.conftest import left_of, processes_of
@@ -35,47 +34,13 @@ def is_one_sentence(text: str) -> bool:
     return text.startswith("trinity-sync: ") and text.count("\n") == 1
 
 
-def test_help_comes_at_once_and_shows_examples() -> None:
-    run("--help")  # compiles what has never been imported
-    began = time.monotonic()
-    done = run("--help")
-    assert time.monotonic() - began < 1.0
+def test_help_shows_examples_and_imports_nothing_heavy() -> None:
+    done = run("--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0
     assert "trinity-sync ls ckpts" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "up",
-        "down",
-        "prune",
-        "pin",
-        "unpin",
-        "tag",
-        "untag",
-        "status",
-        "deploy",
-        "worker",
-        "ls",
-        "show",
-        "rewind",
-        "replicate",
-        "fetch",
-        "verify",
-        "reconcile",
-        "export",
-        "weights",
-        "diff",
-        "doctor",
-        "report",
-    ],
-)
-def test_each_command_shows_an_example(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert "Example" in done.stdout
-    assert f"trinity-sync {command}" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "ray", "prefect", "sqlalchemy", "numpy"}
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

@@ -22,6 +22,7 @@ from trinity_sync.errors import (
     SaveError,
     TicketError,
 )
+from trinity_sync.layout import Kind
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
@@ -86,6 +87,23 @@ def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> N
     assert (first.kinds, both.kinds) == (("state_dict",), ("checkpoint", "state_dict"))
     assert len(read_manifest(job.root, 3).files) == 2
     assert (folder(job, 3) / ".full_checkpoint").exists()
+
+
+@pytest.mark.parametrize("first", ["state_dict", "checkpoint"])
+def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
+    job: Job, first: Kind
+) -> None:
+    kinds: list[Kind] = ["state_dict", "checkpoint"]
+    for value, kind in enumerate(kinds):
+        job.stage(3, {"model": state(value)}, kind=kind)
+    written = {kind: job.persist(3, kind=kind) for kind in kinds}
+    for kind in sorted(kinds, key=lambda kind: kind != first):
+        commit(job.save(3, kind=kind), written[kind])
+    manifest = require_committed(job.root, 3)
+    assert manifest.kinds == ("checkpoint", "state_dict")
+    assert manifest.files == (written[first][0].record,)  # it was official, and stays
+    assert digest_of(folder(job, 3) / manifest.files[0].path) == manifest.files[0].digest
+    assert not list(folder(job, 3).rglob("*.tmp"))
 
 
 def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:

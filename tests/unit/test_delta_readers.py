@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from tests.unit.weights import State, VersionFile, digest, first, train, upload
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.copies import delta_between
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.reader import WeightReader
@@ -20,8 +22,8 @@ from trinity_sync.weights.version import Gone, Version
 class Altering(VersionFile):
     """Of whose deltas a bit is flipped on the way."""
 
-    def deltas(self, base: Version, version: Version, timeout_s: float) -> list[Array]:
-        found = super().deltas(base, version, timeout_s)
+    def deltas(self, *asked: Any) -> list[Array]:
+        found = super().deltas(*asked)
         found[-1][-1] ^= 1
         return found
 
@@ -30,8 +32,8 @@ class Altering(VersionFile):
 class OfAnotherBase(VersionFile):
     """Whose deltas lead from what the reader has not got."""
 
-    def deltas(self, base: Version, version: Version, timeout_s: float) -> list[Array]:
-        return super().deltas(version, version, timeout_s)
+    def deltas(self, base: Version, version: Version, *asked: Any) -> list[Array]:
+        return super().deltas(version, version, *asked)
 
 
 @pytest.fixture
@@ -83,6 +85,38 @@ def test_a_reader_that_skipped_versions_takes_one_whole_and_then_deltas(
     require_has(reader, 4, trained, by_delta=False)
     next_version(5)
     require_has(reader, 5, trained, by_delta=True)
+
+
+def test_a_bfloat16_reader_of_float32_masters_follows_by_small_deltas(
+    job: Job, versions: VersionFile
+) -> None:
+    masters = {"w": torch.randn(300_000), "b": torch.ones(7), "at": torch.tensor([1])}
+    target = {"w": torch.zeros(300_000).bfloat16(), "b": torch.zeros(7).bfloat16()}
+    target["at"] = torch.zeros(1, dtype=torch.long)
+    reader = WeightReader(versions, name="explorer", deltas=True, dtype=torch.bfloat16)
+    for step in (1, 2, 3):
+        masters["w"] *= 1 + 1e-5
+        masters["at"] += 1
+        versions.tell(upload(job, step, masters))
+        assert reader.load_into(target) == step
+        assert all(torch.equal(target[name], masters[name].to(target[name])) for name in masters)
+        came = reader.delta_bytes
+        assert came is None if step == 1 else 0 < came < 0.02 * masters["w"].nbytes
+        given = dict(reader.iter_weights())
+        assert all(torch.equal(given[name], target[name]) for name in masters)
+
+
+def test_a_reader_rounds_only_where_it_is_told_to(job: Job, versions: VersionFile) -> None:
+    masters = {"w": torch.randn(5000)}
+    versions.tell(upload(job, 1, masters))
+    target = {"w": torch.zeros(5000).bfloat16()}
+    with pytest.raises(
+        WeightSyncError, match=r"float32 .* into torch.bfloat16 .*dtype="
+    ) as refused:
+        WeightReader(versions, name="explorer").load_into(target)
+    assert "Nothing was loaded" in str(refused.value)
+    WeightReader(versions, name="explorer", dtype=torch.bfloat16).load_into(target)
+    assert torch.equal(target["w"], masters["w"].bfloat16())
 
 
 def test_a_version_that_a_reader_has_already_costs_nothing(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import xxhash
 
 from tests.unit.job import Job
 from trinity_sync.weights.copies import delta_between
+from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import ImageRef, Version
 
 NUMEL = 300_000
@@ -53,8 +55,11 @@ class VersionFile:
     def serving(self, reader: str, step: int, run: int) -> None:
         pass
 
-    def deltas(self, base: Version, version: Version, timeout_s: float) -> list[Any]:
-        return [delta_between(base, version, image.rank) for image in version.images]
+    def deltas(
+        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
+    ) -> list[Any]:
+        images = zip(version.images, spans, strict=True)
+        return [delta_between(base, version, image.rank, each) for image, each in images]
 
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:

@@ -112,15 +112,18 @@ def commit(
         roles = {file.record.role for file in written}
         if not (earlier and earlier.run == save.run and earlier.holds(save.kind, roles)):
             _check_complete(save, written, receipts)  # else it is retried, and all is there
-        named = {file.record.path for file in written}
-        if earlier and earlier.run == save.run:
-            named |= {record.path for record in earlier.files}
+        ours = earlier.files if earlier and earlier.run == save.run else ()
+        committed = {record.path: record for record in ours}
+        named = {file.record.path for file in written} | committed.keys()
         manifest = Manifest(
             job=job_id(save.root),
             run=save.run,
             step=save.step,
             kinds=SERVES_AS[save.kind],
-            files=(*(file.record for file in written), *_files_of(save, receipts, named)),
+            files=(
+                *(committed.get(file.record.path, file.record) for file in written),
+                *_files_of(save, receipts, named),
+            ),
             receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
             committed_at=clock(),
         )
@@ -135,10 +138,9 @@ def commit(
             if not earlier:
                 unmark(save.folder)  # damage of what was no commit any more
             for file in written:
-                _name(file, save.folder / file.record.path)
+                _name(file, save.folder / file.record.path, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
-        _remove_leftovers(save.folder, written)
         announce(save.root, manifest)
         if earlier and earlier.run < save.run:
             for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
@@ -252,21 +254,20 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
 
 
-def _name(file: Written, final: Path) -> None:
-    """Give a written file its final name, unless an earlier attempt did."""
-    if not file.temporary:
-        _check_named(file, final)
-        return
-    try:
-        Path(file.temporary).replace(final)
-    except FileNotFoundError:
-        _check_named(file, final)
+def _name(file: Written, final: Path, committed: FileRecord | None) -> None:
+    """Give a written file its final name, unless an earlier attempt did.
 
-
-def _check_named(file: Written, final: Path) -> None:
+    What this run has committed, the sync of the step say, stays as it is and is never written over.
+    """
+    if file.temporary and committed:
+        Path(file.temporary).unlink(missing_ok=True)
+    elif file.temporary:
+        with suppress(FileNotFoundError):  # an earlier attempt named it
+            Path(file.temporary).replace(final)
     try:
-        same = final.stat().st_size == file.record.nbytes
-        same = same and (not file.temporary or identity_of(final) == file.identity)
+        same = final.stat().st_size == (committed or file.record).nbytes
+        if file.temporary and not committed:
+            same = same and identity_of(final) == file.identity
     except FileNotFoundError as error:
         raise SaveError(f"{final} vanished before its commit; retry the flow run") from error
     if not same:
@@ -330,13 +331,3 @@ def _sync_folders(folder: Path, names: Iterable[str]) -> None:
     above = {parent for name in names for parent in Path(name).parents}
     for each in {folder.parent, folder, *(folder / parent for parent in above)}:
         sync_folder(each)
-
-
-def _remove_leftovers(folder: Path, written: Sequence[Written]) -> None:
-    """Temporary files of earlier attempts at the same files; nobody names them any more."""
-    named = {folder / file.record.path for file in written}
-    for parent in {final.parent for final in named}:
-        for leftover in parent.glob(f".*{TEMPORARY_SUFFIX}"):
-            final = leftover.name[1:].removesuffix(TEMPORARY_SUFFIX).rpartition(".")[0]
-            if parent / final in named:
-                leftover.unlink(missing_ok=True)

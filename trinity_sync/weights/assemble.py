@@ -88,13 +88,16 @@ def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
 
 
 def whole_tensors(
-    plan: Sequence[Whole], images: Sequence[torch.Tensor], slices: Mapping[str, Slice]
+    plan: Sequence[Whole],
+    images: Sequence[torch.Tensor],
+    slices: Mapping[str, Slice],
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of the plan, in memory of its own; tied ones once, under their first name."""
     _require_known(slices, plan)
     for whole in plan:
         cut = _slice_of(whole, slices)
-        tensor = torch.empty(_sliced(whole, cut), dtype=whole.dtype)
+        tensor = torch.empty(_sliced(whole, cut), dtype=_wanted(whole, dtype))
         copy_pieces(list(_copies(whole, images, tensor, cut)))
         yield whole.names[0], tensor
 
@@ -104,8 +107,11 @@ def copy_whole(
     images: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     slices: Mapping[str, Slice],
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy every tensor of the plan to where it belongs in ``targets``, all or nothing.
+
+    Floating-point ones are rounded to ``dtype`` where one is given.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ; nothing was copied.
@@ -121,9 +127,10 @@ def copy_whole(
         cut = _slice_of(whole, slices)
         for name in named:
             target = targets[name]
-            if target.dtype != whole.dtype or tuple(target.shape) != _sliced(whole, cut):
+            wanted = _wanted(whole, dtype)
+            if target.dtype != wanted or tuple(target.shape) != _sliced(whole, cut):
                 problems.append(
-                    f"{name} is {whole.dtype} of shape {list(_sliced(whole, cut))}, to be loaded "
+                    f"{name} is {wanted} of shape {list(_sliced(whole, cut))}, to be loaded "
                     f"into {target.dtype} of {list(target.shape)}"
                 )
             elif target.data_ptr() not in filled or not target.numel():
@@ -137,7 +144,8 @@ def copy_whole(
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
         raise WeightSyncError(
             f"the weights do not fit: {'; '.join(problems[:5])}{more}. Nothing was loaded; build "
-            "the model from the trainer's config, or pass a dict of the tensors that are wanted"
+            "the model from the trainer's config, or pass a dict of the tensors that are wanted; "
+            "WeightReader(dtype=...) rounds to another dtype"
         )
     with torch.no_grad():
         copy_pieces([piece for job in jobs for piece in _copies(job[0], images, *job[1:])])
@@ -197,10 +205,15 @@ def _copies(
                 into = into.narrow(dim, begin, end - begin)
         if not source.numel():
             continue
-        if into.device.type == "cpu" and into.is_contiguous() and source.is_contiguous():
+        plain = into.dtype == source.dtype and into.device.type == "cpu"
+        if plain and into.is_contiguous() and source.is_contiguous():
             yield into.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
         else:
             into.copy_(source)
+
+
+def _wanted(whole: Whole, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and whole.dtype.is_floating_point else whole.dtype
 
 
 def _slice_of(whole: Whole, slices: Mapping[str, Slice]) -> Slice | None:

@@ -9,22 +9,37 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
 from trinity_sync.errors import DeltaError
 from trinity_sync.snapshot.copying import copy_pieces
+from trinity_sync.weights.assemble import Whole
+from trinity_sync.weights.copies import names_of
 from trinity_sync.weights.delta import Array, apply
 from trinity_sync.weights.held import Held
+from trinity_sync.weights.rounding import Spans, merged, round_in_place
 from trinity_sync.weights.version import Gone, Version
 
 logger = logging.getLogger(__name__)
 
 
-class Base:
-    """Of one reader."""
+Deltas = Callable[[Version, Version, Sequence[Spans]], Sequence[Array]]
+"""Gives what turns the images of the first version into those of the second, for each image."""
 
-    def __init__(self) -> None:
+
+class Base:
+    """Of one reader.
+
+    Args:
+        rounding: keep ``float32`` elements rounded to ``bfloat16``, and get deltas of such.
+    """
+
+    def __init__(self, *, rounding: bool = False) -> None:
+        self._rounding = rounding
+        self._spans: Sequence[Spans] = ()
+        """For each image, what of it is rounded."""
         self._held: Held | None = None
         """What is in the memory; None while that is no version."""
         self._memory: Sequence[torch.Tensor] = ()
@@ -37,7 +52,7 @@ class Base:
         self,
         version: Version,
         whole: AbstractContextManager[Held],
-        deltas: Callable[[Version], Sequence[Array]],
+        deltas: Deltas,
     ) -> Iterator[Held]:
         """Hold a version, made by deltas, or whole where there are none that fit.
 
@@ -46,8 +61,7 @@ class Base:
         Args:
             version: that is wanted.
             whole: holds it at another place.
-            deltas: gives, for each image, what turns those of a version into those that are
-                wanted.
+            deltas: where they come from.
 
         Raises:
             Gone, WeightSyncError: as ``whole``, if that is needed.
@@ -64,9 +78,7 @@ class Base:
         finally:
             self._lent = False
 
-    def _patched(
-        self, version: Version, deltas: Callable[[Version], Sequence[Array]]
-    ) -> Held | None:
+    def _patched(self, version: Version, deltas: Deltas) -> Held | None:
         held = self._held
         if held is None:
             return None
@@ -74,19 +86,19 @@ class Base:
             self.delta_bytes = 0
             return held
         try:
-            found = deltas(held.version)
+            found = deltas(held.version, version, self._spans)
             self._held = None
             with ThreadPoolExecutor(torch.get_num_threads(), "delta") as pool:
-                for old, new, memory, delta in zip(
-                    held.version.images, version.images, self._memory, found, strict=True
+                for rank, (spans, memory, delta) in enumerate(
+                    zip(self._spans, self._memory, found, strict=True)
                 ):
-                    names = {"base": held.version.name_of(old), "version": version.name_of(new)}
+                    names = names_of(held.version, version, rank, spans)
                     apply(delta, memory.numpy(), **names, each=pool.map)
         except (Gone, DeltaError) as error:
             logger.warning("version %d is loaded whole: %s", version.step, error)
             return None
         self.delta_bytes = sum(len(delta) for delta in found)
-        self._held = Held(version, held.plan, self._memory)
+        self._held = replace(held, version=version)
         return self._held
 
     def _copied(self, whole: AbstractContextManager[Held]) -> Held:
@@ -99,5 +111,26 @@ class Base:
                 (memory.data_ptr(), image.data_ptr(), len(image))
                 for memory, image in zip(self._memory, held.images, strict=True)
             )
-            self._held = Held(held.version, held.plan, self._memory)
+            self._spans = [
+                _float32_in(held.plan, image) if self._rounding else ()
+                for image in range(len(sizes))
+            ]
+            with ThreadPoolExecutor(torch.get_num_threads(), "rounding") as pool:
+                for memory, spans in zip(self._memory, self._spans, strict=True):
+                    round_in_place(memory.numpy(), spans, pool.map)
+            self._held = replace(held, images=self._memory)
         return self._held
+
+
+def _float32_in(plan: Sequence[Whole], image: int) -> Spans:
+    """Where the ``float32`` elements of an image lie; those in the gaps of strides are as good."""
+    return merged(
+        [
+            (part.place, part.place + 4 * (1 + last))
+            for whole in plan
+            if whole.dtype is torch.float32
+            for part in whole.parts
+            if part.image == image
+            for last in [sum((n - 1) * by for n, by in zip(part.shape, part.stride, strict=True))]
+        ]
+    )

@@ -25,6 +25,7 @@ from trinity_sync.snapshot.published import Published, published_in
 from trinity_sync.snapshot.reading import locked
 from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.weights.delta import Array, encode
+from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import Gone, ImageRef, Version
 
 THREADS = 4
@@ -40,7 +41,7 @@ class Copies:
     def __init__(self) -> None:
         self._version: Version | None = None
         self._made: dict[int, list[Any]] = {}
-        self._deltas: dict[str, list[Any]] = {}
+        self._deltas: dict[tuple[str, Spans], list[Any]] = {}
 
     def of(self, version: Version, ranks: Sequence[int]) -> list[list[Any]]:
         """For each rank, the references of a `Copy`; the same ones whoever asks."""
@@ -51,8 +52,13 @@ class Copies:
                 self._made[rank] = _begin(_copy, images[rank], images[rank], returns=2)
         return [self._made[rank] for rank in ranks]
 
-    def deltas(self, base: Version, version: Version) -> list[list[Any]]:
+    def deltas(self, base: Version, version: Version, spans: Sequence[Spans]) -> list[list[Any]]:
         """For each rank, the reference of what turns its image of ``base`` into the version's.
+
+        Args:
+            base: what a reader has.
+            version: the newest.
+            spans: for each rank, what of its image the reader has rounded.
 
         Raises:
             Gone: their images are on other nodes, or of more or fewer ranks.
@@ -60,11 +66,12 @@ class Copies:
         self.keep_only(version)
         if [ref.node for ref in base.images] != [ref.node for ref in version.images]:
             raise Gone(f"version {version.step} has other nodes or ranks than {base.step}")
-        for old, new in zip(base.images, version.images, strict=True):
-            if old.image not in self._deltas:
-                made = _begin(_delta, new, base, version, new.rank, returns=1)
-                self._deltas[old.image] = [made]
-        return [self._deltas[ref.image] for ref in base.images]
+        wanted = [(old.image, each) for old, each in zip(base.images, spans, strict=True)]
+        for new, which in zip(version.images, wanted, strict=True):
+            if which not in self._deltas:
+                made = _begin(_delta, new, base, version, new.rank, which[1], returns=1)
+                self._deltas[which] = [made]
+        return [self._deltas[which] for which in wanted]
 
     def keep_only(self, version: Version | None) -> None:
         """Let go of what is of other versions; who reads it keeps it as long as it does."""
@@ -87,18 +94,20 @@ def fetch(
 
 
 def fetch_deltas(
-    synchronizer: Any, base: Version, version: Version, timeout_s: float
+    synchronizer: Any, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
 ) -> list[Array]:
     """For each rank, what turns its image of ``base`` into the version's; see `delta_between`.
 
     Raises:
         Gone: as `fetch`, of either version.
     """
-    asked = synchronizer.deltas.remote(base, version.run, version.step)
+    asked = synchronizer.deltas.remote(base, version.run, version.step, spans)
     return _got(asked, f"delta from version {base.step} to {version.step}", timeout_s)
 
 
-def delta_between(base: Version, version: Version, rank: int, *, nice: int = 0) -> Array:
+def delta_between(
+    base: Version, version: Version, rank: int, spans: Spans = (), *, nice: int = 0
+) -> Array:
     """What turns a rank's image of ``base`` into that of ``version``, both in slots of this node.
 
     No lock is taken: a trainer that wants a slot finds it free, and needs no other one because of
@@ -109,6 +118,7 @@ def delta_between(base: Version, version: Version, rank: int, *, nice: int = 0) 
         base: what a reader has.
         version: what it shall have, of as many ranks.
         rank: whose images.
+        spans: what of them is compared, and sent, rounded; see ``rounding``.
         nice: by how much the comparing threads yield to others, as in nice(1).
 
     Raises:
@@ -130,11 +140,20 @@ def delta_between(base: Version, version: Version, rank: int, *, nice: int = 0) 
         before, after = _mapped(old), _mapped(new)
     except (FileNotFoundError, ValueError) as error:
         raise Gone(f"an image was removed with its trainer: {error}") from error
-    names = {"base": base.name_of(old), "version": version.name_of(new)}
+    names = names_of(base, version, rank, spans)
     with ThreadPoolExecutor(THREADS, "delta", partial(yield_to_others, nice)) as pool:
-        delta = encode(before, after, **names, each=each)
+        delta = encode(before, after, **names, spans=spans, each=each)
     require_both()
     return delta
+
+
+def names_of(base: Version, version: Version, rank: int, spans: Spans) -> dict[str, str]:
+    """What a delta calls the images that it leads from and to."""
+    rounds = ", rounded" if spans else ""
+    return {
+        "base": base.name_of(base.images[rank]) + rounds,
+        "version": version.name_of(version.images[rank]) + rounds,
+    }
 
 
 def _got(asked: Any, what: str, timeout_s: float) -> list[Any]:
@@ -170,10 +189,10 @@ def _copy(ref: ImageRef) -> Iterator[Any]:
 
 
 @ray.remote
-def _delta(base: Version, version: Version, rank: int) -> Array:
+def _delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
     from trinity_sync.settings import Settings
 
-    return delta_between(base, version, rank, nice=Settings().nice)
+    return delta_between(base, version, rank, spans, nice=Settings().nice)
 
 
 def _note(ref: ImageRef) -> Published:

@@ -2,9 +2,9 @@
 
 A step of reinforcement learning changes few of the ``bfloat16`` weights: most updates are smaller
 than half of the last bit. A delta holds what changed of an image, compared as 16-bit integers
-whatever the dtypes are, so NaN payloads and ``-0.0`` count. It says nothing about closeness and
-rounds nothing. Images of one layout have their tensors at the same places, so no more need be
-known of them than their bytes.
+whatever the dtypes are, so NaN payloads and ``-0.0`` count. It says nothing about closeness, and
+rounds nothing but what a reader wants rounded. Images of one layout have their tensors at the same
+places, so no more need be known of them than their bytes.
 
 Pieces of 4 MiB are worked on by themselves, so a piece stays in the cache and threads can share
 the work. Each piece takes the smallest of: *unchanged*; *gaps*, the distance of each changed
@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 
 from trinity_sync.errors import DeltaError
+from trinity_sync.weights.rounding import Spans, rounded
 
 MAGIC = b"TSDELTA2"
 START = len(MAGIC) + 16
@@ -46,7 +47,9 @@ Each = Callable[..., Iterable[Any]]
 """``map``, or that of an executor, whose threads share the pieces then."""
 
 
-def encode(old: Array, new: Array, *, base: str, version: str, each: Each = map) -> Array:
+def encode(
+    old: Array, new: Array, *, base: str, version: str, spans: Spans = (), each: Each = map
+) -> Array:
     """What turns ``old`` into ``new``.
 
     Args:
@@ -54,13 +57,22 @@ def encode(old: Array, new: Array, *, base: str, version: str, each: Each = map)
         new: the one that it shall have, of the same length.
         base: name of ``old``, which `apply` compares.
         version: name of ``new``, likewise.
+        spans: of ``float32`` elements that are compared, and sent, rounded; see ``rounding``.
         each: goes over the pieces.
 
     Returns:
         The delta, as ``uint8``. If ``old`` or ``new`` changed meanwhile, it is one of nothing that
         there ever was: the caller has to look.
     """
-    found = list(each(_compared, _pieces(old), _pieces(new)))
+
+    def compared(start: int) -> tuple[int, list[Array], str]:
+        """A piece's kind, its blocks, and the digest of what it shall be."""
+        before, after = (
+            _numbers(rounded(image, start, start + PIECE, spans)) for image in (old, new)
+        )
+        return *_smallest(before, after), xxhash.xxh3_128_hexdigest(after.data)
+
+    found = list(each(compared, range(0, len(new), PIECE)))
     header = {
         "base": base,
         "version": version,
@@ -92,7 +104,8 @@ def apply(delta: Array, into: Array, *, base: str, version: str, each: Each = ma
             f"the delta is not from {base} to {version}, {len(into):,} bytes: it says {found}; "
             "load the version whole"
         )
-    pieces, starts = _pieces(into), []
+    starts = []
+    pieces = [_numbers(into[start : start + PIECE]) for start in range(0, len(into), PIECE)]
     for piece, (kind, count, _) in zip(pieces, header["pieces"], strict=True):
         starts.append(at)
         at += sum(_room(count * size) for size in _sizes(kind, piece))
@@ -108,11 +121,6 @@ def apply(delta: Array, into: Array, *, base: str, version: str, each: Each = ma
 
     for _ in each(patch, pieces, starts, header["pieces"]):
         pass
-
-
-def _compared(old: Array, new: Array) -> tuple[int, list[Array], str]:
-    """A piece's kind, its blocks, and the digest of what it shall be."""
-    return *_smallest(old, new), xxhash.xxh3_128_hexdigest(new.data)
 
 
 def _smallest(old: Array, new: Array) -> tuple[int, list[Array]]:
@@ -190,10 +198,9 @@ def _opened(delta: Array) -> tuple[dict[str, Any], int]:
     return header, START + 8 + _room(length)
 
 
-def _pieces(image: Array) -> list[Array]:
-    """Pieces as 16-bit integers, but for the last one of an odd length."""
-    found = (image[start : start + PIECE] for start in range(0, len(image), PIECE))
-    return [piece if len(piece) % 2 else piece.view(np.uint16) for piece in found]
+def _numbers(piece: Array) -> Array:
+    """As 16-bit integers, but for the last piece of an odd length."""
+    return piece if len(piece) % 2 else piece.view(np.uint16)
 
 
 def _room(size: int) -> int:

@@ -43,6 +43,8 @@ class Held:
     version: Version
     plan: tuple[Whole, ...]
     images: Sequence[torch.Tensor]
+    dtype: torch.dtype | None = None
+    """What floating-point tensors are rounded to as they are copied; None for what they are."""
 
     def tensors(
         self, slices: Mapping[str, Slice] | None = None
@@ -52,7 +54,7 @@ class Held:
         Args:
             slices: what is wanted of some tensors, by name: (dimension, start, stop).
         """
-        return whole_tensors(self.plan, self.images, slices or {})
+        return whole_tensors(self.plan, self.images, slices or {}, self.dtype)
 
     def load_into(self, target: Target, slices: Mapping[str, Slice] | None = None) -> None:
         """Copy every tensor into the parameter or buffer of its name, in one copy.
@@ -65,7 +67,7 @@ class Held:
             WeightSyncError: names, shapes or dtypes differ; nothing was loaded.
         """
         named = target.state_dict() if isinstance(target, nn.Module) else target
-        copy_whole(self.plan, self.images, named, slices or {})
+        copy_whole(self.plan, self.images, named, slices or {}, self.dtype)
 
 
 class Holder:
@@ -75,10 +77,19 @@ class Holder:
         name: of the reader, for the lease.
         verify: compare the digests of a checkpoint's files, not their sizes alone.
         node: Ray node id (hex) of this process; without one, all images are taken to be here.
+        dtype: see `Held`.
     """
 
-    def __init__(self, name: str, *, verify: bool = False, node: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        verify: bool = False,
+        node: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._name = name
+        self._dtype = dtype
         self._node = node
         self._verify = verify
         self._slots: dict[str, MappedSlot] = {}
@@ -123,7 +134,7 @@ class Holder:
                     )
             images = [memories[rank] for rank in range(len(refs))]
             layouts = [notes[rank].layout for rank in range(len(refs))]
-            yield Held(version, self.plan(images, layouts), images)
+            yield Held(version, self.plan(images, layouts), images, self._dtype)
 
     @contextmanager
     def checkpoint(self, version: Version) -> Iterator[Held]:
@@ -162,7 +173,7 @@ class Holder:
                 for content, record in zip(mapped, records, strict=True):
                     _check(content, step_folder(root, step) / record.path, record)
             memories = [read_only(content) for content in mapped]
-            yield Held(version, self.plan(memories, None), memories)
+            yield Held(version, self.plan(memories, None), memories, self._dtype)
 
     def close(self) -> None:
         """Let go of the slots."""

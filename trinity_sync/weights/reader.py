@@ -28,6 +28,7 @@ from trinity_sync.weights.base import Base
 from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.held import Held, Holder, Target
+from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
 
@@ -57,7 +58,9 @@ class Versions(Protocol):
     def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
 
-    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+    def deltas(
+        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
+    ) -> Sequence[Array]:
         """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
 
 
@@ -98,9 +101,11 @@ class FromActor:
         """The images of these ranks, which are on other nodes; see `copies.fetch`."""
         return fetch(self._actor, version, ranks, timeout_s)
 
-    def deltas(self, base: Version, version: Version, timeout_s: float) -> Sequence[Array]:
+    def deltas(
+        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
+    ) -> Sequence[Array]:
         """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
-        return fetch_deltas(self._actor, base, version, timeout_s)
+        return fetch_deltas(self._actor, base, version, spans, timeout_s)
 
 
 class WeightReader:
@@ -113,6 +118,9 @@ class WeightReader:
         name: of this reader, unique in the job; shown to people, and the holder of its leases.
         deltas: keep a copy of the weights, and get what changed in them where that can be had, the
             whole version else; see ``base``.
+        dtype: round floating-point tensors to it as they are copied, e.g. to ``torch.bfloat16``
+            where the trainer has ``float32`` masters; deltas are of what is left then. By default
+            they are what the trainer has, and all that they are loaded into has to be that.
         verify: compare the digests of what is read from disk, not the sizes alone.
         patience_s: seconds to look for a version that can be held before giving up.
     """
@@ -124,6 +132,7 @@ class WeightReader:
         name: str,
         root: str | Path | None = None,
         deltas: bool = False,
+        dtype: torch.dtype | None = None,
         verify: bool = False,
         patience_s: float = 60.0,
     ) -> None:
@@ -131,8 +140,8 @@ class WeightReader:
         is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
         self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
         self._name = name
-        self._holder = Holder(name, verify=verify, node=self._versions.node)
-        self._base = Base() if deltas else None
+        self._holder = Holder(name, verify=verify, node=self._versions.node, dtype=dtype)
+        self._base = Base(rounding=dtype is torch.bfloat16) if deltas else None
         self._patience_s = patience_s
         self.version: Version | None = None
         """What was read last."""
@@ -263,7 +272,9 @@ class WeightReader:
             if self._base is None:
                 return whole
             return self._base.images(
-                version, whole, lambda base: self._versions.deltas(base, version, left_s() / 2)
+                version,
+                whole,
+                lambda base, to, spans: self._versions.deltas(base, to, spans, left_s() / 2),
             )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "

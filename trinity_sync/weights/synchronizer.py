@@ -27,6 +27,7 @@ from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.ledger import Ledger, known_root
 from trinity_sync.weights.offers import Offers
 from trinity_sync.weights.parties import Status
+from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Gone, Source, Version
 
@@ -190,7 +191,9 @@ class Synchronizer(Handshakes):
         """
         return self._copies.of(self._in_memory(run, step), ranks)
 
-    async def deltas(self, base: Version, run: int, step: int) -> list[list[Any]]:
+    async def deltas(
+        self, base: Version, run: int, step: int, spans: Sequence[Spans]
+    ) -> list[list[Any]]:
         """For each rank, the reference of what turns its image of ``base`` into the version's.
 
         They are made for the first who asks, and the same for all who have that base.
@@ -198,7 +201,7 @@ class Synchronizer(Handshakes):
         Raises:
             Gone: the version is not the newest in memory, or it has no images where ``base`` has.
         """
-        return self._copies.deltas(base, self._in_memory(run, step))
+        return self._copies.deltas(base, self._in_memory(run, step), spans)
 
     def _in_memory(self, run: int, step: int) -> Version:
         newest = self._ledger.book.newest("memory")
