@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -99,9 +99,8 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     """As `write_manifest`, into a folder that is yet to become the step's."""
     body = {
         "version": VERSION,
-        **vars(manifest),  # not asdict, which takes 0.3 ms a file
-        "files": [vars(record) for record in _by_path(manifest.files)],
-        "receipts": [vars(receipt) for receipt in manifest.receipts],
+        **asdict(manifest),
+        "files": [asdict(record) for record in _by_path(manifest.files)],
     }
     replace_file(folder / MANIFEST, json.dumps({**body, "digest": _digest(body)}, indent=1))
 
