@@ -34,7 +34,7 @@ audit: $(READY) ## known vulnerabilities of what is installed; needs the network
 	$(BIN)/python -m pip install --quiet pip-audit
 	$(BIN)/pip-audit --skip-editable
 
-scale: $(READY) ## what a save costs the control plane, from 1 rank to 1,024 on 128 nodes
+scale: $(READY) ## what a save costs Prefect and the catalog, from 1 rank to 1,024 on 128 nodes
 	$(BIN)/python -m benchmarks.scale
 
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)

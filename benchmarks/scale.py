@@ -47,7 +47,8 @@ class Cost:
     api_calls: int
     """HTTP requests of trigger, flow and tasks; task states go over one websocket besides."""
     parameter_bytes: int
-    trigger_to_commit_s: float
+    trigger_to_end_s: float
+    """Until the flow run has ended, which is after the commit: other nodes' slots are freed."""
     catalog_rows: int
     catalog_ms: float
     server_cpu_s: float
@@ -110,7 +111,7 @@ def judged(costs: Sequence[Cost]) -> list[str]:
                     "task_runs",
                     "api_calls",
                     "parameter_bytes",
-                    "trigger_to_commit_s",
+                    "trigger_to_end_s",
                     "catalog_rows",
                     "catalog_ms",
                     "server_cpu_s",
@@ -146,7 +147,7 @@ async def save(job: Job, step: int, server: int) -> Cost:
         calls = CALLS.number - before
         manifest = read_manifest(job.root, step)
         assert manifest, f"{request.run_name} of {job.ranks} ranks is not committed"
-        committed = time.perf_counter() - began
+        ended = time.perf_counter() - began
         tasks = await _tasks_of(client, run.id)
     trigger.close(1)
     cost = Cost(
@@ -156,7 +157,7 @@ async def save(job: Job, step: int, server: int) -> Cost:
         tasks,
         calls,
         len(json.dumps(request.flow_run["parameters"])),
-        round(committed, 2),
+        round(ended, 2),
         *_catalog(job.root, step, Settings()),
         0.0,
     )
@@ -189,9 +190,9 @@ def save_without_prefect(job: Job, step: int) -> str:
     rows, took_ms = _catalog(job.root, step, Settings())
     nbytes = (save.folder / MANIFEST).stat().st_size
     return (
-        f"{job.ranks} ranks on {job.nodes} nodes: CPU seconds {times[1] - times[0]:.2f} to persist "
-        f"on all nodes, {times[2] - times[1]:.2f} to commit; manifest of {nbytes:,} bytes, {rows:,} "
-        f"rows of the catalog in {took_ms:,.0f} ms"
+        f"{job.ranks} ranks on {job.nodes} nodes: {times[1] - times[0]:.2f} CPU seconds to persist "
+        f"on all nodes, {times[2] - times[1]:.2f} to commit; manifest of {nbytes:,} bytes, "
+        f"{rows:,} rows of the catalog in {took_ms:,.0f} ms"
     )
 
 
