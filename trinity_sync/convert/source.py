@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -178,10 +177,10 @@ class _PlainPlanner(DefaultLoadPlanner):
 def _mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
     """The mesh over all ranks, as it is in a file that FSDP2 saved on one of them."""
     everybody = torch.arange(world_size, dtype=torch.int32)
-    mesh = DeviceMesh(
+    mesh: Any = DeviceMesh(
         device_type, everybody, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
     )
-    mesh._dim_group_names = [GroupName("0")]  # the default process group, where the file is loaded
+    mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
     return mesh
 
 
