@@ -60,9 +60,18 @@ def postgres() -> Iterator[str]:
     run("initdb", "-U", "prefect", "-A", "scram-sha-256", f"--pwfile={password}")
     options = f"-p {port} -h 127.0.0.1 -k {folder} -c max_connections=200"
     run("pg_ctl", "-w", "-l", f"{folder}/log", "-o", options, "start")
-    yield f"postgresql://prefect:{DB_SECRET}@127.0.0.1:{port}/postgres"
+    url = f"postgresql://prefect:{DB_SECRET}@127.0.0.1:{port}/postgres"
+    engine = sa.create_engine(driven(url), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:  # the catalog's: Prefect's has an alembic_version, too
+        connection.execute(sa.text("CREATE DATABASE catalog"))
+    engine.dispose()
+    yield url
     run("pg_ctl", "-m", "immediate", "stop")
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def driven(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://")
 
 
 def free_port() -> int:
@@ -79,7 +88,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterato
         spool=spool,
         schedules=False,
         runs_at_once=1,
-        catalog_url=postgres.replace("postgresql://", "postgresql+psycopg://"),
+        catalog_url=driven(postgres).removesuffix("postgres") + "catalog",
     )
     shutil.rmtree(spool)
 
