@@ -10,6 +10,7 @@ from prefect_ray.task_runners import RayTaskRunner
 from flows.on_ray import results
 from tasks.replicate import replicate_step as send
 from trinity_sync.request import SaveRequest
+from trinity_sync.storage.remote import refuse_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ async def ask_for_copy(request: SaveRequest, url: str) -> None:
     if not url or request.kind != "checkpoint":
         return
     try:
+        refuse_credentials(url)  # parameters are shown to everybody
         async with get_client() as client:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
             await client.create_flow_run_from_deployment(

@@ -4,7 +4,6 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
@@ -16,7 +15,7 @@ from trinity_sync.layout import FOLDERS, job_id
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Part, Save, Written, mark_failed
@@ -50,7 +49,7 @@ def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> boo
         Whether models of the step are to be exported.
     """
     save, settings = save_of(request), Settings()
-    node = JobSpool(Path(home.spool))
+    node = known_job_spool(home.spool, save.root)
     written = [file for part in parts for file in part.written]
     elsewhere = [receipt for part in parts for receipt in part.receipts]
     shards = sum(file.record.component not in FOLDERS for file in written)
@@ -97,13 +96,15 @@ def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> Non
         share: what the node holds.
     """
     written = [file for part in parts for file in part.written]
-    release_slots(JobSpool(Path(share.spool)), save_of(request), written)
+    save = save_of(request)
+    release_slots(known_job_spool(share.spool, save.root), save, written)
 
 
 @task(name="note failure", persist_result=False)
 def note_failure(request: SaveRequest, share: Share, reason: str) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first."""
-    mark_failed(JobSpool(Path(share.spool)), save_of(request), reason)
+    save = save_of(request)
+    mark_failed(known_job_spool(share.spool, save.root), save, reason)
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:

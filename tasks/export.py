@@ -6,7 +6,9 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
+from trinity_sync.orchestration.roots import require_allowed
 from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
 from trinity_sync.storage.wishes import wishes
 
 
@@ -15,6 +17,7 @@ def export_wished(request: SaveRequest) -> None:
     """Export what the trainer asked for with a save that is committed now."""
     from trinity_sync.export.step import grant  # torch takes seconds, and saves need it not
 
+    require_allowed(Settings(), request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for wish in wishes(request.root, step=request.step):
         if wish.run == request.run:
@@ -28,6 +31,8 @@ def export_model(
     """Write one role's model of a committed step as a Hugging Face folder."""
     from trinity_sync.export.step import export_step  # as above
 
+    for path in (root, *([to] if to else [])):
+        require_allowed(Settings(), path)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     done = export_step(
         root,

@@ -1,15 +1,15 @@
 """The parallel tasks of a save: one a component and node, on the node that holds the images."""
 
-from pathlib import Path
 from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from trinity_sync.layout import Component
+from trinity_sync.orchestration.roots import require_allowed
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, make_durable
 from trinity_sync.storage.persist import Part, Save, WriteOptions, persist
 from trinity_sync.storage.placement import Share
@@ -25,7 +25,12 @@ TASK_NAMES: dict[Component | None, str] = {
 
 
 def save_of(request: SaveRequest) -> Save:
-    """The request as files know it."""
+    """The request as files know it.
+
+    Raises:
+        ConfigError: this node's settings do not allow flows to work there.
+    """
+    require_allowed(Settings(), request.root)
     return Save(
         request.root, request.run, request.step, request.kind, request.roles, request.run_key
     )
@@ -50,8 +55,9 @@ def persist_component(
         writers=settings.writers,
         nice=settings.nice,
     )
+    spool = known_job_spool(share.spool, save.root)
     written = persist(share, save, component, options) if component else []
-    receipts = await_receipts(JobSpool(Path(share.spool)), save) if functions else []
+    receipts = await_receipts(spool, save) if functions else []
     make_durable(save, receipts)
     return Part(written, receipts)
 

@@ -12,7 +12,7 @@ from prefect.artifacts import create_table_artifact
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.errors import ConfigError, TrinitySyncError
-from trinity_sync.orchestration.roots import roots_of
+from trinity_sync.orchestration.roots import require_allowed, roots_of
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.policies import All, LastN, parse_policy
@@ -73,6 +73,7 @@ def prune(
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove the checkpoints that a save's ``keep`` lets go of; its own is committed by now."""
     rules = Rules(checkpoints=LastN(request.keep), syncs=All())
+    require_allowed(Settings(), request.root)
     done = prune_root(Path(request.root), rules, Settings(), time.time())
     removed = [each.step for each in done.plan.removed]
     try_mirror(Settings(), request.root, removed)

@@ -1,6 +1,7 @@
 """Copy a committed step into a store."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -8,6 +9,8 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError
+from trinity_sync.orchestration.roots import require_allowed
+from trinity_sync.settings import Settings
 from trinity_sync.storage.replicate import replicate
 
 
@@ -31,6 +34,10 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
 )
 def replicate_step(root: str, step: int, url: str, keep_last: int) -> None:
     """Send what the store lacks of the step, then its manifest; show what it cost."""
+    settings = Settings()
+    require_allowed(settings, root)
+    if (store := urlsplit(url)).scheme in ("file", "local"):
+        require_allowed(settings, f"{store.netloc}{store.path}")
     done = replicate(root, url, step, keep_last=keep_last)
     removed = f"; removed there: steps {list(done.removed)}" if done.removed else ""
     create_markdown_artifact(

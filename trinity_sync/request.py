@@ -6,9 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from trinity_sync.layout import Component, Kind, job_id
+from trinity_sync.layout import Component, Kind, check_name, job_id
 
 SAVE_DEPLOYMENT = "save-step/save-step"
+QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
+"""Work queues of the pool that saves wait in; explorers wait for a sync, so it goes first."""
 
 
 class SaveRequest(BaseModel):
@@ -56,6 +58,11 @@ class SaveRequest(BaseModel):
             raise ValueError(f"root {root!r} is not absolute; pass the full path of the job's root")
         return str(Path(root).resolve())
 
+    @field_validator("roles")
+    @classmethod
+    def _names(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_name("role", role) for role in roles)
+
     @property
     def job(self) -> str:
         """Name of the job, derived from its root."""
@@ -87,4 +94,5 @@ class SaveRequest(BaseModel):
             "name": self.run_name,
             "tags": self.tags,
             "idempotency_key": self.key,
+            "work_queue_name": QUEUES[self.kind],
         }

@@ -90,6 +90,9 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two polls of the flow worker, when no event has woken it before."""
 
+    runs_at_once: int = Field(default=0, ge=0)
+    """Flow runs that a worker has under way at a time, the most urgent first; 0 for no limit."""
+
     silent_s: float = Field(default=120.0, ge=10)
     """Seconds without a heartbeat (they come every 30) after which the server shows a flow run as
     crashed; read by ``deploy``. Prefect allows no fewer than 10."""
@@ -106,6 +109,10 @@ class Settings(BaseSettings):
     maintain: tuple[Path, ...] = ()
     """Roots of the jobs that scheduled flows look after; JSON in the environment:
     ``["/data/ckpts"]``. By default all jobs that have committed something on the node."""
+
+    allowed: tuple[Path, ...] = ()
+    """Folders below which flows may work: roots, exports and ``file://`` stores; JSON in the
+    environment. Empty for everywhere, as far as the user may."""
 
     schedules: bool = True
     """Whether the schedules of the deployments run when they are deployed first, or are paused."""

@@ -209,3 +209,18 @@ def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "stack.json").write_text("{")
     with pytest.raises(StackError, match=r"stack\.json"):
         stack_module.status(Settings(home=tmp_path))
+
+
+def test_the_queue_of_a_run_says_how_urgent_it_is(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    with server_client(stack.api_url) as client:
+        queues = client.read_work_queues(work_pool_name=stack_settings.work_pool)
+        priorities = {queue.name: queue.priority for queue in queues}
+        deployments = {
+            name: client.read_deployment_by_name(name).work_queue_name
+            for name in ("save-step/save-step", "verify/verify")
+        }
+    assert sorted(deploy.PRIORITIES, key=lambda name: priorities[name]) == list(deploy.PRIORITIES)
+    assert priorities[deploy.PRIORITIES[-1]] < priorities["default"]
+    assert deployments == {"save-step/save-step": "checkpoints", "verify/verify": "maintenance"}

@@ -5,6 +5,7 @@ PostgreSQL for a cluster. The schema is made and brought up to date when the cat
 by one process at a time.
 """
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -41,9 +42,11 @@ def opened(url: str) -> Iterator[sa.Engine]:
     try:
         engine = _engine(url)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        why = str(error).replace(url, _shown(url))
         raise CatalogError(
-            f"the catalog {url!r} cannot be opened: {error}. Set TRINITY_SYNC_CATALOG_URL to one "
-            "like postgresql+psycopg://user@host/database or sqlite:////folder/a.db, or unset it."
+            f"the catalog {_shown(url)} cannot be opened: {why}. Set "
+            "TRINITY_SYNC_CATALOG_URL to one like postgresql+psycopg://user@host/database or "
+            "sqlite:////folder/a.db, or unset it."
         ) from error
     where = engine.url.render_as_string(hide_password=True)
     try:
@@ -58,6 +61,11 @@ def opened(url: str) -> Iterator[sa.Engine]:
         ) from error
     finally:
         engine.dispose()
+
+
+def _shown(url: str) -> str:
+    """A URL, which may be no good one, without what may be a password."""
+    return re.sub(r"//[^/]*@", "//***@", url)
 
 
 def _engine(url: str) -> sa.Engine:

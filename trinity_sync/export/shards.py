@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from trinity_sync.errors import ExportError
+from trinity_sync.snapshot.trust import load_file
 
 Meta = tuple[torch.Size, torch.dtype]
 
@@ -22,8 +23,8 @@ class ShardedModel:
     """The model that ranks saved, each in a file of its own.
 
     Args:
-        files: by rank. Unpickled with ``weights_only`` where that is possible, else as veRL does
-            it, which runs what they say.
+        files: by rank. Unpickled with ``weights_only`` where that is possible, else, if they are
+            trusted (``snapshot.trust``), as veRL does it, which runs what they say.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -109,7 +110,7 @@ def _load(path: Path) -> dict[str, Any]:
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except pickle.UnpicklingError:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            state = load_file(path, mmap=True)
     except (RuntimeError, ValueError, AttributeError, ImportError) as error:
         raise ExportError(f"{path} is no file of torch.save: {error}") from error
     finally:

@@ -27,6 +27,7 @@ from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.fsdp.collect import adapters_only, model_state
 from trinity_sync.fsdp.together import claim_step, together
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.snapshot.trust import load_file
 from trinity_sync.storage.dcp import SavedComponent
 from trinity_sync.storage.restore import require_digest
 from trinity_sync.storage.steps import require_committed, require_unreplaced
@@ -185,7 +186,7 @@ def _extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
 
     def saved(by: int) -> Any:
         path = role_folder / shard_file("extra_state", saved_by, by)
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return load_file(path)
 
     first = saved(0)
     if rank < saved_by:

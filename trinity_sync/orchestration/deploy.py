@@ -6,6 +6,7 @@ such as a concurrency limit set in the Prefect UI, and schedules that are there 
 have been paused or moved on purpose.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -26,14 +27,17 @@ from trinity_sync.orchestration.server import server_client
 from trinity_sync.orchestration.silence import watch_for_silence
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.request import QUEUES
 from trinity_sync.settings import Settings
 
 RECONCILE = "reconcile/reconcile"
+PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
+"""Work queues of the pool, the one first that a worker takes runs from first."""
 
 
 def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
-    """Make the work pool if it is missing, register every deployment of prefect.yaml, and the
-    automations that end their silent runs.
+    """Make the work pool and its queues if they are missing, register every deployment of
+    prefect.yaml, and the automations that end their silent runs.
 
     Args:
         settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says
@@ -49,6 +53,7 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """
     with server_client(api_url) as client:
         _ensure_pool(client, settings.work_pool)
+        _ensure_queues(client, settings.work_pool)
         made = dict(_apply(client, entry, settings) for entry in deployments())
         others = [made[name] for name in made if name != RECONCILE]
         watch_for_silence(client, others, made[RECONCILE], silent_s=settings.silent_s)
@@ -79,6 +84,15 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
         )
 
 
+def _ensure_queues(client: SyncPrefectClient, pool: str) -> None:
+    """Make the queues that are missing; what was set by hand at one that is there stays."""
+    have = {queue.name for queue in client.read_work_queues(work_pool_name=pool)}
+    for priority, name in enumerate(PRIORITIES, start=1):
+        if name not in have:
+            with suppress(ObjectAlreadyExists):  # by somebody else, just now
+                client.create_work_queue(name=name, priority=priority, work_pool_name=pool)
+
+
 def _apply(
     client: SyncPrefectClient, entry: dict[str, Any], settings: Settings
 ) -> tuple[str, UUID]:
@@ -90,6 +104,7 @@ def _apply(
         "description": entry.get("description"),
         "tags": entry.get("tags", []),
         "work_pool_name": settings.work_pool,
+        "work_queue_name": entry["work_pool"]["work_queue_name"],
         "pull_steps": [],
         "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
         "enforce_parameter_schema": True,

@@ -43,16 +43,32 @@ def roots_of(root: str | None, settings: Settings) -> list[Path]:
     """The root that was named, or all that are known.
 
     Raises:
-        ConfigError: the one that was named is not an absolute path of a folder.
+        ConfigError: the one that was named is not an absolute path of a folder, or not allowed.
     """
     if root is None:
         return known_roots(settings)
+    require_allowed(settings, root)
     if not Path(root).is_absolute() or not Path(root).is_dir():
         raise ConfigError(
             f"root {root!r} is not the full path of a folder on this node; pass the job's root, or "
             "none for all jobs that are known"
         )
     return [Path(root).resolve()]
+
+
+def require_allowed(settings: Settings, path: str | Path) -> None:
+    """See that flows may work at a path that somebody gave them as a parameter.
+
+    Raises:
+        ConfigError: it is not below one of ``TRINITY_SYNC_ALLOWED``.
+    """
+    real = Path(path).resolve()
+    if settings.allowed and not any(real.is_relative_to(a.resolve()) for a in settings.allowed):
+        raise ConfigError(
+            f"{path} is not below a folder that flows may use on this node: TRINITY_SYNC_ALLOWED "
+            f"names {', '.join(map(str, settings.allowed))}. Take a path below one of these, or "
+            "have it added there."
+        )
 
 
 def _noted(settings: Settings) -> list[Path]:

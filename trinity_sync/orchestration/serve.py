@@ -2,13 +2,17 @@
 
 import asyncio
 import importlib
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
 import anyio
+import httpx
+from prefect.client.orchestration import get_client
 from prefect.settings import (
+    PREFECT_API_URL,
     PREFECT_WORKER_HEARTBEAT_SECONDS,
     PREFECT_WORKER_QUERY_SECONDS,
     temporary_settings,
@@ -20,6 +24,8 @@ from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.warm import PACKAGES, load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings) -> None:
@@ -57,6 +63,7 @@ def _import_tasks() -> None:
 
 
 async def _until_stopped(settings: Settings) -> None:
+    await _require_let_in()
     pace = {PREFECT_WORKER_QUERY_SECONDS: settings.poll_s, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
@@ -64,6 +71,25 @@ async def _until_stopped(settings: Settings) -> None:
             loop.add_signal_handler(number, scope.cancel)
         with temporary_settings(pace):
             await TrinitySyncWorker(work_pool_name=settings.work_pool).start()
+
+
+async def _require_let_in() -> None:
+    """See that the server lets this worker in; one that is away is waited for later on.
+
+    Raises:
+        StackError: it does not.
+    """
+    try:
+        async with get_client() as client:
+            await client.hello()
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in (401, 403):
+            raise StackError(
+                f"the Prefect server at {PREFECT_API_URL.value()} lets nobody in without a "
+                "password: set PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) to the server's."
+            ) from error
+    except (httpx.HTTPError, RuntimeError, OSError) as error:
+        logger.debug("the server cannot be asked yet: %r", error)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,10 @@ class TrinitySyncWorker(
     _documentation_url = "https://docs.prefect.io/v3/concepts/workers"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self._trinity = Settings()
+        if kwargs.get("limit") is None:
+            kwargs["limit"] = self._trinity.runs_at_once or None
+        super().__init__(*args, **kwargs)
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
         self._away = False
@@ -160,6 +162,16 @@ class TrinitySyncWorker(
             self._submitting_flow_run_ids.discard(flow_run.id)
             if flow_run.id not in self._running:
                 self._cancelled.discard(flow_run.id)
+
+    async def _submit_run_and_capture_errors(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; of those that wait for its place, the most urgent one has it at once."""
+        result = await super()._submit_run_and_capture_errors(*args, **kwargs)
+        if self._limiter:
+            try:
+                await self.get_and_submit_flow_runs()
+            except Exception as error:  # the next poll takes it
+                logger.debug("no run could be taken after one had ended: %r", error)
+        return result
 
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Take the run if nobody else has; whoever finds it lost can see who had it."""

@@ -20,15 +20,16 @@ import torch
 from trinity_sync.errors import ImageError
 
 
-def state_of(image: memoryview) -> Any:
-    """What ``torch.load(..., map_location="cpu", weights_only=False)`` gives for these bytes.
+def state_of(image: memoryview, *, plain: bool = False) -> Any:
+    """What ``torch.load(..., map_location="cpu", weights_only=plain)`` gives for these bytes.
 
-    Like any unpickling without ``weights_only`` it runs what the bytes say: call it for files of
-    one's own jobs only. veRL loads its checkpoints in the same way.
+    Like any unpickling without ``weights_only`` it runs what the bytes say: see ``trust``. veRL
+    loads its checkpoints in the same way.
 
     Args:
         image: a whole ``.pt`` file, in memory that may be written and that nobody else uses. The
             tensors of the state, all on the CPU, are this memory, and keep it alive.
+        plain: take nothing but tensors and plain values, by a copy. To be called in `only_plain`.
 
     Raises:
         ImageError: the bytes are no ``.pt`` file, or one that is compressed or legacy.
@@ -39,6 +40,8 @@ def state_of(image: memoryview) -> Any:
         raise ImageError(
             f"these {len(image):,} bytes are no file of torch.save: {error}"
         ) from error
+    if plain:
+        return torch.load(_File(image), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     memory = torch.frombuffer(image, dtype=torch.uint8).untyped_storage()
     pickle_module = SimpleNamespace(__name__="pickle", Unpickler=_unpickler(memory, data))
     return torch.load(

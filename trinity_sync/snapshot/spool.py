@@ -166,6 +166,25 @@ def job_spools(spool: Path) -> Iterator[JobSpool]:
         yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
 
 
+def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
+    """The folder of the job at ``root``, as somebody else names it, who need not be trusted.
+
+    Raises:
+        SpoolError: it is not the job's, or not of this user alone, so that anybody may have put
+            images there.
+    """
+    spool = JobSpool(Path(folder))
+    if spool.folder.exists():
+        for each in (spool.folder.parent, spool.folder):
+            require_own(each)
+        if spool.root != Path(root):
+            raise SpoolError(
+                f"spool folder {folder} is that of the job at {spool.root}, not of {root}; start "
+                "the save from its trainer"
+            )
+    return spool
+
+
 def own_folder(folder: Path) -> None:
     """Make ``folder`` if it is missing.
 
@@ -174,12 +193,21 @@ def own_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
     except OSError as error:
         raise SpoolError(
             f"cannot make the spool folder {folder}: {error.strerror}. Set TRINITY_SYNC_SPOOL to "
             "a folder in memory that this user may write."
         ) from error
+    require_own(folder)
+
+
+def require_own(folder: Path) -> None:
+    """See that a folder is of this user alone.
+
+    Raises:
+        SpoolError: it is not.
+    """
+    found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SpoolError(
             f"spool folder {folder} belongs to another user or is not a folder; "

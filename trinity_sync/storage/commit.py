@@ -38,6 +38,7 @@ from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
     ReceiptRecord,
+    is_below,
     read_manifest,
     write_manifest_into,
 )
@@ -242,6 +243,8 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
     """
     for name in sorted({name for receipt in receipts for name in receipt.files} - named):
         path = save.folder / name
+        if not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve()):
+            raise SaveError(f"{save}: {path}, of a save function, is outside of the step's folder")
         try:
             with path.open("rb") as file:
                 os.fsync(file.fileno())

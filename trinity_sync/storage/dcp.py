@@ -119,6 +119,29 @@ class SavedComponent(StorageReader):
             )
         return _narrowed(local, [0] * local.ndim, sizes)
 
+    def rank_of(self, index: MetadataIndex) -> int:
+        """The rank whose file holds a part."""
+        return self._homes[index][0]
+
+    def require_same_whole(self) -> None:
+        """See that what each rank saved whole is the same everywhere: only one rank's is used.
+
+        Raises:
+            CommitError: it is not; the ranks hold parts that nothing says the place of.
+        """
+        whole = [name for name in self.tensors if name not in self.sharded]
+        first = self.open(0)
+        for rank in range(1, self.world_size if whole else 1):
+            state = self.open(rank)
+            for name in whole:
+                a, b = _at(first, self.keys[name]), _at(state, self.keys[name])
+                if not isinstance(b, torch.Tensor) or not _same_bits(a, b):
+                    raise CommitError(
+                        f"{self.component} {name} in {self.folder} differs between rank 0 and rank "
+                        f"{rank}, and is no DTensor that says how it is laid out; load it with "
+                        f"{self.world_size} ranks"
+                    )
+
     # ---------------------------------------------------------------- what DCP asks
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -202,7 +225,7 @@ class SavedComponent(StorageReader):
             offsets, sizes = [0] * leaf.ndim, list(leaf.shape)
             for at, count, placement in zip(coordinate, mesh.shape, leaf.placements, strict=True):
                 if isinstance(placement, Shard):
-                    start, length = _chunk(sizes[placement.dim], count, at)
+                    start, length = chunk_of(sizes[placement.dim], count, at)
                     offsets[placement.dim] += start
                     sizes[placement.dim] = length
             parts[int(mesh[coordinate])] = (tuple(offsets), tuple(sizes))
@@ -218,11 +241,11 @@ class SavedComponent(StorageReader):
                 "is resharded only where use_orig_params is off and all ranks shard. Load it with "
                 f"{self.world_size} ranks, or take optimizer out of checkpoint.load_contents."
             )
-        chunks = (_chunk(length, self.world_size, rank) for rank in range(self.world_size))
+        chunks = (chunk_of(length, self.world_size, rank) for rank in range(self.world_size))
         return {rank: ((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
 
 
-def _chunk(length: int, count: int, number: int) -> tuple[int, int]:
+def chunk_of(length: int, count: int, number: int) -> tuple[int, int]:
     """Start and length of one of the chunks of ``torch.chunk``, which Shard and FSDP1 go by."""
     each = -(-length // count)
     start = min(number * each, length)
@@ -241,6 +264,13 @@ def _at(state: Any, keys: Keys) -> Any:
     for key in keys:
         state = state.get(key) if isinstance(state, Mapping) else None
     return state
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, NaN and all."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.trust import load_file
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.meter import Meter, unmetered
@@ -67,7 +68,7 @@ def diff(
 ) -> list[Change]:
     """Compare a component of two committed steps of one job; the greatest change comes first.
 
-    Files are unpickled, which runs what they say: compare steps of your own jobs only. The meter is
+    Files of others are unpickled as far as they are plain, see ``snapshot.trust``. The meter is
     told how far it is in the later step.
 
     Raises:
@@ -121,7 +122,7 @@ def _shards(
 
 def _load(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        return load_file(path, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise CommitError(f"{path} cannot be read as a file of torch.save: {error}") from error
 

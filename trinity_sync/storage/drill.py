@@ -14,6 +14,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, ImageError
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.loading import state_of
+from trinity_sync.snapshot.trust import is_trusted, only_plain
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.reader import digest_file, read_file
@@ -37,7 +38,7 @@ class Drill:
 def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> Drill | None:
     """Load the newest checkpoint of a job, from disk; None if it has none yet.
 
-    Files are unpickled as a restart would do it, which runs what they say.
+    Files are unpickled as a restart would do it, see ``snapshot.trust``.
 
     Raises:
         CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is
@@ -96,7 +97,13 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
     for path in paths:
         try:
             image, _ = read_file(path, path.stat().st_size)
-            state_of(image)
+            if is_trusted(path):
+                state_of(image)
+            else:
+                with only_plain(path):
+                    state_of(image, plain=True)
+        except CommitError:
+            raise
         except Exception as error:
             raise CommitError(f"{path} cannot be loaded: {error!r}") from error
         nbytes += len(image)

@@ -150,14 +150,21 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
     del body["version"]
     if set(body) != {field.name for field in fields(Manifest)} or body["step"] != step:
         raise _bad(path, "is not that of this folder")
-    body["kinds"] = tuple(body["kinds"])
-    body["files"] = tuple(FileRecord(**record) for record in body["files"])
-    if not all(_is_below(record.path) for record in body["files"]):
+    try:
+        body["kinds"] = tuple(body["kinds"])
+        body["files"] = tuple(FileRecord(**record) for record in body["files"])
+        body["receipts"] = tuple(
+            ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
+            for receipt in body["receipts"]
+        )
+        named = [record.path for record in body["files"]]
+        named += [name for receipt in body["receipts"] for name in receipt.files]
+        below = all(is_below(name) for name in named)
+        roles = all(not record.role or is_below(record.role) for record in body["files"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise _bad(path, "is not of the form of a manifest") from error
+    if not (below and roles):
         raise _bad(path, "names a file outside of the step's folder")
-    body["receipts"] = tuple(
-        ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
-        for receipt in body["receipts"]
-    )
     return Manifest(**body)
 
 
@@ -187,7 +194,8 @@ def is_committed(
     return manifest is not None and manifest.holds(kind, roles)
 
 
-def _is_below(path: str) -> bool:
+def is_below(path: str) -> bool:
+    """Whether a name, as a manifest has them, stays below the step's folder."""
     pure = PurePosixPath(path)
     return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
 

@@ -44,6 +44,20 @@ class RemoteStep:
     """``whole``, ``damaged``, ``damaged manifest`` or ``not committed``, by names and sizes."""
 
 
+def refuse_credentials(url: str) -> None:
+    """See that a store's URL may be shown to anybody.
+
+    Raises:
+        ConfigError: it holds a user, a password or a query.
+    """
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(
+            f"the URL of {parts.scheme}://.../{parts.path.strip('/')} holds a user, a password "
+            "or a query; put credentials into the environment, where logs do not see them"
+        )
+
+
 class Remote:
     """The steps of one job in a store.
 
@@ -52,12 +66,8 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
+        refuse_credentials(url)
         parts = urlsplit(url)
-        if parts.username or parts.password or parts.query:
-            raise ConfigError(
-                f"the URL of {parts.scheme}://.../{parts.path.strip('/')} holds a user, a password "
-                "or a query; put credentials into the environment, where logs do not see them"
-            )
         if "://" not in url or not (parts.netloc + parts.path).strip("/"):
             raise ConfigError(
                 f"{url!r} is no URL of a folder; pass one like s3://bucket/job or file:///copies"

