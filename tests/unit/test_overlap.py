@@ -139,6 +139,16 @@ def test_the_next_save_waits_for_the_one_that_overlaps(saves: Saves) -> None:
     assert saves.handed_over == [1, 2]
 
 
+def test_a_change_that_pytorch_does_not_count_is_found_by_a_sample(saves: Saves) -> None:
+    weight = torch.zeros(BIG)
+    count = weight._version
+    saves.save(1, {"layers": [weight]})
+    weight.numpy()[:] = 1  # as an operation on a DTensor changes its shard
+    assert weight._version == count
+    with pytest.raises(ImageError, match=r"layers\[0\] changed while overlapped staging"):
+        saves.copied()
+
+
 def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> None:
     saves = Saves(tmp_path, check=True)
     state = {"w": torch.zeros(BIG), "v": torch.zeros(BIG)}

@@ -25,7 +25,7 @@ def trained(request: pytest.FixtureRequest, one_rank: None, tiny: Path) -> Train
 
 @pytest.fixture
 def saves(tmp_path: Path) -> Iterator[CheckpointCoordinator]:
-    settings = Settings(spool=tmp_path / "spool", overlap=True, check_overlap=True)
+    settings = Settings(spool=tmp_path / "spool", overlap=True)
     coordinator = CheckpointCoordinator(tmp_path / "job", settings=settings, trigger=CommitsHere())
     yield coordinator
     coordinator.close()
