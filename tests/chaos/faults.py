@@ -5,7 +5,6 @@ it: a rank about to stage, at it, just sealed, its files half written, its commi
 """
 
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import psutil
 
 from tests.chaos.world import Hang, World
 from tests.integration.prefect_api import Api
-from trinity_sync.layout import job_id
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.storage.runs import newest_run
 
@@ -194,7 +192,6 @@ def duplicate_trigger(world: World, random: Random) -> None:
         run=run.number,
         run_key=run.key,
         components=("model", "optim", "extra_state"),
-        spools={socket.gethostname(): str(world.settings.spool / job_id(world.root))},
         keep=6,
     )
     for _ in range(2):
