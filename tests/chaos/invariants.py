@@ -166,9 +166,7 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
         if left_behind_by(runs.values(), run, step):
             refused += 1
             continue
-        request = SaveRequest(
-            root=str(world.root), run=run, run_key=runs[run].key, step=step, spools={"any": "/any"}
-        )
+        request = SaveRequest(root=str(world.root), run=run, run_key=runs[run].key, step=step)
         states = [each.state_name for each in Api().runs_of(request.key)]
         said = f"step {step} " in failures or f"step {step}," in logs or f"step {step} " in logs
         if {"Failed", "Crashed", "Cancelled"} & {*states} or said:
