@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, shard_file, split_role_path
+from trinity_sync.layout import (
+    FULL_CHECKPOINT_MARK,
+    MANIFEST,
+    PRIVATE_FOLDER,
+    shard_file,
+    split_role_path,
+)
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import require_committed
 
@@ -67,9 +73,10 @@ def _committed(role_folder: Path) -> list[str] | None:
     except ConfigError:
         return None
     if not (role_folder.parent / MANIFEST).exists():
-        ours = (root / PRIVATE_FOLDER).exists()
-        if not ours or read_iteration(root, "checkpoint") == step:
-            return None  # ours is pointed at after its manifest is there, and never before
+        marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
+        theirs = not marked and read_iteration(root, "checkpoint") == step
+        if theirs or not (root / PRIVATE_FOLDER).exists():
+            return None  # ours is pointed at after manifest and mark are there, and never before
     prefix = f"{role}/"
     files = require_committed(root, step).files
     return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

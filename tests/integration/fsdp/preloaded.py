@@ -1,0 +1,7 @@
+"""What ranks need, imported once for all of them; see ``ranks``."""
+
+from grpo_copy.cpu_platform import use_cpu
+
+use_cpu()  # before veRL looks for a device
+
+import trinity_sync.fsdp.manager  # noqa: E402, F401
