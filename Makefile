@@ -18,8 +18,8 @@ help: ## what there is
 demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
 	$(BIN)/python examples/demo.py --sync $(SYNC)
 
-test: $(READY) ## the tests, on real parts, three files at a time; not those marked slow
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 unit integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
 	$(BIN)/python -m pytest tests/$@

@@ -28,6 +28,8 @@ from trinity_sync.storage.dcp import SavedComponent
 
 STEP = 3
 
+pytestmark = pytest.mark.slow  # four ranks train and save in turn
+
 SAVED = {  # version of FSDP, ranks, replicas
     "fsdp1-1": (1, 1, 1),
     "fsdp2-1": (2, 1, 1),

@@ -25,6 +25,8 @@ from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Version
 
+pytestmark = pytest.mark.slow
+
 NODE = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
 QUICK_TO_NOTICE = {
     "health_check_initial_delay_ms": 0,
