@@ -160,7 +160,7 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
         if note["what"] == "failed"
     )
     logs = world.log("rank0") + world.log("rank1") + world.log("rank0-second")
-    told, lost, refused = [], [], 0
+    told, lost, refused, pruned = [], [], 0, 0
     open_ = sorted(handed_over - ledger.committed)
     for run, step in open_:
         if left_behind_by(runs.values(), run, step):
@@ -168,10 +168,14 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
             continue
         request = SaveRequest(root=str(world.root), run=run, run_key=runs[run].key, step=step)
         states = [each.state_name for each in Api().runs_of(request.key)]
+        newer = [each for each in ledger.committed if each > (run, step)]
+        if "Completed" in states and len(newer) >= KEEP:  # and removed, between two looks
+            pruned += 1
+            continue
         said = f"step {step} " in failures or f"step {step}," in logs or f"step {step} " in logs
         if {"Failed", "Crashed", "Cancelled"} & {*states} or said:
             why = [line for line in failures.splitlines() if f"step {step} " in line]
             told.append(f"step {step} of run {run}: {states} {''.join(why[:1])[:300]}")
         else:
             lost.append(f"step {step} of run {run}: flow runs {states}")
-    return Fates(len(handed_over & ledger.committed), refused, told, lost)
+    return Fates(len(handed_over & ledger.committed) + pruned, refused, told, lost)
