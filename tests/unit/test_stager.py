@@ -19,7 +19,7 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFull
 from trinity_sync.snapshot.reading import locked
-from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.persist import mark_failed
 
@@ -259,3 +259,13 @@ def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job)
             for end in [ranks.submit(job.spool.remove_if_unused) for _ in range(4)]:
                 end.result()
     assert not job.spool.folder.exists()
+
+
+def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Path) -> None:
+    spool = open_job_spool(tmp_path / "spool", tmp_path / "ckpts")
+    spool.remove_if_unused()
+    assert not spool.folder.exists()
+    stager = Stager(spool)
+    stager.prewarm("actor", "model", 0, 4096)
+    assert known_job_spool(spool.folder, tmp_path / "ckpts").root == tmp_path / "ckpts"
+    stager.close()

@@ -16,7 +16,6 @@ from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.fsdp.collect import unwrapped
-from trinity_sync.snapshot.spool import open_job_spool
 
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
@@ -45,8 +44,7 @@ def metadata_folder(
     done = _rendered.setdefault(model, set())
     if folder not in done or not folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
-        # who closed before us may have removed the job's folder
-        open_job_spool(coordinator.settings.spool, coordinator.root)
+        coordinator.spool.make()
         folder.mkdir(parents=True)
         write_metadata(folder, model, processing_class, world_size=coordinator.world_size)
         done.add(folder)

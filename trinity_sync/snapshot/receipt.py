@@ -14,7 +14,7 @@ from typing import Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Kind, check_name
-from trinity_sync.snapshot.spool import JobSpool, own_folder
+from trinity_sync.snapshot.spool import JobSpool
 
 State = Literal["started", "finished", "failed"]
 
@@ -46,7 +46,7 @@ class Receipt:
 
 def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
     """Put the receipt into the spool, in the place of an earlier state of it."""
-    own_folder(spool.folder)  # who used it before us may have removed it at its end
+    spool.make()
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
     path = _path(spool, receipt)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -15,7 +15,7 @@ from trinity_sync.errors import SpoolError, SpoolFull
 from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import JobSpool, own_folder
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Export, failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Slots:
         """The slots of a rank's component, with those that an earlier process added."""
         key = (role, component, rank)
         if key not in self._slots:
-            own_folder(self._spool.folder)  # who used it before us may have removed it at its end
+            self._spool.make()
             slots = []
             for number in itertools.count():
                 path = self._spool.slot(*key, number)

@@ -19,7 +19,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFull, TicketError
@@ -55,6 +55,21 @@ class JobSpool:
     """One job's folder in the spool of this node."""
 
     folder: Path
+    of: Path | None = field(default=None, compare=False)
+    """The job's root, for whoever may `make` the folder."""
+
+    def make(self) -> None:
+        """Make the folder if it is missing: who used it before us may have removed it at its end.
+
+        Raises:
+            SpoolError: as `own_folder`.
+        """
+        own_folder(self.folder)
+        note = self.folder / ROOT_NOTE
+        if self.of and not note.exists():
+            temporary = note.with_name(f".{ROOT_NOTE}.{uuid.uuid4().hex}")
+            temporary.write_text(str(self.of))
+            temporary.replace(note)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
         """Path of one of the slots of a rank's component."""
@@ -149,14 +164,9 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
     """
     own_folder(spool)
-    folder = spool / job_id(root)
-    own_folder(folder)
-    note = folder / ROOT_NOTE
-    if not note.exists():
-        temporary = note.with_name(f".{ROOT_NOTE}.{uuid.uuid4().hex}")
-        temporary.write_text(str(Path(root).resolve()))
-        temporary.replace(note)
-    return JobSpool(folder)
+    job = JobSpool(spool / job_id(root), Path(root).resolve())
+    job.make()
+    return job
 
 
 def job_spools(spool: Path) -> Iterator[JobSpool]:
