@@ -10,12 +10,14 @@ right after veRL has imported the module; this module itself imports nothing hea
 do is in `verl_driver` and `verl_manager`.
 """
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
+
+from packaging.version import Version
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.after_import import Change, change_after_import, rebind
 
 THIS = "trinity_sync.integrations.verl"
 
@@ -23,7 +25,8 @@ THIS = "trinity_sync.integrations.verl"
 def _resume(module: ModuleType) -> None:
     from trinity_sync.integrations.verl_driver import finding
 
-    _rebind(module, "find_latest_ckpt_path", finding(module.find_latest_ckpt_path))
+    ours = finding(module.find_latest_ckpt_path)
+    rebind(module, "find_latest_ckpt_path", ours, within=["verl"])
 
 
 def _save(module: ModuleType) -> None:
@@ -38,7 +41,8 @@ def _save(module: ModuleType) -> None:
 def _launch(module: ModuleType) -> None:
     from trinity_sync.integrations.verl_driver import launching
 
-    _rebind(module, "get_ppo_ray_runtime_env", launching(module.get_ppo_ray_runtime_env, THIS))
+    ours = launching(module.get_ppo_ray_runtime_env, THIS)
+    rebind(module, "get_ppo_ray_runtime_env", ours, within=["verl"])
 
 
 def _workers(module: ModuleType) -> None:
@@ -63,7 +67,7 @@ def _trainer_v1(module: ModuleType) -> None:
     trainer.fit = fitting(trainer.fit)
 
 
-CHANGES: dict[str, Callable[[ModuleType], None]] = {
+CHANGES: dict[str, Change] = {
     "verl.utils.checkpoint.checkpoint_manager": _resume,
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.trainer.constants_ppo": _launch,
@@ -74,39 +78,9 @@ CHANGES: dict[str, Callable[[ModuleType], None]] = {
 """What is done to a module of veRL, once it has been imported."""
 
 
-def _rebind(module: ModuleType, name: str, new: Any) -> None:
-    """Give ``name`` another meaning, also in modules of veRL that have imported it already."""
-    old = getattr(module, name)
-    for other in [each for key, each in sys.modules.items() if key.startswith("verl.")]:
-        if getattr(other, "__dict__", {}).get(name) is old:
-            setattr(other, name, new)
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds the modules of `CHANGES` as Python does, and makes the change once they are run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        change = CHANGES.get(fullname)
-        spec = PathFinder.find_spec(fullname, path, target) if change else None
-        if change is None or spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def run_and_change(module: ModuleType) -> None:
-            run(module)
-            change(module)
-
-        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
-        return spec
-
-
-def _switch_on() -> None:
-    for name, change in CHANGES.items():
-        if name in sys.modules:
-            change(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport())
-
-
-_switch_on()
+if Version(version("verl")) < Version("0.9.1"):
+    raise ConfigError(
+        f"the switch for veRL's trainers needs veRL 0.9.1, and this is {version('verl')}; install "
+        "it, or unset VERL_USE_EXTERNAL_MODULES"
+    )
+change_after_import(CHANGES)

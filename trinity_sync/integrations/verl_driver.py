@@ -128,12 +128,7 @@ def launching(original: Callable[..., dict[str, Any]], switch: str) -> Callable[
     def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
         environment = original(config)
         variables = environment.setdefault("env_vars", {})
-        ours = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "PREFECT_API_URL"
-            or (name.startswith("TRINITY_SYNC_") and name != "TRINITY_SYNC_CATALOG_URL")
-        }
+        ours = passed_on()
         ours.setdefault("TRINITY_SYNC_RUN", uuid.uuid4().hex)
         if config is not None and "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
             ours["TRINITY_SYNC_ROLES"] = '["actor","critic"]'
@@ -144,6 +139,16 @@ def launching(original: Callable[..., dict[str, Any]], switch: str) -> Callable[
         return environment
 
     return get_ppo_ray_runtime_env
+
+
+def passed_on() -> dict[str, str]:
+    """What processes on other nodes are told of this one's environment: settings, and no secret."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == "PREFECT_API_URL"
+        or (name.startswith("TRINITY_SYNC_") and name != "TRINITY_SYNC_CATALOG_URL")
+    }
 
 
 def _has_critic(config: Any) -> bool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
-from trinity_sync.layout import MANIFEST, split_role_path, step_folder
+from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
 from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.manifest import read_manifest
@@ -57,13 +57,20 @@ def bring_data(role_folder: Path) -> None:
 
     It is there already, unless the step came from a copy, or a run that was killed wrote another.
     """
-    if not (role_folder.parent / MANIFEST).exists():
+    bring_attachment(role_folder.parent, DATA, role_folder.parent / DATA)
+
+
+def bring_attachment(folder: Path, name: str, to: Path) -> None:
+    """Have ``to`` hold what was committed with the step of ``folder`` under that name, if it was.
+
+    Raises:
+        CommitError: it is damaged.
+    """
+    if not (folder / MANIFEST).exists():
         return
-    root, step, _ = split_role_path(role_folder)
-    manifest = read_manifest(root, step)
-    name = f"{ATTACHMENTS}/{DATA}"
-    if manifest and any(record.path == name for record in manifest.files):
-        folder = step_folder(root, step)
-        data, committed = folder / DATA, load_bytes(root, step, name)
-        if not data.exists() or data.read_bytes() != committed:
-            replace_file(data, committed)
+    root, step = folder.parent, int(folder.name.removeprefix("global_step_"))
+    manifest, path = read_manifest(root, step), f"{ATTACHMENTS}/{name}"
+    if manifest and any(record.path == path for record in manifest.files):
+        committed = load_bytes(root, step, path)
+        if not to.exists() or to.read_bytes() != committed:
+            replace_file(to, committed)
