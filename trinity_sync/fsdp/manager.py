@@ -18,7 +18,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collect import lora_only, model_state, sharded
+from trinity_sync.fsdp.collect import adapters_only, lora_only, model_state, sharded
 from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
@@ -176,7 +176,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def model_state(self) -> dict[str, Any]:
         """This rank's shards of what a save of the model holds: all weights, or the adapter's."""
         state = model_state(self.model)
-        return lora_only(state) if self.should_save_lora_only and self._has_lora() else state
+        wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
+        return lora_only(state) if wanted and self._has_lora() else state
 
     def upload_state_dict(
         self,
@@ -308,16 +309,15 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def _take_over(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
         if component == "model":
-            result = self.model.load_state_dict(
-                state, strict=not self.is_lora_only_state_dict(state)
-            )
+            result = self.model.load_state_dict(state, strict=not adapters_only(state))
             if result.unexpected_keys:
                 raise ConfigError(
                     f"the checkpoint holds adapter weights that this model has not: "
                     f"{', '.join(result.unexpected_keys)}; give it the same LoRA settings"
                 )
         elif component == "optim":
-            self.optimizer.load_state_dict(self._backfill_optimizer_state(state))
+            backfilled = getattr(self, "_backfill_optimizer_state", None)  # veRL 0.8 has none
+            self.optimizer.load_state_dict(backfilled(state) if backfilled else state)
         else:
             if "rng" in state:
                 self.load_rng_state(state["rng"])
