@@ -44,7 +44,7 @@ class Liveness:
         if asked and asked.result():
             del self._actors[name], self._asked[actor]
             return True
-        self._asked[actor] = asyncio.get_running_loop().create_task(_died(actor))
+        self._asked[actor] = asyncio.get_running_loop().create_task(died(actor))
         return False
 
 
@@ -56,7 +56,7 @@ async def find(name: str, namespace: str) -> Any:
         return None
 
 
-async def _died(actor: Any) -> bool:
+async def died(actor: Any) -> bool:
     """Whether the actor is dead; returns when it has answered, or has died without."""
     try:
         await actor.__ray_ready__.remote()

@@ -70,8 +70,7 @@ class Synchronizer(Handshakes):
         if root is None:
             return _only_one(namespace or NAMESPACE)
         root = known_root(root)
-        namespace = _namespace_of(root, namespace)
-        name = f"synchronizer-{job_id(root)}"
+        name, namespace = _place_of(root, namespace, cls.name_for(root))
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {
             "name": name,
@@ -88,6 +87,11 @@ class Synchronizer(Handshakes):
         actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
         actor.announce.remote()  # one that was there already may have lost its root
         return actor
+
+    @classmethod
+    def name_for(cls, root: str) -> str:
+        """Name of the Ray actor of a job."""
+        return f"synchronizer-{job_id(root)}"
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
         self._root, self._name = root, name
@@ -354,17 +358,17 @@ def _stored(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _namespace_of(root: str, wanted: str | None) -> str:
-    """Where the root's Synchronizer is, or is to be: there must not be two."""
+def _place_of(root: str, wanted: str | None, name: str) -> tuple[str, str]:
+    """Name and namespace of the root's Synchronizer, that is or is to be: there must not be two."""
     there = read_address(root)
-    if there is None or there.namespace == wanted or not _exists(there):
-        return wanted or NAMESPACE
-    if wanted:
+    if there is None or not _exists(there):
+        return name, wanted or NAMESPACE
+    if wanted and there.namespace != wanted:
         raise ConfigError(
             f"the Synchronizer of {root} is in Ray namespace {there.namespace!r}, not in "
             f"{wanted!r}; pass that namespace, or none, or stop that one"
         )
-    return there.namespace
+    return there.name, there.namespace
 
 
 def _exists(address: Address) -> bool:
