@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRINITY := .venv-trinity
 
 SYNC ?= checkpoint
 
@@ -10,7 +11,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e chaos lint audit bench scale verl trainers tutorials docs clean
+.PHONY: help demo test unit integration faults e2e chaos lint audit bench scale verl trinity trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -49,6 +50,9 @@ verl: $(READY) ## the methods of veRL's own trainers, and veRL's own tests, with
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py
 	$(BIN)/python -m tests.verl
 
+trinity: $(TRINITY)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
+	$(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
+
 trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
 	$(BIN)/python -m pytest tests/trainers/callbacks.py
 
@@ -58,10 +62,10 @@ tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
 docs: $(READY) ## the API reference, from the docstrings, into build/api
 	$(BIN)/python -m pip install --quiet -e ".[docs]" torch==2.13.0
 	$(BIN)/python -m pdoc --docformat google -o build/api trinity_sync \
-	  '!trinity_sync.integrations.verl' '!trinity_sync.catalog.migrations'
+	  '!trinity_sync.integrations.verl' '!trinity_sync.integrations.trinity' '!trinity_sync.catalog.migrations'
 
 clean: ## remove the virtual environment and what the tools left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output
+	rm -rf $(VENV) $(TRINITY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output
 
 # An older pip backtracks for an hour over verl's dependencies. torch comes first, by its exact
 # version, so that nothing pulls another build of it.
@@ -70,4 +74,13 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e ".[dev]" torch==2.13.0
+	touch $@
+
+# Trinity comes with veRL 0.8 and so NumPy 1, which newer versions of pyarrow do not start with.
+$(TRINITY)/.ready: pyproject.toml
+	test -x $(TRINITY)/bin/python || $(PYTHON) -m venv $(TRINITY)
+	$(TRINITY)/bin/python -m pip install --quiet "pip>=25.1"
+	$(TRINITY)/bin/python -m pip install --quiet torch==2.13.0
+	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" torch==2.13.0 \
+	  pytest pytest-timeout psutil einops
 	touch $@

@@ -1,0 +1,73 @@
+"""Trinity-RFT 0.6 itself, as it was installed, with one variable set: the whole switch.
+
+Run by ``make trinity`` in an environment of its own, and for that named unlike a file of tests:
+Trinity and veRL 0.9 need different versions of transformers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.trinity.conftest import Configure
+from trinity_sync.integrations.trinity import PLUGINS
+from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.restore import load_bytes
+from trinity_sync.storage.runs import all_runs
+
+TRINITY = Path(sys.executable).with_name("trinity")
+LAUNCH_S = 280.0
+
+
+def launch(config: Path, *, switch: bool = True) -> str:
+    """``trinity run``; what it printed."""
+    ours = {"TRINITY_PLUGIN_DIRS": str(PLUGINS)} if switch else {}
+    done = subprocess.run(
+        [str(TRINITY), "run", "--config", str(config)],
+        env=os.environ | ours,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LAUNCH_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def position(root: Path, step: int) -> Any:
+    """How many samples the trainer had taken when it saved."""
+    return json.loads(load_bytes(root, step, "attachments/trainer_meta.json"))
+
+
+def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_resumed(
+    stack: StackState, configure: Configure, root: Path
+) -> None:
+    trainer = {
+        "save_interval": 2,
+        "total_steps": 3,
+        "max_checkpoints_to_keep": 1,
+        "save_strategy": "single_process",
+        "save_hf_checkpoint": "last",
+    }
+    print(launch(configure(trainer)))
+    assert steps_on_disk(root) == [3]
+    assert read_iteration(root, "checkpoint") == read_iteration(root, "state_dict") == 3
+    manifest = read_manifest(root, 3)
+    assert manifest is not None
+    shards = [(f.component, f.rank) for f in manifest.files if f.path.endswith(".pt")]
+    assert sorted(shards) == [(c, r) for c in ("extra_state", "model", "optim") for r in (0, 1)]
+    assert position(root, 3)["sample_strategy_state"] == {"current_index": 12}
+    whole = step_folder(root, 3) / "actor" / "huggingface"
+    transformers.AutoModelForCausalLM.from_pretrained(whole)
+
+    launch(configure(trainer | {"total_steps": 5}))
+    assert steps_on_disk(root) == [5]
+    assert all_runs(root)[-1].resumed_from == 3
+    assert position(root, 5)["sample_strategy_state"] == {"current_index": 20}

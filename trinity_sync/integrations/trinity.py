@@ -1,0 +1,74 @@
+"""The switch for Trinity-RFT 0.6: one variable, no fork.
+
+::
+
+    export TRINITY_PLUGIN_DIRS="$(python -m trinity_sync.integrations.trinity)"
+    trinity run --config my.yaml
+
+Trinity's launcher, trainer and explorers load the plugins of that folder first of all, and the one
+in it imports this module, which is the switch. A few names of Trinity's modules become ours
+(`CHANGES`), each right after Trinity has imported the module; this module itself imports nothing
+heavy. The trainer's worker processes need no switch: they are started with classes of ours. Nor do
+those that serve the model: they look the Synchronizer up under Trinity's name, which ours has.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+
+PLUGINS = Path(__file__).parent / "trinity_plugin"
+
+
+def _launch(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity_job import launching
+
+    module.Config.get_envs = launching(module.Config.get_envs)
+
+
+def _synchronizer(module: ModuleType) -> None:
+    def get_actor(config: object = None, namespace: str | None = None) -> object:
+        from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
+
+        return TrinitySynchronizer.get_actor(config, namespace)
+
+    module.Synchronizer.get_actor = staticmethod(get_actor)
+
+
+def _trainer(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity_job import noting_position
+
+    module.Trainer.save_checkpoint = noting_position(module.Trainer.save_checkpoint)
+
+
+def _engine(module: ModuleType) -> None:
+    from trinity_sync.integrations import trinity_engine, trinity_workers
+
+    names = vars(module)
+    names["VERLTrainer"] = trinity_engine.Engine
+    names["CheckpointMonitor"] = trinity_engine.NoMonitor
+    names["TrinityActorRolloutRefWorker"] = trinity_workers.ActorWorker
+    names["TrinityCriticWorker"] = trinity_workers.CriticWorker
+
+
+def _resume(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl_driver import finding
+
+    ours = finding(module.find_latest_ckpt_path)
+    rebind(module, "find_latest_ckpt_path", ours, within=["verl", "trinity"])
+
+
+CHANGES: dict[str, Change] = {
+    "trinity.common.config": _launch,
+    "trinity.manager.synchronizer": _synchronizer,
+    "trinity.trainer.trainer": _trainer,
+    "trinity.trainer.verl.trainer": _engine,
+    "verl.utils.checkpoint.checkpoint_manager": _resume,
+}
+"""What is done to a module of Trinity or veRL, once it has been imported."""
+
+
+if __name__ == "__main__":
+    print(PLUGINS)
+else:
+    change_after_import(CHANGES)
