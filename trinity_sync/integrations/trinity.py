@@ -35,10 +35,10 @@ def _synchronizer(module: ModuleType) -> None:
     module.Synchronizer.get_actor = staticmethod(get_actor)
 
 
-def _trainer(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity_job import noting_position
+def _position(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity_job import remembering
 
-    module.Trainer.save_checkpoint = noting_position(module.Trainer.save_checkpoint)
+    module.SampleStrategy.__init__ = remembering(module.SampleStrategy.__init__)
 
 
 def _engine(module: ModuleType) -> None:
@@ -59,9 +59,9 @@ def _resume(module: ModuleType) -> None:
 
 
 CHANGES: dict[str, Change] = {
+    "trinity.algorithm.sample_strategy.sample_strategy": _position,
     "trinity.common.config": _launch,
     "trinity.manager.synchronizer": _synchronizer,
-    "trinity.trainer.trainer": _trainer,
     "trinity.trainer.verl.trainer": _engine,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
 }

@@ -13,7 +13,7 @@ from trinity.manager.synchronizer import Synchronizer
 from trinity.trainer.verl import trainer as theirs
 
 from trinity_sync.export.step import export_step
-from trinity_sync.integrations.trinity_job import POSITION, Job
+from trinity_sync.integrations.trinity_job import POSITION, Job, position
 from trinity_sync.integrations.verl_manager import bring_attachment
 from trinity_sync.layout import MANIFEST, step_folder
 
@@ -51,12 +51,12 @@ class Engine(theirs.VERLTrainer):
         """
         step = self.global_steps
         if step != self._handed_over and not self._has_committed_start():
-            folder, position = step_folder(self._job.root, step), Path(self._job.position)
+            folder = step_folder(self._job.root, step)
             self.actor_rollout_wg.save_checkpoint(
                 local_path=str(folder / "actor"),
                 global_step=step,
                 save_as_hf=save_as_hf,
-                position=position.read_bytes() if position.exists() else None,
+                position=position(step),
             )
             if self.use_critic:
                 self.critic_wg.save_checkpoint(

@@ -1,7 +1,9 @@
 """What a Trinity config means for us: a job's settings by Trinity's names, and what is refused."""
 
 import functools
+import json
 import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,14 +99,28 @@ def launching(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict
     return get_envs
 
 
-def noting_position(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The trainer's ``save_checkpoint``: it writes its position first, for the step to have it."""
+_newest: list[weakref.ref[Any]] = []
+"""The sample strategy that was made last in this process, which is the trainer's."""
+
+
+def remembering(original: Callable[..., None]) -> Callable[..., None]:
+    """Trinity's ``SampleStrategy.__init__``, for `position` to find the trainer's.
+
+    The trainer is a Ray actor, whose methods nobody can change any more when plugins are loaded.
+    """
 
     @functools.wraps(original)
-    async def save_checkpoint(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        position = trainer.sample_strategy.state_dict()
-        step = trainer.train_step_num
-        trainer.state.save_trainer(current_step=step, sample_strategy_state=position)
-        return await original(trainer, *args, **kwargs)
+    def __init__(strategy: Any, *args: Any, **kwargs: Any) -> None:
+        _newest[:] = [weakref.ref(strategy)]
+        original(strategy, *args, **kwargs)
 
-    return save_checkpoint
+    return __init__
+
+
+def position(step: int) -> bytes | None:
+    """The trainer's place in its data, as Trinity writes it down; None if it is not known here."""
+    strategy = _newest[0]() if _newest else None
+    if strategy is None:
+        return None
+    state = {"latest_iteration": step, "sample_strategy_state": strategy.state_dict()}
+    return json.dumps(state, indent=2).encode()

@@ -345,6 +345,7 @@ class Synchronizer(Handshakes):
         """Trinity's: whether any explorer does."""
         return self._ledger.parties.counts[Status.REQUIRE_SYNC] > 0
 
+    @ray.method(max_task_retries=0)  # a retry would have Ray start it again
     async def stop(self) -> None:
         """End this actor for good; what it knew stays in ``state.json``."""
         await asyncio.to_thread(address_file(self._root).unlink, missing_ok=True)

@@ -101,6 +101,15 @@ def test_there_are_not_two_in_different_namespaces(
         Synchronizer.get_actor(root=root, namespace="other")
 
 
+def test_one_that_is_stopped_stays_away(ray_node: None, root: Path, namespace: str) -> None:
+    actor = Synchronizer.get_actor(namespace=namespace, root=root)
+    assert ask(actor.latest.remote()) is None
+    with pytest.raises(ray.exceptions.RayActorError):
+        ask(actor.stop.remote())
+    until(lambda: namespace not in str(ray.util.list_named_actors(True)), "its end", ASK_S)
+    assert read_address(root) is None
+
+
 def test_without_a_root_there_must_be_exactly_one(ray_node: None, namespace: str) -> None:
     with pytest.raises(ConfigError, match="pass root"):
         Synchronizer.get_actor(namespace=namespace)
