@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 
 from tests.trinity.conftest import Configure
@@ -46,6 +47,7 @@ def position(root: Path, step: int) -> Any:
     return json.loads(load_bytes(root, step, "attachments/trainer_meta.json"))
 
 
+@pytest.mark.timeout(2 * LAUNCH_S + 120)
 def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_resumed(
     stack: StackState, configure: Configure, root: Path
 ) -> None:
@@ -56,7 +58,7 @@ def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_re
         "save_strategy": "single_process",
         "save_hf_checkpoint": "last",
     }
-    print(launch(configure(trainer)))
+    launch(configure(trainer))
     assert steps_on_disk(root) == [3]
     assert read_iteration(root, "checkpoint") == read_iteration(root, "state_dict") == 3
     manifest = read_manifest(root, 3)

@@ -58,6 +58,7 @@ def synchronizer(cluster: Any, config: Any) -> Iterator[Any]:
     actor.stop.remote()
 
 
+@pytest.mark.timeout(600)
 def test_explorers_get_each_version_by_commits_and_from_memory(
     synchronizer: Any, config: Any, root: Path
 ) -> None:
