@@ -15,13 +15,14 @@ again show whether the file grows.
 
 import multiprocessing
 import os
+import signal
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ class Side:
     state: Any = None
     pipe: Any = None
     asking: Any = None
-    answers: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def database(self) -> Path:
@@ -122,6 +122,7 @@ class Side:
 def main() -> None:
     """Measure, print and judge."""
     saves = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are to end with this
     os.environ |= {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
@@ -164,14 +165,13 @@ def _compare(short: Side, long: Side, saves: int) -> list[str]:
     print(f"the server starts within {long.start():.1f} s")
     print(f"trinity-sync catalog rebuild: {long.ask('trinity-sync catalog rebuild'):.1f} s")
     long.ask(SAVE)
-    names = _names()
-    for _ in range(TURNS + 1):
-        for name in names:
-            for side in (short, long):
-                side.answers.setdefault(name, []).append(side.ask(name))
     print(f"| question | {REAL} saves, ms | {saves} saves, ms | ratio |\n|---|---|---|---|")
-    for name in names:
-        one, many = (statistics.median(s.answers[name][1:]) * 1e3 for s in (short, long))
+    for name in _names():
+        answers: dict[int, list[float]] = {id(short): [], id(long): []}
+        for _ in range(TURNS + 1):
+            for side in (short, long):
+                answers[id(side)].append(side.ask(name) * 1e3)
+        one, many = (statistics.median(each[1:]) for each in answers.values())
         print(f"| {name} | {one:.0f} | {many:.0f} | {many / one:.1f} |", flush=True)
         if name.startswith(("trigger", "watch", "worker", "a save")) and many > 3 * one + 20:
             found.append(f"{name} takes {many:.0f} ms instead of {one:.0f}")

@@ -8,10 +8,9 @@ say at each bucket that it has to give up.
 Small tensors are packed, two buckets in turn: one is filled, or read, while the other is under way.
 A tensor that is larger than a bucket is one by itself and travels from its own memory.
 
-Bytes travel in pieces, one being summed up while the one before is under way: on a CPU the sum then
-costs no memory traffic, since the piece is in the cache when it is sent, or when it has just come.
-What the pieces summed up to is in the next message, and no tensor is handed on before that one has
-come. A receiver asks for all pieces of a bucket and the message after it at once.
+Bytes travel in pieces, one being summed up while the one before is under way. What they summed up
+to is in the next message, and no tensor is handed on before that one has come. A receiver asks for
+all pieces of a bucket and the message after it at once.
 """
 
 import functools

@@ -198,7 +198,7 @@ def _altered(group: WeightGroup) -> Any:
     def waits(works: Any) -> None:
         wait(works)
         for buffer in group._buffers.values():
-            buffer[-1] ^= 1
+            buffer[-1] = 1
 
     group.wait = waits  # type: ignore[method-assign]
     return [name for name, _ in receive_weights(group)]
