@@ -266,7 +266,7 @@ def _connected(
     backend: str, store: Store, rank: int, world_size: int, limit: timedelta
 ) -> tuple[Any, torch.device]:
     if backend == "gloo":
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
         gloo._timeout, gloo._threads = limit, GLOO_THREADS
         return dist.ProcessGroupGloo(store, rank, world_size, gloo), torch.device("cpu")
