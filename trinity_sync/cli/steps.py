@@ -130,7 +130,7 @@ def _steps(root: Path) -> list[dict[str, Any]]:
     for step in steps_on_disk(root):
         try:
             manifest = read_manifest(root, step)
-            state = _state(root, step) if manifest else "not committed"
+            state = _state(root, manifest) if manifest else "not committed"
         except ManifestError:
             manifest, state = None, "damaged manifest"
         pointed = [kind for kind, target in pointers.items() if target == step]
@@ -162,11 +162,11 @@ def _summary(manifest: "Manifest | None") -> dict[str, Any]:
     }
 
 
-def _state(root: Path, step: int) -> str:
-    from trinity_sync.storage.steps import require_committed
+def _state(root: Path, manifest: "Manifest") -> str:
+    from trinity_sync.storage.steps import require_whole
 
     try:
-        require_committed(root, step)
+        require_whole(root, manifest)
     except CommitError:
         return "damaged"
     return "whole"
