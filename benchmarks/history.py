@@ -107,16 +107,21 @@ class Side:
         self.steps += name == SAVE
         return float(answer)
 
-    def stop(self) -> None:
-        """End both processes; what the server still had to write is written."""
+    def stop(self, *, settled: bool = False) -> None:
+        """End both processes; ``settled``: when the server has written down what it knows."""
         from trinity_sync.orchestration import daemon
 
         if self.state:
-            _settled(self.database)
-            self.pipe.send(None)
-            self.asking.join()
-            daemon.stop(self.state.server, 30)
-            self.state = None
+            state, self.state = self.state, None
+            try:
+                if settled:
+                    _settled(self.database)
+                self.pipe.send(None)
+                self.asking.join()
+            except OSError:
+                pass  # it has ended
+            finally:
+                daemon.stop(state.server, 30)
 
 
 def main() -> None:
@@ -149,7 +154,7 @@ def _compare(short: Side, long: Side, saves: int) -> list[str]:
         began = dict(tables(side.database))
         for _ in range(REAL if side is short else MODELS):
             side.ask(SAVE)
-    long.stop()
+    long.stop(settled=True)
     grown = {name: (rows - began[name]) / MODELS for name, rows in tables(long.database)}
     print("rows a save:", {name: round(rows, 1) for name, rows in grown.items() if rows >= 1})
     known = {*ROWS, PASSING}
@@ -185,13 +190,13 @@ def _retain(long: Side, saves: int) -> list[str]:
     shipped = Settings.model_fields["keep_events_h"].default, _runs_h()
     peaks = []
     for turn in range(2):
-        long.stop()
+        long.stop(settled=True)
         if turn:
             Saves(long.database).multiply(range(saves + 1, saves + saves // 4 + 1), EVERY_S)
         peaks.append(long.database.stat().st_size)
         long.keep_h = shipped
-        long.start()
         then, slowest = time.perf_counter(), dict.fromkeys((SAVE, ASKED_AGAIN), 0.0)
+        long.start()
         while left := _too_old(long.database, *shipped):
             for name in slowest:
                 slowest[name] = max(slowest[name], long.ask(name))
