@@ -4,7 +4,6 @@ The memory is fresh, of huge pages where the kernel has them: on the two-core ma
 measured on, touching memory in pages of 4 KiB costs more than the disk's read of the same bytes.
 """
 
-import errno
 import mmap
 import os
 from collections import deque
@@ -16,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.storage.meter import unmetered
-from trinity_sync.storage.writer import ALIGNMENT, DIGEST, through_page_cache
+from trinity_sync.storage.writer import ALIGNMENT, DIGEST, NO_DIRECT_IO, through_page_cache
 
 PIECE = 4 << 20
 READERS = 4
@@ -99,7 +98,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NO_DIRECT_IO:
             raise
         return os.open(path, flags)
 
@@ -119,7 +118,7 @@ def _read(fd: int, piece: memoryview, offset: int) -> None:
         try:
             count = os.preadv(fd, [piece[done:]], offset + done)
         except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
+            if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             direct = through_page_cache(fd)
             continue
