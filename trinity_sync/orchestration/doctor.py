@@ -19,17 +19,21 @@ from uuid import uuid4
 import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError, TrinitySyncError
+from trinity_sync.errors import RootError, StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, job_id, steps_on_disk
 from trinity_sync.orchestration import parts, stack
 from trinity_sync.orchestration.deploy import deployments
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
+from trinity_sync.storage.abilities import Abilities, probe
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.mounts import mount_of
 from trinity_sync.storage.placement import placement
+from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.runs import newest_run
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.steps import committed_steps, newest, require_committed
+from trinity_sync.storage.stored import must_be_sent, store_of
 from trinity_sync.storage.writer import write_file
 
 PROBE_BYTES = 64 << 20
@@ -212,7 +216,7 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         return
     room = os.statvfs(spool)
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    kind = _file_system(spool)
+    kind = mount_of(spool).kind
     yield Check(
         "spool",
         "ok" if kind in ("tmpfs", "ramfs") else "warn",
@@ -220,16 +224,6 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         "" if kind in ("tmpfs", "ramfs") else "set TRINITY_SYNC_SPOOL to a folder in memory",
     )
     yield from (_tickets(job, clock) for job in job_spools(spool))
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system that a path is on."""
-    best, kind = -1, "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, where, what = line.split()[:3]
-        if path.resolve().is_relative_to(where) and len(where) > best:
-            best, kind = len(where), what
-    return kind
 
 
 def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
@@ -253,9 +247,16 @@ def _root(root: Path, settings: Settings) -> Iterator[Check]:
         found = f"{root} cannot be read and written by this user"
         yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
         return
+    try:
+        yield from _abilities(probe(root), settings)
+    except RootError as error:
+        yield Check("root", "fail", str(error), "see docs/roots.md")
+        return
+    if store := store_of(root):
+        yield _store(root, store)
     latest = newest(root)
     yield _disk(root, latest.nbytes if latest else 0)
-    yield _probe(root)
+    yield _write_speed(root)
     if latest and settings.spool.is_dir():
         spool = JobSpool(settings.spool / job_id(root))
         yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
@@ -282,15 +283,46 @@ def _disk(root: Path, step_bytes: int) -> Check:
     return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
 
 
-def _probe(root: Path) -> Check:
+def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
+    """What the root's file system can do, and what is done where it cannot."""
+    mount = found.mount
+    here = mount.keeps_locks_here
+    yield Check(
+        "file system",
+        "warn" if here else "ok",
+        f"{mount}, {'which other nodes may see' if mount.shared else 'of this node alone'}"
+        + (f"; the option {here} keeps locks on this node" if here else ""),
+        "mount it without that option before ranks are on several nodes" if here else "",
+    )
+    for each in found.each:
+        state: Literal["ok", "fail"] = "fail" if each.why_not and each.needed else "ok"
+        answer = f"no ({each.why_not}): {each.without}" if each.why_not else "yes"
+        todo = "take another file system for the root, see docs/roots.md"
+        yield Check(each.name, state, answer, todo if state == "fail" else "")
+    used = recycles(found.root, settings.recycle) and found.has("leases")
+    why = "" if used else " (TRINITY_SYNC_RECYCLE; a file system of this node alone, with leases)"
+    yield Check("recycled files", "ok", ("yes" if used else "no") + why)
+
+
+def _store(root: Path, url: str) -> Check:
+    """Whether the store in which steps count can be reached, and has them."""
+    from trinity_sync.storage.remote import Remote
+
+    try:
+        there = [step.step for step in Remote(url).steps() if step.state == "whole"]
+    except TrinitySyncError as error:
+        return Check("store", "fail", str(error), "mend that; saves fail until then")
+    lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
+    found = f"{len(there)} whole steps at {url}"
+    if lacking:
+        return Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
+    return Check("store", "ok", found)
+
+
+def _write_speed(root: Path) -> Check:
     path = root / f".doctor.{uuid4().hex}{TEMPORARY_SUFFIX}"
     content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # at a page boundary, as direct I/O wants it
     try:
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
-            direct = "with"
-        except OSError:
-            direct = "without"
         start = time.perf_counter()
         write_file(path, content)
         speed = PROBE_BYTES / (time.perf_counter() - start) / 1e9
@@ -300,7 +332,7 @@ def _probe(root: Path) -> Check:
     finally:
         path.unlink(missing_ok=True)
     slow = speed < 0.1
-    found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB, {direct} direct I/O"
+    found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB"
     todo = "a faster disk, or fewer saves" if slow else ""
     return Check("write speed", "warn" if slow else "ok", found, todo)
 
