@@ -2,8 +2,9 @@
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
 is asked for before the commit begins. There is one task a component and node, on the node whose
-memory holds the images. What comes after the commit (the export of models that the trainer asked
-for, the removal of older steps) may fail and be retried without touching it.
+memory holds the images. What comes after the commit (the way to the store in which steps count, the
+export of models that the trainer asked for, the removal of older steps) may fail and be retried
+without touching it.
 """
 
 import asyncio
@@ -22,12 +23,14 @@ from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
+from tasks.replicate import send_step
 from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
+from trinity_sync.storage.stored import store_of
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
@@ -57,6 +60,7 @@ async def save_step(request: SaveRequest) -> None:
         committed = time.perf_counter()
         metrics.METRICS.committed(request, everything, persisted - began, committed - persisted)
         await _free_slots(request, parts[1:], shares[1:])
+        await _send(request, home)
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**home):
@@ -123,6 +127,13 @@ async def _free_slots(
     for result in await outcomes(futures):
         if isinstance(result, BaseException):
             get_run_logger().error("%s keeps slots for a while: %s", request.run_name, result)
+
+
+async def _send(request: SaveRequest, home: dict[str, object]) -> None:
+    """Have a checkpoint in the store of the root, if it has one: until then it does not count."""
+    if request.kind == "checkpoint" and (url := await asyncio.to_thread(store_of, request.root)):
+        with remote_options(**home):
+            await results([send_step.submit(request.root, request.step, url)])
 
 
 async def _prune(request: SaveRequest, node: str) -> None:
