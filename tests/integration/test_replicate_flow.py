@@ -49,7 +49,11 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
         saves.wait_all(120)
         assert Remote(url).step(4).state == "whole"
         tasks = api.tasks_of(api.ended(api.run_of(key_of(root, 4)).id))
-        assert {task.name.rpartition("-")[0] for task in tasks} == {"model", "commit", "to the store"}
+        assert {task.name.rpartition("-")[0] for task in tasks} == {
+            "model",
+            "commit",
+            "to the store",
+        }
 
         with CheckpointCoordinator(tmp_path / "elsewhere", settings=settings) as others:
             assert others.latest() == tmp_path / "elsewhere/global_step_4"

@@ -1,7 +1,7 @@
 """A file system (FUSE) that passes everything on to a folder, but for what it is told to refuse.
 
 Real mounts of object stores and of other nodes' disks lack some operations and do others half; this
-one lacks what a test says: ``python -m tests.unit.restricted FOLDER MOUNT rename link ...``.
+one lacks what a test says: ``python -m tests.unit.restricted FOLDER MOUNT NAME rename link ...``.
 """
 
 import errno
@@ -18,8 +18,8 @@ import pytest
 
 
 @contextmanager
-def restricted(folder: Path, *refused: str) -> Iterator[Path]:
-    """A mount that refuses: ``rename`` of folders, ``copy`` (a rename makes a copy of a file),
+def restricted(folder: Path, *refused: str, called: str = "passing") -> Iterator[Path]:
+    """A mount of type ``fuse.{called}`` that refuses: ``rename`` of folders, ``copy`` (a rename makes a copy of a file),
     ``link``, ``flock``, ``direct``, ``fsyncdir``."""
     pytest.importorskip("mfusepy", reason="there is no libfuse", exc_type=(ImportError, OSError))
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -27,7 +27,15 @@ def restricted(folder: Path, *refused: str) -> Iterator[Path]:
     source, mount = folder / "source", folder / "mount"
     source.mkdir()
     mount.mkdir()
-    command = [sys.executable, "-m", "tests.unit.restricted", str(source), str(mount), *refused]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.restricted",
+        str(source),
+        str(mount),
+        called,
+        *refused,
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         while not mount.is_mount():
@@ -56,7 +64,7 @@ def main() -> None:
     """Mount, and serve until it is unmounted."""
     from mfusepy import FUSE, FuseOSError, Operations
 
-    source, mount, *refused = sys.argv[1:]
+    source, mount, called, *refused = sys.argv[1:]
 
     def refuse(what: str, code: int) -> None:
         if what in refused:
@@ -152,7 +160,7 @@ def main() -> None:
             raise FuseOSError(errno.ENOLCK)
 
         Passing.flock = flock
-    FUSE(Passing(), mount, foreground=True, nothreads=True, raw_fi=True)
+    FUSE(Passing(), mount, foreground=True, nothreads=True, raw_fi=True, subtype=called)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ MOUNTS = r"""
 32 21 0:42 / /lustre rw - lustre mgs:/fs rw,localflock
 33 21 0:43 / /over rw - tmpfs tmpfs rw
 34 21 0:44 / /over rw - fuse.s3fs s3fs rw
+35 21 0:45 / /bucket rw - fuse mountpoint-s3 rw
+36 21 0:46 / /juice rw - fuse.juicefs JuiceFS:fs rw
 """.strip()
 
 
@@ -73,6 +75,16 @@ def test_a_file_system_that_lacks_what_a_commit_needs_is_refused_at_the_start(
         assert list((mount / "ckpts").iterdir()) == []
 
 
+def test_the_mount_of_an_object_store_is_refused_though_its_renames_look_atomic(
+    tmp_path: Path,
+) -> None:
+    with (
+        restricted(tmp_path, called="s3fs") as mount,
+        pytest.raises(RootError, match=r"fuse\.s3fs copies the files .*TRINITY_SYNC_STORE"),
+    ):
+        require_able(mount)
+
+
 def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_folder: Path) -> None:
     with restricted(tmp_path, "link", "direct") as mount:
         found = require_able(mount)
@@ -100,6 +112,11 @@ def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
     }
     assert {path: mount_of(path, MOUNTS).kind for path in kinds} == kinds
     assert mount_of("/anywhere", "").kind == "unknown"
+
+
+def test_mounts_of_object_stores_are_known_by_name() -> None:
+    paths = ["/over/it", "/bucket", "/juice", "/data", "/home"]
+    assert [mount_of(path, MOUNTS).is_object_store for path in paths] == [True] * 2 + [False] * 3
 
 
 def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> None:

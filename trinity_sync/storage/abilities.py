@@ -1,10 +1,10 @@
 """What the file system of a root can do: tried out in the root, when a job begins.
 
 A commit is made of a few operations of the file system, and is worth as much as these. Types,
-versions and mount options say little about them (a mount of an object store takes a rename and
-copies, an NFS mount may keep locks to itself), so each is tried, in some milliseconds and without
-leaving anything behind. What a commit cannot do without is refused before the training begins;
-what only makes it faster is done another way.
+versions and mount options say little about them, so each is tried, in some milliseconds (two syncs
+of the disk) and without leaving anything behind. Mounts of object stores alone go by their names:
+their renames look as if they were atomic, and are copies. What a commit cannot do without is
+refused before the training begins; what only makes it faster is done another way.
 
 That locks and files reach other nodes cannot be seen from one of them: ``trinity_sync.opening``.
 """
@@ -83,9 +83,9 @@ def probe(root: Path) -> Abilities:
         RootError: nothing can be written there.
     """
     began = time.perf_counter()
-    _remove_those_that_were_killed(root)
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
+        _remove_those_that_were_killed(root)
         folder.mkdir()
         each = tuple(
             Ability(name, needed, _why_not(attempt, folder), without)
@@ -152,6 +152,8 @@ def _replaced(folder: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
+    if (mount := mount_of(folder)).is_object_store:
+        raise _Wrong(f"{mount.kind} copies the files of a folder, one after the other")
     (folder / "old/below").mkdir(parents=True)
     (folder / "old/below/file").write_bytes(b"x")
     (folder / "old").rename(folder / "new")

@@ -8,6 +8,12 @@ OF_THIS_NODE = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", 
 OF_THIS_NODE |= {"xfs", "zfs"}
 """Types of which no other node sees the files. Of a type that is not named, one may."""
 
+_OBJECT_STORES = re.compile(
+    r"s3fs|rclone|gcsfuse|goofys|geesefs|tigrisfs|mountpoint-s3|blobfuse2?|ossfs2?|obsfs|cosfs"
+)
+"""What FUSE mounts of object stores call themselves, as a type or as what is mounted. They have a
+rename, a copy that is followed by a removal, and locks that the kernel of a node makes up."""
+
 _LOCKS_OF_THIS_NODE = re.compile(r"nolock|local_lock=(all|flock)|localflock|nobrl")
 """Options of NFS, Lustre and CIFS with which a lock is not told to other nodes."""
 
@@ -19,12 +25,20 @@ class Mount:
     point: Path
     kind: str
     """Its type: ``ext4``, ``nfs4``, ``fuse.s3fs``."""
+    source: str
+    """What is mounted."""
     options: tuple[str, ...]
 
     @property
     def shared(self) -> bool:
         """Whether other nodes may see the same files."""
         return self.kind not in OF_THIS_NODE
+
+    @property
+    def is_object_store(self) -> bool:
+        """Whether it is the mount of an object store, whose renames are copies."""
+        fuse, _, name = self.kind.partition(".")
+        return fuse == "fuse" and any(map(_OBJECT_STORES.fullmatch, (name, self.source)))
 
     @property
     def keeps_locks_here(self) -> str:
@@ -44,11 +58,11 @@ def mount_of(path: str | Path, mountinfo: str | None = None) -> Mount:
     """
     real = Path(path).resolve()
     text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
-    best = Mount(Path("/"), "unknown", ())
+    best = Mount(Path("/"), "unknown", "", ())
     for line in text.splitlines():
         of_mount, _, of_system = line.partition(" - ")
-        fields, (kind, _, options) = of_mount.split(), of_system.split()
+        fields, (kind, source, options) = of_mount.split(), of_system.split()
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
-            best = Mount(point, kind, (*fields[5].split(","), *options.split(",")))
+            best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))
     return best
