@@ -19,8 +19,11 @@ import pytest
 
 @contextmanager
 def restricted(folder: Path, *refused: str, called: str = "passing") -> Iterator[Path]:
-    """A mount of type ``fuse.{called}`` that refuses: ``rename`` of folders, ``copy`` (a rename makes a copy of a file),
-    ``link``, ``flock``, ``direct``, ``fsyncdir``."""
+    """A mount of type ``fuse.{called}`` that refuses what is named.
+
+    ``rename``: of folders; ``copy``: a rename makes a copy of a file; ``link``, ``flock``,
+    ``direct``, ``fsyncdir``.
+    """
     pytest.importorskip("mfusepy", reason="there is no libfuse", exc_type=(ImportError, OSError))
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("there is no /dev/fuse")
