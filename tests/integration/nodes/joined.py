@@ -19,7 +19,6 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.placement import places_of
 
-
 MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
