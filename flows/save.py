@@ -10,6 +10,7 @@ without touching it.
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
@@ -41,7 +42,7 @@ async def save_step(request: SaveRequest) -> None:
         request: the step; on which nodes its images wait is in the job's root.
     """
     began, committed = time.perf_counter(), 0.0
-    settings, shares = Settings(), list[Share]()
+    settings, shares, parts = Settings(), list[Share](), list[list[Part]]()
     try:
         shares = await asyncio.to_thread(
             await_shares,
@@ -51,7 +52,9 @@ async def save_step(request: SaveRequest) -> None:
             request.roles,
             gather_s=settings.gather_s,
         )
-        parts = await _persist(request, shares)
+        parts, failure = await _persist(request, shares)
+        if failure:
+            raise failure
         persisted = time.perf_counter()
         home = on_node(shares[0].node)
         with remote_options(**home):
@@ -70,17 +73,19 @@ async def save_step(request: SaveRequest) -> None:
     except Exception as error:
         if not committed:
             metrics.METRICS.failed(request)
-        await _note_failure(request, shares, str(error))
+        await _note_failure(request, shares, parts, str(error))
         raise
     if request.keep:
         await _prune(request, shares[0].node)
 
 
-async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[Part]]:
-    """What the tasks have made, by node.
+async def _persist(
+    request: SaveRequest, shares: Sequence[Share]
+) -> tuple[list[list[Part]], BaseException | None]:
+    """What the tasks have made, by node, and why some have made nothing.
 
     Raises:
-        SaveError: a node is gone, or a process of it, and with it what was to be written there.
+        SaveError: a node is gone, and with it what was to be written there.
     """
     alive = living_nodes()
     for share in shares:
@@ -96,14 +101,17 @@ async def _persist(request: SaveRequest, shares: Sequence[Share]) -> list[list[P
                 futures.append(PERSIST[component].submit(request, component, share, functions))
                 where.append(number)
     parts: list[list[Part]] = [[] for _ in shares]
+    failures: list[BaseException] = []
     for number, result in zip(where, await outcomes(futures), strict=True):
         if isinstance(result, RayError):
             why = f"or a process of it, died before they were written ({type(result).__name__})"
-            raise _lost(request, shares[number], why) from result
-        if isinstance(result, BaseException):
-            raise result
-        parts[number].append(result)
-    return parts
+            failures.append(_lost(request, shares[number], why))
+            failures[-1].__cause__ = result
+        elif isinstance(result, BaseException):
+            failures.append(result)
+        else:
+            parts[number].append(result)
+    return parts, next(iter(failures), None)
 
 
 def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
@@ -150,15 +158,20 @@ async def _prune(request: SaveRequest, node: str) -> None:
         )
 
 
-async def _note_failure(request: SaveRequest, shares: Sequence[Share], reason: str) -> None:
+async def _note_failure(
+    request: SaveRequest,
+    shares: Sequence[Share],
+    parts: Sequence[Sequence[Part]],
+    reason: str,
+) -> None:
     """Note it on each node that is alive; what failed is raised, whatever comes of this."""
     try:
         futures = []
         alive = living_nodes()
-        for share in shares:
+        for share, of_node in zip_longest(shares, parts, fillvalue=()):
             if share.node in alive:
                 with remote_options(**on_node(share.node, alive)):
-                    futures.append(note_failure.submit(request, share, reason))
+                    futures.append(note_failure.submit(request, of_node, share, reason))
         ended = await outcomes(futures)
     except Exception as error:
         ended = [error]

@@ -18,7 +18,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.persist import Part, Save, Written, mark_failed
+from trinity_sync.storage.persist import Part, Save, Written, discard, mark_failed
 from trinity_sync.storage.placement import Share
 from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
@@ -103,9 +103,15 @@ def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> Non
 
 
 @task(name="note failure", persist_result=False)
-def note_failure(request: SaveRequest, share: Share, reason: str) -> None:
-    """Mark the save's images on a node as failed: a retry may write them, new saves come first."""
+def note_failure(request: SaveRequest, parts: Sequence[Part], share: Share, reason: str) -> None:
+    """Mark the save's images on a node as failed: a retry may write them, new saves come first.
+
+    What the node has written of it goes: a retry writes it anew, and one that a later run has left
+    behind is never retried.
+    """
     save = save_of(request)
+    for part in parts:
+        discard(part.written)
     mark_failed(known_job_spool(share.spool, save.root), save, reason)
 
 

@@ -9,10 +9,13 @@ from tests.chaos.invariants import Commit, Fates, Ledger, fates, violations
 from tests.chaos.report import Report
 from tests.chaos.training import RANKS
 from tests.chaos.world import Hang, World
+from tests.integration.prefect_api import Api
 from trinity_sync.errors import TrinitySyncError
 
 AT_THE_END_S = 60.0
 """Kept for the last saves to come to rest."""
+RECONCILED_EVERY = 8
+"""Faults, after which the flow runs that is scheduled by the hour: what died has left files."""
 
 
 def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
@@ -43,10 +46,13 @@ def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
                 print(f": a commit {seconds:.1f} s later", flush=True)
                 found = list(violations(world, ledger))
                 report.problems += [f"after {kind}: {each}" for each in found]
+                if sum(map(len, report.recoveries.values())) % RECONCILED_EVERY == 0:
+                    report.problems += _reconcile(world, grace_s=60.0)
             world.end_training()
             report.problems += violations(world, ledger)
             report.fates = _at_rest(world, ledger)
             report.problems += [f"lost: {each}" for each in report.fates.lost]
+            report.problems += _reconcile(world, grace_s=0.0)
             report.problems += _left_over(world)
         except Hang as hang:
             report.problems.append(f"HANG: {hang}")
@@ -84,8 +90,17 @@ def _handed_over(world: World) -> set[Commit]:
     return set.intersection(*by_rank)
 
 
+def _reconcile(world: World, grace_s: float) -> list[str]:
+    """Mend what those left behind that were killed, as the schedule does."""
+    api = Api()
+    run = api.start({"root": str(world.root), "grace_s": grace_s}, "reconcile/reconcile")
+    ended = world.until(lambda: api.final(run), "the end of reconcile")
+    completed = ended.state is not None and ended.state.is_completed()
+    return [] if completed else [f"reconcile ended as {ended.state}"]
+
+
 def _left_over(world: World) -> list[str]:
-    """What lies about although everything has ended well."""
+    """What lies about although everything has ended and was reconciled."""
     found = [str(path) for path in world.root.glob("global_step_*/actor/.*.tmp")]
     committed = {step for _, step in world.commits()}
     return [

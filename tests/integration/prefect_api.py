@@ -68,9 +68,10 @@ class Api:
 
     def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:
         """The run once it has ended."""
-        return until(lambda: self._final(run_id), f"the end of run {run_id}", timeout)
+        return until(lambda: self.final(run_id), f"the end of run {run_id}", timeout)
 
-    def _final(self, run_id: UUID) -> FlowRun | None:
+    def final(self, run_id: UUID) -> FlowRun | None:
+        """The run if it has ended."""
         with self.client as client:
             run = client.read_flow_run(run_id)
         return run if run.state and run.state.is_final() else None

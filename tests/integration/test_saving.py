@@ -13,11 +13,12 @@ from prefect.states import AwaitingRetry
 from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
-from trinity_sync.layout import Kind
+from trinity_sync.layout import Kind, step_folder
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import note_placement, places_of
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
@@ -258,6 +259,18 @@ def test_a_failed_run_commits_when_it_is_retried(
         client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
     until(lambda: read_manifest(root, 16), "the commit of the retried run")
     require_committed(root, 16)
+
+
+def test_a_save_that_a_later_run_has_left_behind_leaves_no_files(
+    saves: CheckpointCoordinator, root: Path
+) -> None:
+    saves.save(17, {"model": STATE})
+    saves.wait_all(90)
+    open_run(root, "second", resumed_from=17)
+    saves.save(18, {"model": STATE})
+    with pytest.raises(SaveFailed, match="run 2 resumed from step 17"):
+        saves.wait_all(90)
+    assert [path for path in step_folder(root, 18).rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,13 @@ def persist(
     return [*committed, *(file for files in written for file in files)]
 
 
+def discard(written: Iterable[Written]) -> None:
+    """Remove what waits under temporary names for a commit that does not come."""
+    for file in written:
+        if file.temporary:
+            Path(file.temporary).unlink(missing_ok=True)
+
+
 def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
     """Note beside the images of a save that it failed, so that they give way first."""
     for sealed in spool.of_step(save.run, save.step)[0]:
