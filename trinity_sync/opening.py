@@ -104,7 +104,7 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
                 except (RootError, OSError) as error:
                     why = f"on node {settings.node}: {error}"
             if any(wrong := _from_all(why)):
-                raise RootError("; ".join(filter(None, wrong)))
+                raise RootError("; ".join([each for each in wrong if each][:3]))
     return places, key
 
 
