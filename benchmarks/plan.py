@@ -21,6 +21,7 @@ PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
 MAIN = ("trinity_sync", *PEERS)
 WITH_VARIANTS = ("trinity_sync, overlapped", "trinity_sync, recycled files", *MAIN, "veRL")
 EVERYBODY = tuple(SYSTEMS)
+IN_TRAINING = ("trinity_sync, overlapped", "DCP async, process", "torch-checkpointing")
 LARGE = ("DCP async, process", "torch.save", "trinity_sync + Prefect, recycled files")
 """For the largest state: more at a time do not fit into 24 GiB."""
 MANY = ("trinity_sync", "torch.save", "DCP async, process")
@@ -47,14 +48,15 @@ def full(run: "Run") -> Iterator[str]:
         run.orchestration(TURNS)
     yield "layout"
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
-    yield f"memory, {middle.name}"
+    yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
-    run.memory(replace(middle, systems=(*holding, "torch-checkpointing")))
+    run.memory(_case(Size(1 << 28, 300), (*holding, "torch-checkpointing")))
     yield f"restore, {middle.name}"
     restoring = ("trinity_sync", "veRL", "DCP async, process")
     run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=LONG))
     for case in (
         _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
+        _case(Size(1 << 30, 300), IN_TRAINING, turns=LONG, window=4, what="in training"),
         _case(Size(1 << 30, 3000), MANY, turns=LONG),
         _case(Size(1 << 30, 300, ranks=2), MANY, turns=LONG),
     ):
@@ -62,11 +64,14 @@ def full(run: "Run") -> Iterator[str]:
         run.case(case, held=8)
 
 
-def _case(size: Size, systems: tuple[str, ...], turns: int = TURNS, window: int = 0) -> Case:
+def _case(
+    size: Size, systems: tuple[str, ...], turns: int = TURNS, window: int = 0, what: str = ""
+) -> Case:
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
+    tensors = f"{size.tensors} tensors"
     unit, name = (2**30, "GiB") if size.nbytes % 2**20 == 0 else (10**9, "GB")
     return Case(
-        f"{size.nbytes / unit:g} {name}, {size.tensors} tensors, {ranks}",
+        ", ".join(filter(None, (f"{size.nbytes / unit:g} {name}", tensors, ranks, what))),
         size,
         systems,
         turns,

@@ -38,9 +38,13 @@ def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[str, bool]
 def restored(
     size: Size, name: str, from_memory: bool, digest: str, folder: Path, shared: Path
 ) -> Samples:
-    """Load into a live training that is another one; seconds until every byte was looked at."""
-    training, system = _opened(size, name, folder, shared)
-    training.step()
+    """Load into a training that was started anew; seconds until every byte was looked at.
+
+    It has not taken a step, so its optimizer has no state yet, but where a system wants it to have.
+    """
+    training, system = _opened(size, name, folder, shared, begun=False)
+    if system.loads_in_place:
+        training.step()
     drop_page_cache(system.files(STEP))
     load = system.load_from_memory if from_memory else system.load
     seconds = timed_load(training, lambda: load(STEP), digest, name)
@@ -70,8 +74,10 @@ def timed_load(training: Training, load: Callable[[], None], digest: str, name: 
     return seconds
 
 
-def _opened(size: Size, name: str, folder: Path, shared: Path) -> tuple[Training, System]:
-    training = Training(size, shared)
+def _opened(
+    size: Size, name: str, folder: Path, shared: Path, *, begun: bool = True
+) -> tuple[Training, System]:
+    training = Training(size, shared, begun=begun)
     system = find(name)
     if isinstance(system, str):
         raise ValueError(f"{name}: {system}")

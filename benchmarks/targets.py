@@ -55,18 +55,19 @@ def targets() -> Iterator[Target]:
         yield Target("stall / best peer's", 0.7, stall, (case, "best peer", "stall"))
         yield Target("stall / torch.save + fsync", 0.08, stall, (case, "torch.save", "stall"))
     overlapped = "trinity_sync, overlapped"
-    yield Target(
-        "stall, overlapped, under training / memcpy",
-        0.1,
-        (MIB_256, overlapped, "stall in training"),
-        (MIB_256, "warm memcpy", "stall"),
-    )
-    yield Target(
-        "step-time loss a save, overlapped / best peer's",
-        0.5,
-        (MIB_256, overlapped, "loss a save"),
-        (MIB_256, "best peer", "loss a save"),
-    )
+    for case in (MIB_256, f"{GIB}, in training"):
+        yield Target(
+            "stall, overlapped, under training / memcpy",
+            0.1,
+            (case, overlapped, "stall in training"),
+            (case, "warm memcpy", "stall"),
+        )
+        yield Target(
+            "step-time loss a save, overlapped / best peer's",
+            0.5,
+            (case, overlapped, "loss a save"),
+            (case, "best peer", "loss a save"),
+        )
     raw = (GIB, "raw write", "durable")
     written = (GIB, OURS, "after the stall")
     yield Target("durable throughput, fresh files / raw write", 0.9, raw, written, at_least=True)

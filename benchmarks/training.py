@@ -42,9 +42,10 @@ class Training:
     Args:
         size: of the state; it is met within a percent.
         shared: a folder in shared memory, for the systems that want one.
+        begun: take a first step, before which the optimizer has no state.
     """
 
-    def __init__(self, size: Size, shared: Path) -> None:
+    def __init__(self, size: Size, shared: Path, *, begun: bool = True) -> None:
         torch.manual_seed(0)
         self.size, self.shared = size, shared
         self.rank = dist.get_rank()
@@ -55,7 +56,8 @@ class Training:
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay)
-        self.step()
+        if begun:
+            self.step()
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         """One step on random tokens; ``before_update`` runs ahead of the optimizer.

@@ -10,7 +10,6 @@ without touching it.
 import asyncio
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
@@ -168,7 +167,7 @@ async def _note_failure(
     try:
         futures = []
         alive = living_nodes()
-        for share, of_node in zip_longest(shares, parts, fillvalue=()):
+        for share, of_node in zip(shares, parts or [()] * len(shares), strict=True):
             if share.node in alive:
                 with remote_options(**on_node(share.node, alive)):
                     futures.append(note_failure.submit(request, of_node, share, reason))

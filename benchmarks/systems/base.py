@@ -21,6 +21,8 @@ class System(Protocol):
     name: ClassVar[str]
     snapshots: ClassVar[bool] = True
     """Whether training may go on between `save` and `wait` without changing what is written."""
+    loads_in_place: ClassVar[bool] = False
+    """Whether it loads into the tensors of an optimizer that has stepped before."""
     restores_from_memory: ClassVar[bool] = False
     """Whether the node's memory brings the last save back to a trainer that is started again."""
 

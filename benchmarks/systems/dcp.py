@@ -36,6 +36,7 @@ class DcpThread(System):
     """``async_save`` that writes from a thread of the trainer."""
 
     name = "DCP async, thread"
+    loads_in_place = True
     mode = AsyncCheckpointerType.THREAD
 
     def __init__(self, training: "Training", folder: Path) -> None:

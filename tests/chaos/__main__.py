@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.campaign import campaign
+from tests.chaos.faults import FAULTS
 from tests.chaos.report import Report
 
 
@@ -15,6 +16,8 @@ def main() -> int:
     seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
     minutes = float(os.environ.get("CHAOS_MINUTES") or 10)
     kinds = [kind for kind in os.environ.get("CHAOS_FAULTS", "").split(",") if kind]
+    if unknown := set(kinds) - set(FAULTS):
+        sys.exit(f"CHAOS_FAULTS: no {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     print(f"CHAOS_SEED={seed} CHAOS_MINUTES={minutes:g}", flush=True)
     report, output = Report(seed, minutes), Path("chaos-output")
     try:

@@ -21,7 +21,7 @@ from trinity_sync.storage.runs import newest_run
 
 Fault = Callable[[World, Random], None]
 FAULTS: dict[str, Fault] = {}
-NEED_ROOM_OF_THEIR_OWN = {"full disk", "read-only disk", "full spool"}
+NEED_ROOM_OF_THEIR_OWN = {"full disk", "read only disk", "full spool"}
 
 
 def fault(body: Fault) -> Fault:

@@ -1,7 +1,7 @@
 """One file into memory, the mirror of ``writer``: direct I/O in a few threads, digested meanwhile.
 
-The memory is fresh, of huge pages where the kernel has them: on the two-core machine that this was
-measured on, touching memory in pages of 4 KiB costs more than the disk's read of the same bytes.
+The memory is fresh, in pages of the kernel's choice. Huge ones made a restore slower and less even
+on a virtual machine whose host takes freed pages back: it has to find each of them anew.
 """
 
 import mmap
@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -106,10 +105,7 @@ def _open(path: Path) -> int:
 def _fresh_memory(nbytes: int) -> memoryview:
     """Untouched memory, a page longer than asked for at most: direct reads end with a page."""
     size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _read(fd: int, piece: memoryview, offset: int) -> None:
