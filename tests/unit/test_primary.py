@@ -18,6 +18,7 @@ from trinity_sync.cli import app
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import Abandoned, ConfigError, RemoteError, SaveFailed
 from trinity_sync.layout import step_folder
+from trinity_sync.orchestration.doctor_job import examine_root
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -310,6 +311,8 @@ def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
     run = CliRunner().invoke
     assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
     assert "in its store" in run(app, ["ls", str(saves.root)]).output
+    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
     assert "step 1 is whole" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read(1, SHARD)
     assert content
