@@ -12,7 +12,6 @@ from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on
 parameter, log or message can hold them.
 """
 
-import errno
 import json
 import re
 import uuid
@@ -290,17 +289,24 @@ class Remote:
             except FileNotFoundError:
                 return
 
-    def _create(self, path: str, content: bytes) -> bool:
-        with self._reaching(f"write {path} to"):
+    def _create(self, name: str, content: bytes) -> bool:
+        """Write a file that is not there; a store without such a write is looked at first."""
+        path = f"{self._base}/{name}"
+        with self._reaching(f"write {name} to"):
             try:
-                with self._fs.open(f"{self._base}/{path}", "xb") as file:
+                with self._fs.open(path, "xb") as file:
                     file.write(content)
             except FileExistsError:
                 return False
-            except OSError as error:
-                if error.errno == errno.EINVAL and "PreconditionFailed" in repr(error.__cause__):
+            except (OSError, NotImplementedError, ValueError) as error:
+                reason = repr(error.__cause__)
+                if "PreconditionFailed" in reason:
                     return False
-                raise
+                if isinstance(error, OSError) and "NotImplemented" not in reason:
+                    raise
+                if self._fs.exists(path):
+                    return False
+                self._fs.pipe_file(path, content)
         return True
 
     def _names(self, folder: str, what: str) -> list[str]:
