@@ -40,7 +40,7 @@ async def save_step(request: SaveRequest) -> None:
     Args:
         request: the step; on which nodes its images wait is in the job's root.
     """
-    began, committed = time.perf_counter(), 0.0
+    began, counts = time.perf_counter(), False
     settings, shares, parts = Settings(), list[Share](), list[list[Part]]()
     try:
         shares = await asyncio.to_thread(
@@ -59,10 +59,11 @@ async def save_step(request: SaveRequest) -> None:
         with remote_options(**home):
             everything = [part for of_node in parts for part in of_node]
             (exports,) = await results([commit_step.submit(request, everything, shares[0])])
-        committed = time.perf_counter()
-        metrics.METRICS.committed(request, everything, persisted - began, committed - persisted)
+        took = persisted - began, time.perf_counter() - persisted
         await _free_slots(request, parts[1:], shares[1:])
         await _send(request, home)
+        counts = True
+        metrics.METRICS.committed(request, everything, *took)
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**home):
@@ -70,7 +71,7 @@ async def save_step(request: SaveRequest) -> None:
         finally:
             await ask_for_copy(request, settings.replicate_to)
     except Exception as error:
-        if not committed:
+        if not counts:
             metrics.METRICS.failed(request)
         await _note_failure(request, shares, parts, str(error))
         raise
