@@ -15,7 +15,6 @@ from random import Random
 import psutil
 
 from tests.chaos.world import Hang, World
-from tests.integration.prefect_api import Api
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.storage.runs import newest_run
 
@@ -195,7 +194,7 @@ def duplicate_trigger(world: World, random: Random) -> None:
         keep=6,
     )
     for _ in range(2):
-        Api().start({"request": request.model_dump(mode="json")}, SAVE_DEPLOYMENT)
+        world.started({"request": request.model_dump(mode="json")}, SAVE_DEPLOYMENT)
 
 
 @fault

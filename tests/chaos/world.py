@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
+import httpx
 import psutil
 from prefect.context import refresh_global_settings_context
 
 from tests.chaos.proxy import Proxy
 from tests.chaos.training import RANKS
 from tests.conftest import environment, stopped_if_killed
+from tests.integration.prefect_api import Api
 from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
@@ -220,6 +223,16 @@ class World:
                 return answer
             time.sleep(pause)
         raise Hang(f"waited {timeout:g} s for {what}\n{self.where()}")
+
+    def started(self, parameters: dict[str, Any], deployment: str) -> UUID:
+        """A flow run that the server has taken; a busy one may refuse for a while."""
+
+        def ask() -> UUID | None:
+            with suppress(httpx.HTTPError):
+                return Api().start(parameters, deployment)
+            return None
+
+        return self.until(ask, f"a run of {deployment}", pause=1.0)
 
     def await_commit(self, after: float) -> float:
         """Until a step that was handed over after that time is committed; returns when."""
