@@ -142,8 +142,8 @@ async def save(job: Job, step: int, server: int) -> Cost:
     trigger = SaveTrigger()
     trigger.submit(request)
     async with get_client() as client:
-        run = await _asked_for(client, request.key)
-        await run_flow(_here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
+        run = await asked_for(client, request.key)
+        await run_flow(here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
         calls = CALLS.number - before
         manifest = read_manifest(job.root, step)
         assert manifest, f"{request.run_name} of {job.ranks} ranks is not committed"
@@ -216,7 +216,7 @@ class CALLS:
             client.send = counted  # type: ignore[method-assign]
 
 
-def _here(flow: Any) -> Any:
+def here(flow: Any) -> Any:
     """The flow with its tasks in threads of this process, whatever node they are for."""
     from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -228,7 +228,7 @@ def _here(flow: Any) -> Any:
     return flow.with_options(task_runner=ThreadPoolTaskRunner(max_workers=8))
 
 
-async def _asked_for(client: Any, key: str) -> Any:
+async def asked_for(client: Any, key: str) -> Any:
     """The run that the trigger makes, once it is there; the looks do not count."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
 

@@ -18,7 +18,7 @@ class Job:
         from trinity_sync.storage.placement import Place, note_placement
         from trinity_sync.storage.runs import open_run
 
-        root.mkdir()
+        root.mkdir(exist_ok=True)
         self.root, self.ranks, self.nodes = root, ranks, nodes
         self._run = open_run(root, "scale", 0)
         spools = [open_job_spool(memory / f"node{number}", root) for number in range(nodes)]

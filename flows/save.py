@@ -2,8 +2,9 @@
 
 The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
 is asked for before the commit begins. There is one task a component and node, on the node whose
-memory holds the images. What comes after the commit (the export of models that the trainer asked
-for, the removal of older steps) may fail and be retried without touching it.
+memory holds the images. What comes after the commit (the way to the store in which steps count, the
+export of models that the trainer asked for, the removal of older steps) may fail and be retried
+without touching it.
 """
 
 import asyncio
@@ -22,12 +23,14 @@ from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
+from tasks.replicate import send_step
 from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
+from trinity_sync.storage.stored import store_of
 
 
 @flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
@@ -37,7 +40,7 @@ async def save_step(request: SaveRequest) -> None:
     Args:
         request: the step; on which nodes its images wait is in the job's root.
     """
-    began, committed = time.perf_counter(), 0.0
+    began, counts = time.perf_counter(), False
     settings, shares, parts = Settings(), list[Share](), list[list[Part]]()
     try:
         shares = await asyncio.to_thread(
@@ -56,9 +59,11 @@ async def save_step(request: SaveRequest) -> None:
         with remote_options(**home):
             everything = [part for of_node in parts for part in of_node]
             (exports,) = await results([commit_step.submit(request, everything, shares[0])])
-        committed = time.perf_counter()
-        metrics.METRICS.committed(request, everything, persisted - began, committed - persisted)
+        took = persisted - began, time.perf_counter() - persisted
         await _free_slots(request, parts[1:], shares[1:])
+        await _send(request, home)
+        counts = True
+        metrics.METRICS.committed(request, everything, *took)
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**home):
@@ -66,7 +71,7 @@ async def save_step(request: SaveRequest) -> None:
         finally:
             await ask_for_copy(request, settings.replicate_to)
     except Exception as error:
-        if not committed:
+        if not counts:
             metrics.METRICS.failed(request)
         await _note_failure(request, shares, parts, str(error))
         raise
@@ -130,6 +135,13 @@ async def _free_slots(
     for result in await outcomes(futures):
         if isinstance(result, BaseException):
             get_run_logger().error("%s keeps slots for a while: %s", request.run_name, result)
+
+
+async def _send(request: SaveRequest, home: dict[str, object]) -> None:
+    """Have a checkpoint in the store of the root, if it has one: until then it does not count."""
+    if request.kind == "checkpoint" and (url := await asyncio.to_thread(store_of, request.root)):
+        with remote_options(**home):
+            await results([send_step.submit(request.root, request.step, url)])
 
 
 async def _prune(request: SaveRequest, node: str) -> None:

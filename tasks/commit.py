@@ -20,6 +20,7 @@ from trinity_sync.storage.commit import await_receipts, commit, release_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Part, Save, Written, discard, mark_failed
 from trinity_sync.storage.placement import Share
+from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.report import report
@@ -62,7 +63,8 @@ def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> boo
         gather_s=settings.gather_s,
     )
     note_wishes(save, written)
-    manifest = commit(save, written, [*elsewhere, *receipts], recycle=settings.recycle)
+    recycle = recycles(save.root, settings.recycle)
+    manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
     tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:

@@ -16,6 +16,7 @@ from trinity_sync.orchestration.roots import require_allowed, roots_of
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.policies import All, LastN, parse_policy
+from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey, verdicts
 from trinity_sync.storage.rewind import let_go_of_aside
 
@@ -90,7 +91,8 @@ def prune_root(
     aside = let_go_of_aside(root, policy, now, dry_run=dry_run)
     if dry_run:
         return Pruned(root, made, None, aside)
-    done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+    recycle = recycles(root, settings.recycle)
+    done = carry_out(root, made, spool=settings.spool, recycle=recycle)
     return Pruned(root, made, done, aside)
 
 

@@ -1,5 +1,8 @@
-"""Copy a committed step into a store."""
+"""Copy a committed step into a store, or have it count there."""
 
+import logging
+import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -8,10 +11,13 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
-from trinity_sync.errors import RemoteError
+from trinity_sync.errors import RemoteError, TrinitySyncError
 from trinity_sync.orchestration.roots import require_allowed
 from trinity_sync.settings import Settings
+from trinity_sync.storage.primary import send, send_missing, thin_out
 from trinity_sync.storage.replicate import replicate
+
+logger = logging.getLogger(__name__)
 
 
 async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -34,10 +40,7 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
 )
 def replicate_step(root: str, step: int, url: str, keep_last: int) -> None:
     """Send what the store lacks of the step, then its manifest; show what it cost."""
-    settings = Settings()
-    require_allowed(settings, root)
-    if (store := urlsplit(url)).scheme in ("file", "local"):
-        require_allowed(settings, f"{store.netloc}{store.path}")
+    _require_allowed(root, url)
     done = replicate(root, url, step, keep_last=keep_last)
     removed = f"; removed there: steps {list(done.removed)}" if done.removed else ""
     create_markdown_artifact(
@@ -45,3 +48,32 @@ def replicate_step(root: str, step: int, url: str, keep_last: int) -> None:
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
         f"{done.nbytes:,} bytes sent in {done.seconds:.1f} s{removed}.",
     )
+
+
+@task(
+    name="to the store",
+    retries=3,
+    retry_delay_seconds=[10, 60, 300],
+    retry_condition_fn=_store_was_away,
+    persist_result=False,
+)
+def send_step(root: str, step: int, url: str) -> None:
+    """Send the step of a save to the store in which it counts; then what else is missing there.
+
+    The rest (steps that a store that was away did not get, retention there) is for the next save
+    to try again, should it fail.
+    """
+    _require_allowed(root, url)
+    send(Path(root), url, step)
+    try:
+        send_missing(Path(root), url)
+        thin_out(Path(root), url, Settings().store_keep, time.time())
+    except TrinitySyncError as error:
+        logger.error("step %d is in %s; what else is to be done there failed: %s", step, url, error)
+
+
+def _require_allowed(root: str, url: str) -> None:
+    settings = Settings()
+    require_allowed(settings, root)
+    if (store := urlsplit(url)).scheme in ("file", "local"):
+        require_allowed(settings, f"{store.netloc}{store.path}")

@@ -30,9 +30,9 @@ from trinity_sync.layout import (
     Component,
     Kind,
     check_name,
-    job_id,
     step_folder,
 )
+from trinity_sync.opening import folder_of, open_root, open_together
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.preemption import LastWords, Preemption, say_last_words
@@ -63,7 +63,8 @@ class CheckpointCoordinator:
             ``root/global_step_{N}/{role}/``. Made if it is missing.
         rank: rank of this process.
         world_size: ranks that save together.
-        places: on which nodes the ranks are; all of them on this one by default.
+        places: on which nodes the ranks are; all of them on this one by default. Whoever gives
+            them has opened the root, as `of_process_group` does.
         run_key: what all processes of this run have in common and no other run of the job has.
             By default ``TRINITY_SYNC_RUN``, else one of this coordinator's own. Roles that save
             from separate process groups need it.
@@ -73,6 +74,7 @@ class CheckpointCoordinator:
 
     Raises:
         ConfigError: an argument cannot work.
+        RootError: the file system of the root lacks what a commit needs.
         SpoolError: the spool folder cannot be used.
 
     Example::
@@ -99,15 +101,10 @@ class CheckpointCoordinator:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.settings = settings or Settings()
-        self.root = Path(root).resolve()
+        opens = rank == 0 and not places
+        self.root = open_root(root, self.settings) if opens else folder_of(root)
         self.rank, self.world_size = rank, world_size
         self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the job's root {self.root}: {error.strerror}"
-            ) from error
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or places_of([here] * world_size)
@@ -134,19 +131,21 @@ class CheckpointCoordinator:
 
         Ranks learn from each other which nodes they are on, and take rank 0's run key. Further
         ``arguments`` go to the constructor.
+
+        Raises:
+            RootError: on all ranks: the root lacks what a commit needs, or the nodes do not see one
+                and the same.
+            ConfigError, RemoteError: on all ranks: as the constructor's, on rank 0.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         settings = arguments.pop("settings", None) or Settings()
         key = arguments.pop("run_key", None) or _own_run_key()
-        mine = (settings.node, str((settings.spool / job_id(root)).absolute()), key)
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, mine)
+        places, key = open_together(root, settings, key)
         return cls(
             root,
-            rank=rank,
-            world_size=world_size,
-            places=places_of([(node, spool) for node, spool, _ in everyone]),
-            run_key=everyone[0][2],
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            places=places,
+            run_key=key,
             settings=settings,
             **arguments,
         )

@@ -4,6 +4,7 @@
 
     TrinitySyncError
      ├─ ConfigError          a setting, path or argument that cannot work (also a ValueError)
+     │   └─ RootError        a root whose file system cannot keep what a commit promises
      ├─ SpoolError           the spool of this node cannot serve
      │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
      │   └─ TicketError      a ticket that is torn, corrupted or of another version
@@ -17,6 +18,7 @@
      │   └─ ManifestError    a manifest that is torn, corrupted or of another version
      ├─ ExportError          shards that cannot be written as a Hugging Face model
      ├─ RemoteError          a store of copies cannot be reached, read or written
+     │   └─ DamagedCopy      what is there are not the bytes that its manifest names
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
      ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
@@ -33,6 +35,10 @@ class TrinitySyncError(Exception):
 
 class ConfigError(TrinitySyncError, ValueError):
     """A setting, path or argument that cannot work."""
+
+
+class RootError(ConfigError):
+    """A root whose file system lacks what a commit needs, or that not all nodes see alike."""
 
 
 class SpoolError(TrinitySyncError):
@@ -85,6 +91,10 @@ class ExportError(TrinitySyncError):
 
 class RemoteError(TrinitySyncError):
     """A store of copies cannot be reached, read or written."""
+
+
+class DamagedCopy(RemoteError):
+    """A file in a store has other bytes than its manifest says."""
 
 
 class StepClaimed(TrinitySyncError):

@@ -53,6 +53,21 @@ ITERATION_FILES: dict[Kind, str] = {
 
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
+
+
+def refuse_url(root: str | Path) -> None:
+    """See that a root is no URL, also if it went through a path, which makes ``s3:/`` of it.
+
+    Raises:
+        ConfigError: it is one; the message says how to have steps in a store.
+    """
+    if url := _URL.fullmatch(str(root)):
+        raise ConfigError(
+            f"{root} is a URL, and the root of a job is a folder: steps are written, renamed and "
+            "locked there, which no object store can do. Pass a folder, and for steps that count "
+            f"once they are in the store set TRINITY_SYNC_STORE={url[1]}://{url[2]} (docs/roots.md)"
+        )
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -80,6 +95,7 @@ def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
     Raises:
         ConfigError: the path does not have this form.
     """
+    refuse_url(local_path)
     path = Path(local_path).absolute()
     match = _STEP_FOLDER.fullmatch(path.parent.name)
     if not match or not _NAME.fullmatch(path.name):

@@ -7,6 +7,7 @@ between them (paths, run, step) travels in tickets and in the flow's parameters 
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -65,12 +66,22 @@ class Settings(BaseSettings):
     """By how much the threads that write or make deltas, and the embedded server and worker, yield
     to training."""
 
-    recycle: bool = True
-    """Keep large files of removed steps for the next saves to write over: about twice as fast."""
+    recycle: bool | Literal["always"] = True
+    """Keep large files of removed steps for the next saves to write over: about twice as fast. On
+    a file system that other nodes may see only with ``always``."""
 
     replicate_to: str = ""
     """URL of a store (``s3://bucket/job``) that every checkpoint is copied to after its commit, by
     a flow run of its own; empty for none. It holds no credentials. One job a URL."""
+
+    store: str = ""
+    """URL of the store in which checkpoints have to be before they count, ``{job}`` standing for
+    the job's name: ``s3://bucket/{job}``. Empty where they count once they are in the root. Rank 0
+    writes it into the root when the job begins, and the root's holds from then on."""
+
+    store_keep: str = "all"
+    """Which checkpoints stay in that store, of those that the root has sent; as ``keep``, without
+    metrics."""
 
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""

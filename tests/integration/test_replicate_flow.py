@@ -1,4 +1,4 @@
-"""The copy of a committed step as a flow run, asked for by the save that committed it."""
+"""Steps on their way to a store: as a flow run of their own, or as part of the save."""
 
 import asyncio
 from pathlib import Path
@@ -8,10 +8,13 @@ import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.replicate import ask_for_copy
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api, key_of, until
 from tests.unit.job import Job
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
 from trinity_sync.storage.remote import Remote
 
 
@@ -34,6 +37,35 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     assert ended.state.is_completed(), ended.state.message
     assert Remote(url).step(4).state == "whole"
     assert until(lambda: api.artifacts_of(run), "the artifact")[0].key == "replicated"
+
+
+def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere(
+    stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path, api: Api
+) -> None:
+    url = f"file://{tmp_path}/store"
+    settings = stack_settings.model_copy(update={"store": url})
+    with CheckpointCoordinator(root, settings=settings) as saves:
+        saves.save(4, {"model": {"w": torch.ones(9)}})
+        saves.wait_all(120)
+        assert Remote(url).step(4).state == "whole"
+        tasks = api.tasks_of(api.ended(api.run_of(key_of(root, 4)).id))
+        assert {task.name.rpartition("-")[0] for task in tasks} == {
+            "model",
+            "commit",
+            "to the store",
+        }
+
+        with CheckpointCoordinator(tmp_path / "elsewhere", settings=settings) as others:
+            assert others.latest() == tmp_path / "elsewhere/global_step_4"
+            assert torch.equal(others.load(4)["model"]["w"], torch.ones(9))
+            others.save(5, {"model": {"w": torch.zeros(9)}})
+            others.wait_all(120)
+        saves.save(5, {"model": {"w": torch.ones(9)}})
+        with pytest.raises(SaveFailed, match=r"brought to file://.* resumed from step 4"):
+            saves.wait_all(120)
+    there = Remote(url).manifest(5)
+    assert there
+    assert there.run == 2
 
 
 def test_a_server_that_is_away_does_not_fail_the_save(

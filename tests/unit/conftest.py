@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,12 @@ from tests.unit.job import Job
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
+
+if TYPE_CHECKING:
+    import boto3
+
+SECRET = "not-to-be-seen"
+"""What a store is to be reached with, and no message may hold."""
 
 Open = Callable[..., CheckpointCoordinator]
 """Makes the coordinator of a rank."""
@@ -62,3 +68,34 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def s3() -> "Iterator[boto3.client]":
+    """A server that speaks S3, which the environment names."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    S3FileSystem.clear_instance_cache()
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        yield boto3.client("s3")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3: "boto3.client", request: pytest.FixtureRequest) -> str:
+    name = f"bucket-{abs(hash(request.node.name))}"
+    s3.create_bucket(Bucket=name)
+    return name

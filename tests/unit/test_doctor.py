@@ -13,7 +13,9 @@ from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from tests.conftest import environment
 from tests.unit.answers import server
 from tests.unit.job import Job
+from tests.unit.restricted import restricted
 from trinity_sync.orchestration.doctor import Check, examine, packages_check
+from trinity_sync.orchestration.doctor_job import examine_root
 from trinity_sync.settings import Settings
 
 
@@ -42,7 +44,8 @@ def states(job: Job) -> dict[str, str]:
 def test_a_job_in_order_is_ok_and_is_left_as_it_was(committed: Job) -> None:
     before = sorted(committed.root.rglob("*"))
     found = states(committed)
-    for name in ("python", "spool", "disk", "steps", "latest checkpoint", "room for images"):
+    ours = ("python", "spool", "disk", "steps", "latest checkpoint", "room for images")
+    for name in (*ours, "file system", "locks between processes", "atomic rename of a folder"):
         assert found[name] == "ok"
     assert sorted(committed.root.rglob("*")) == before
 
@@ -105,6 +108,17 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) ->
     (ticket,) = committed.spool.folder.glob("*.ticket")
     ticket.write_text("{")
     assert states(committed)[name] == "fail"
+
+
+def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
+    with restricted(tmp_path, "flock", "link") as root:
+        found = {check.name: check for check in examine_root(root, Settings())}
+    assert found["locks between processes"].state == "fail"
+    assert "docs/roots.md" in found["locks between processes"].todo
+    assert found["hard links"].state == "ok"
+    assert "files are copied" in found["hard links"].found
+    assert "which other nodes may see" in found["file system"].found
+    assert found["recycled files"].found.startswith("no")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

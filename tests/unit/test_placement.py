@@ -23,6 +23,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.kept import kept_in
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
     Place,
@@ -34,6 +35,7 @@ from trinity_sync.storage.placement import (
     ranges,
     ranks_in,
 )
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
 
 MODEL = {"model": {"w": torch.arange(100.0)}}
@@ -150,6 +152,35 @@ def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job
         assert not job.spool.tickets()[0]
         kept = [kept_in(slot) for slot in job.spool.folder.glob("*.slot")]
         assert len([note for note in kept if note]) == 2
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with_both_named(
+    two_nodes: list[Job], run: int
+) -> None:
+    root = two_nodes[0].root
+    open_run(root, "one", 0)
+    if run == 2:  # it takes the place of a step
+        two_nodes[0].stage(4, MODEL, run=1, world_size=1)
+        share = Share("a", str(two_nodes[0].spool.folder), {"actor": (0,)})
+        save = two_nodes[0].save(4, run=1)
+        commit(save, persist(share, save, "model", WriteOptions()))
+        open_run(root, "two", 0)
+    before = own_manifest(root, 1, 4)
+    for rank in range(4):
+        two_nodes[rank // 2].stage(4, MODEL, rank=rank, run=run)
+    save = two_nodes[0].save(4, run=run)
+    written = [
+        file
+        for share in shares_of(two_nodes)
+        for file in persist(share, save, "model", WriteOptions())
+    ]
+    Path(written[2].temporary).rename(root / "on the disk of node b")
+    named = r"model_world_size_4_rank_2\.pt, which node b wrote, is not in the root"
+    with pytest.raises(SaveError, match=named):
+        commit(save, written)
+    assert own_manifest(root, 1, 4) == before
+    assert own_manifest(root, 2, 4) is None
 
 
 def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:

@@ -272,7 +272,7 @@ def test_whenever_the_power_goes_the_old_steps_or_the_new_ones_are_found(
 ) -> None:
     if not exchange:  # as on NFS
         nothing = SimpleNamespace(CDLL=lambda *_, **__: None)
-        monkeypatch.setattr(commit_module, "ctypes", nothing)
+        monkeypatch.setattr(durable, "ctypes", nothing)
     life = a_whole_life if exchange else a_step_that_is_replaced
     checker = Checker(spool_folder, record(spool_folder, life))
     assert not list(checker.problems())

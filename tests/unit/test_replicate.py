@@ -5,15 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
+from tests.unit.conftest import SECRET
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, RemoteError
 from trinity_sync.layout import MANIFEST
@@ -26,35 +26,6 @@ from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import newest
-
-SECRET = "not-to-be-seen"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[boto3.client]:
-    """A server that speaks S3, which the environment names."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    S3FileSystem.clear_instance_cache()
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in variables.items():
-            environment.setenv(name, value)
-        yield boto3.client("s3")
-    server.stop()
-
-
-@pytest.fixture
-def bucket(s3: boto3.client, request: pytest.FixtureRequest) -> str:
-    name = f"bucket-{abs(hash(request.node.name))}"
-    s3.create_bucket(Bucket=name)
-    return name
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.table import Table
@@ -21,7 +21,7 @@ from trinity_sync.cli.frame import (
     size,
     step_in,
 )
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import CommitError, ConfigError
 
 if TYPE_CHECKING:
     from trinity_sync.storage.leftovers import Finding
@@ -36,7 +36,9 @@ DAY_S = 86_400
     "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]",
 )
 def verify(
-    root: Root,
+    root: Annotated[
+        str, typer.Argument(help="The job's folder, or the URL of its copies in a store.")
+    ],
     step: Annotated[str | None, typer.Option(help="Read this step, or that of a tag.")] = None,
     newest: Annotated[
         int | None, typer.Option(min=1, help="Read so many newest steps; 1 if nothing is asked.")
@@ -51,14 +53,21 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read files again and compare their digests; damaged steps are marked and loaded no more."""
+    """Read files again and compare their digests; damaged steps are marked and loaded no more.
+
+    Steps in a store are read and named, and nothing is changed there.
+    """
+    if "://" in root:
+        if sample or seed is not None:
+            raise ConfigError("of a store, name --step or --newest; samples are of a job's folder")
+        _verify_in_store(root, step, newest or 1, as_json=as_json)
     from trinity_sync.storage.verify import check, choose, judge
 
     if step is None and not sample:
         newest = newest or 1
     files = choose(
-        existing(root),
-        step=None if step is None else step_in(root, step),
+        existing(Path(root)),
+        step=None if step is None else step_in(Path(root), step),
         newest=newest or 0,
         sample_bytes=bytes_of(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
@@ -81,6 +90,44 @@ def verify(
             table.add_row(*row)
         output().print(table)
     raise typer.Exit(1 if any(verdict.state == "damaged" for verdict in verdicts) else 0)
+
+
+def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) -> NoReturn:
+    from trinity_sync.storage.remote import Remote
+
+    remote = Remote(url)
+    if step is not None and not step.isdecimal():
+        raise ConfigError(f"{step!r} is no number, and a store has no tags")
+    there = remote.steps() if step is None else [remote.step(int(step))]
+    known = sorted(
+        (each.manifest for each in there if each.manifest), key=lambda each: (each.run, each.step)
+    )
+    if step is not None and not known:
+        raise CommitError(
+            f"step {step} is not committed at {remote.url}; see: trinity-sync ls {url}"
+        )
+    verdicts = []
+    with bar("reading") as meter:
+        whole = sum(manifest.nbytes for manifest in known[-newest:])
+        for manifest in known[-newest:]:
+            found = {
+                record.path: remote.wrong_with(manifest.step, record, lambda n: meter(n, whole))
+                for record in manifest.files
+            }
+            wrong = "; ".join(f"{path} {why}" for path, why in found.items() if why)
+            state = "damaged" if wrong else "whole"
+            verdicts.append({"step": manifest.step, "state": state, "wrong": wrong})
+    if as_json:
+        print_json(verdicts)
+    else:
+        for each in verdicts:
+            typer.echo(
+                f"step {each['step']} is {each['state']}"
+                + f": {each['wrong']}" * bool(each["wrong"])
+            )
+        if not verdicts:
+            typer.echo(f"nothing is committed at {remote.url}")
+    raise typer.Exit(1 if any(each["wrong"] for each in verdicts) else 0)
 
 
 @app.command(

@@ -15,6 +15,7 @@ import typer.core
 from rich.console import Console
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.layout import refuse_url
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
@@ -81,6 +82,7 @@ def read_settings() -> "Settings":
 
 def existing(root: Path) -> Path:
     """The job's root, if there is such a folder; else a `ConfigError`."""
+    refuse_url(root)
     if not root.is_dir():
         raise ConfigError(
             f"{root} is not a folder; pass the job's root, e.g. trinity-sync ls ckpts"

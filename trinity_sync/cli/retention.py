@@ -46,6 +46,7 @@ def prune(
     """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are whole."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.policies import parse_policy
+    from trinity_sync.storage.recycling import recycles
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
     from trinity_sync.storage.rewind import let_go_of_aside
 
@@ -60,7 +61,8 @@ def prune(
     aside = let_go_of_aside(root, set_aside, now, dry_run=dry_run)
     done = None
     if not dry_run:
-        done = carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+        recycle = recycles(root, settings.recycle)
+        done = carry_out(root, made, spool=settings.spool, recycle=recycle)
         try_mirror(settings, root, [each.step for each in done.removed])
     found, freed = verdicts(made, done), (done or made).nbytes
     if as_json:

@@ -39,6 +39,7 @@ def list_steps(
 ) -> None:
     """List the steps of a job: what is committed, whole, and pointed at."""
     rows = _remote_steps(root) if "://" in root else _steps(existing(Path(root)))
+    in_store = any(row["stored"] is not None for row in rows)
     if as_json:
         print_json(rows)
         return
@@ -46,7 +47,7 @@ def list_steps(
         typer.echo(f"no steps in {root}")
         return
     columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "claimed")
-    table = Table(*columns, "state")
+    table = Table(*columns, *["in its store"] * in_store, "state")
     for column in (0, 1, 3, 4):
         table.columns[column].justify = "right"
     for row in rows:
@@ -59,6 +60,7 @@ def list_steps(
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
             ", ".join(row["claims"]),
+            *[{True: "yes", False: "no", None: ""}[row["stored"]]] * in_store,
             row["state"],
         )
     output().print(table)
@@ -123,27 +125,30 @@ def _steps(root: Path) -> list[dict[str, Any]]:
     from trinity_sync.storage.claims import claimed, tags
     from trinity_sync.storage.iteration import read_iteration
     from trinity_sync.storage.manifest import read_manifest
+    from trinity_sync.storage.stored import is_stored, store_of
 
+    has_store = bool(store_of(root))
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
     claims, tagged = claimed(root), tags(root).values()
     rows = []
     for step in steps_on_disk(root):
         try:
             manifest = read_manifest(root, step)
-            state = _state(root, step) if manifest else "not committed"
+            state = _state(root, manifest) if manifest else "not committed"
         except ManifestError:
             manifest, state = None, "damaged manifest"
         pointed = [kind for kind, target in pointers.items() if target == step]
         row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
         names = [tag.name for tag in tagged if tag.step == step]
-        rows.append({**row, "tags": names, "state": state})
+        stored = is_stored(root, manifest) if has_store and manifest else None
+        rows.append({**row, "tags": names, "stored": stored, "state": state})
     return rows
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:
     from trinity_sync.storage.remote import Remote
 
-    nobody: dict[str, list[str]] = {"pointers": [], "claims": [], "tags": []}
+    nobody: dict[str, Any] = {"pointers": [], "claims": [], "tags": [], "stored": None}
     return [
         {"step": step.step, **_summary(step.manifest), **nobody, "state": step.state}
         for step in Remote(url).steps()
@@ -162,11 +167,11 @@ def _summary(manifest: "Manifest | None") -> dict[str, Any]:
     }
 
 
-def _state(root: Path, step: int) -> str:
-    from trinity_sync.storage.steps import require_committed
+def _state(root: Path, manifest: "Manifest") -> str:
+    from trinity_sync.storage.steps import require_whole
 
     try:
-        require_committed(root, step)
+        require_whole(root, manifest)
     except CommitError:
         return "damaged"
     return "whole"

@@ -21,7 +21,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.layout import MANIFEST, refuse_url, step_folder
+from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
 
 SETTLE_S = 60.0
@@ -40,7 +41,10 @@ def finding(original: Callable[..., str | None]) -> Callable[..., str | None]:
     def find_latest_ckpt_path(
         path: str | None, directory_format: str = "global_step_{}"
     ) -> str | None:
-        if path is None or not Path(path).is_dir() or directory_format != "global_step_{}":
+        if path is None or directory_format != "global_step_{}":
+            return original(path, directory_format)
+        refuse_url(path)
+        if not Path(path).is_dir() and not Settings().store:
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)

@@ -1,50 +1,30 @@
 """Is everything in place for saves on this node? Each answer says what to do where it is not.
 
-Nothing is changed: a probe of the disk is written beside the job's steps and removed at once.
+Nothing is changed. What concerns one job is in `doctor_job`.
 """
 
 import importlib.metadata
-import mmap
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Literal
-from uuid import uuid4
 
 import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError, TrinitySyncError
-from trinity_sync.layout import KINDS, job_id, steps_on_disk
+from trinity_sync.errors import StackError
 from trinity_sync.orchestration import parts, stack
 from trinity_sync.orchestration.deploy import deployments
+from trinity_sync.orchestration.doctor_job import Check, examine_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.placement import placement
-from trinity_sync.storage.runs import newest_run
-from trinity_sync.storage.steps import newest, require_committed
-from trinity_sync.storage.writer import write_file
+from trinity_sync.storage.mounts import mount_of
 
-PROBE_BYTES = 64 << 20
 STALE_S = 600.0
 SKEW_S = 5.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """One answer."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    found: str
-    todo: str = ""
 
 
 def examine(
@@ -63,7 +43,7 @@ def examine(
     yield _ray(settings)
     yield from _spool(settings.spool, clock)
     if root is not None:
-        yield from _root(root, settings)
+        yield from examine_root(root, settings)
 
 
 # -------------------------------------------------------------------- this process
@@ -212,7 +192,7 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         return
     room = os.statvfs(spool)
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    kind = _file_system(spool)
+    kind = mount_of(spool).kind
     yield Check(
         "spool",
         "ok" if kind in ("tmpfs", "ramfs") else "warn",
@@ -220,16 +200,6 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         "" if kind in ("tmpfs", "ramfs") else "set TRINITY_SYNC_SPOOL to a folder in memory",
     )
     yield from (_tickets(job, clock) for job in job_spools(spool))
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system that a path is on."""
-    best, kind = -1, "unknown"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, where, what = line.split()[:3]
-        if path.resolve().is_relative_to(where) and len(where) > best:
-            best, kind = len(where), what
-    return kind
 
 
 def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
@@ -243,101 +213,3 @@ def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
         found = f"{len(stale)} of steps {steps} wait for more than {STALE_S / 60:.0f} minutes"
         return Check(name, "warn", found, "look at their flow runs, and whether a worker runs here")
     return Check(name, "ok", f"{len(sealed)} wait to be saved")
-
-
-# -------------------------------------------------------------------- a job
-
-
-def _root(root: Path, settings: Settings) -> Iterator[Check]:
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        found = f"{root} cannot be read and written by this user"
-        yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
-        return
-    latest = newest(root)
-    yield _disk(root, latest.nbytes if latest else 0)
-    yield _probe(root)
-    if latest and settings.spool.is_dir():
-        spool = JobSpool(settings.spool / job_id(root))
-        yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
-    yield _steps(root)
-    for kind in KINDS:
-        best, named = newest(root, kind), read_iteration(root, kind)
-        step = best.step if best else None
-        found = f"names {'nothing' if named is None else f'step {named}'}"
-        if step != named:
-            found += f", and the newest is {'none' if step is None else f'step {step}'}"
-        todo = "" if step == named else f"run: trinity-sync reconcile {root}"
-        state: Literal["ok", "warn"] = "ok" if step == named else "warn"
-        yield Check(f"latest {kind}", state, found, todo)
-
-
-def _disk(root: Path, step_bytes: int) -> Check:
-    room = os.statvfs(root)
-    free = room.f_bavail * room.f_frsize
-    fit = f", {free // step_bytes} checkpoints like the newest" if step_bytes else ""
-    state: Literal["ok", "warn", "fail"] = "ok"
-    if step_bytes and free < 3 * step_bytes:
-        state = "warn" if free >= step_bytes else "fail"
-    todo = "" if state == "ok" else "remove old steps, or move the job to a larger disk"
-    return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
-
-
-def _probe(root: Path) -> Check:
-    path = root / f".doctor.{uuid4().hex}{TEMPORARY_SUFFIX}"
-    content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # at a page boundary, as direct I/O wants it
-    try:
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
-            direct = "with"
-        except OSError:
-            direct = "without"
-        start = time.perf_counter()
-        write_file(path, content)
-        speed = PROBE_BYTES / (time.perf_counter() - start) / 1e9
-    except OSError as error:
-        found = f"a file of {PROBE_BYTES >> 20} MiB cannot be written: {error.strerror}"
-        return Check("write speed", "fail", found, "make room, or mend the disk")
-    finally:
-        path.unlink(missing_ok=True)
-    slow = speed < 0.1
-    found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB, {direct} direct I/O"
-    todo = "a faster disk, or fewer saves" if slow else ""
-    return Check("write speed", "warn" if slow else "ok", found, todo)
-
-
-def _share_of_ranks(root: Path, settings: Settings) -> float:
-    """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
-    run = newest_run(root)
-    if run is None:
-        return 1.0
-    found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
-    places = [place for of_role in found for place in of_role]
-    here = sum(len(place.ranks) for place in places if place.node == settings.node)
-    return here / sum(len(place.ranks) for place in places) if here else 1.0
-
-
-def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
-    """Whether the slots of this node's ranks fit."""
-    need = settings.slots * step_bytes
-    room = os.statvfs(settings.spool)
-    mine = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
-    have = room.f_bavail * room.f_frsize + mine
-    found = f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {have / 1e9:.1f} GB to be had"
-    if have >= need:
-        return Check("room for images", "ok", found)
-    todo = "enlarge /dev/shm (--shm-size of a container), or TRINITY_SYNC_SLOTS=1"
-    return Check("room for images", "warn", found, todo)
-
-
-def _steps(root: Path) -> Check:
-    whole, wrong = 0, []
-    for step in steps_on_disk(root):
-        try:
-            require_committed(root, step)
-            whole += 1
-        except TrinitySyncError:
-            wrong.append(step)
-    if wrong:
-        todo = f"see: trinity-sync ls {root}"
-        return Check("steps", "warn", f"{whole} whole; not committed or damaged: {wrong}", todo)
-    return Check("steps", "ok", f"{whole} whole")

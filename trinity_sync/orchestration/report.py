@@ -2,13 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import CommitError, ManifestError, StackError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, steps_on_disk
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
 from trinity_sync.orchestration.server import server_client
 from trinity_sync.orchestration.trigger import api_url_for
@@ -16,7 +16,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import Lease, Pin, leases, pins
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.steps import require_whole
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,13 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
     """Read the job's files, and ask the Prefect server if one answers."""
     root = root.resolve()
     runs, retention, problem = _asked(settings, root)
+    pointers = {kind: read_iteration(root, kind) for kind in KINDS}
     aside = sorted((root / PRIVATE_FOLDER / "aside").glob("*/global_step_*"))
     return JobFacts(
         root=str(root),
         job=job_id(root),
         made_at=clock(),
-        steps=[_step(root, step) for step in steps_on_disk(root)],
+        steps=[_step(root, step, pointers) for step in steps_on_disk(root)],
         aside=["/".join(path.parts[-2:]) for path in aside],
         leases=leases(root),
         pins=pins(root),
@@ -89,8 +90,8 @@ def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[st
         return [], [], str(error)
 
 
-def _step(root: Path, step: int) -> StepFacts:
-    pointers = tuple(kind for kind in KINDS if read_iteration(root, kind) == step)
+def _step(root: Path, step: int, iterations: Mapping[Kind, int | None]) -> StepFacts:
+    pointers = tuple(kind for kind, target in iterations.items() if target == step)
     try:
         manifest = read_manifest(root, step)
     except ManifestError:
@@ -98,7 +99,7 @@ def _step(root: Path, step: int) -> StepFacts:
     if manifest is None:
         return StepFacts(step, "not committed", None, pointers)
     try:
-        require_committed(root, step)
+        require_whole(root, manifest)
     except CommitError:
         return StepFacts(step, "damaged", manifest, pointers)
     return StepFacts(step, "whole", manifest, pointers)

@@ -16,6 +16,7 @@ from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.stored import is_stored, store_of
 from trinity_sync.storage.wishes import is_exported
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class SaveWatch:
         save.ask_at = time.monotonic() + ASK_S
         done = _committed(request) and _exported(save)
         if outcome.state == "failed" or (outcome.state == "completed" and not done):
-            what = "exported, but is committed" if committed else "committed"
+            what = "exported, but is committed" if committed else _missed(request)
             why = outcome.message or f"its flow run completed without that step being {what}"
             where = f" ({outcome.url})" if outcome.url else ""
             failure = f"{request.run_name} of {request.root} was not {what}: {why}{where}"
@@ -149,10 +150,23 @@ def _exported(save: _Pending) -> bool:
     return all(is_exported(manifest, role) for role in save.exports)
 
 
+def _missed(request: SaveRequest) -> str:
+    """What has not been reached, to follow "was not"."""
+    here = is_committed(request.root, request.run, request.step, request.kind)
+    store = store_of(request.root)
+    return (
+        f"brought to {store}, and is committed in the root only" if here and store else "committed"
+    )
+
+
 def _committed(request: SaveRequest) -> bool:
-    """Whether whoever waited finds the step, and the iteration files that lead to it."""
+    """Whether whoever waited finds the step, the iteration files that lead to it, and all of it in
+    the store, if the job has one."""
     root, run, step, kind = request.root, request.run, request.step, request.kind
     roles = request.roles if request.components else ()  # functions have none
-    return is_committed(root, run, step, kind, roles) and all(
-        is_announced(root, announced, run, step) for announced in SERVES_AS[kind]
-    )
+    if not is_committed(root, run, step, kind, roles):
+        return False
+    if not all(is_announced(root, announced, run, step) for announced in SERVES_AS[kind]):
+        return False
+    manifest = read_manifest(root, step) if kind == "checkpoint" else None
+    return manifest is None or is_stored(root, manifest)

@@ -5,8 +5,6 @@ its folder; after it, every file that it names is whole, named and durable. Each
 again after a crash, and one lock a root keeps commits from crossing each other.
 """
 
-import ctypes
-import errno
 import logging
 import os
 import shutil
@@ -31,7 +29,13 @@ from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.damage import unmark
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.durable import (
+    TEMPORARY_SUFFIX,
+    exchange,
+    link_or_copy,
+    make_folder,
+    sync_folder,
+)
 from trinity_sync.storage.iteration import advance_iteration, settle_iteration
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import (
@@ -251,7 +255,11 @@ def _files_of(save: Save, receipts: Sequence[Receipt], named: set[str]) -> Itera
             digest = digest_of(path)
             nbytes = path.stat().st_size
         except FileNotFoundError as error:
-            raise SaveError(f"{save}: {path} vanished before the commit") from error
+            raise SaveError(
+                f"{save}: {path}, of a save function, is not in the root as the node of the commit "
+                "sees it. Did something remove it, or is the root another disk on the node where "
+                "the function ran?"
+            ) from error
         yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
 
 
@@ -271,9 +279,18 @@ def _name(file: Written, final: str, committed: FileRecord | None) -> None:
         if file.temporary and not committed:
             same = same and (found.st_ino, found.st_mtime_ns) == file.identity
     except FileNotFoundError as error:
-        raise SaveError(f"{final} vanished before its commit; retry the flow run") from error
+        raise _vanished(file, final) from error
     if not same:
         raise SaveError(f"{final} was changed before its commit; retry the flow run")
+
+
+def _vanished(file: Written, final: str) -> SaveError:
+    where = f"which node {file.node} wrote, " if file.node else ""
+    return SaveError(
+        f"{final}, {where}is not in the root as the node of the commit sees it. If the root is a "
+        "disk of each node's own, take one that all nodes see; else something removed the file: "
+        "retry the flow run."
+    )
 
 
 def _replace_step(
@@ -304,24 +321,24 @@ def _replace_step(
             links.setdefault(name, path)
     for name, path in links.items():
         make_folder((fresh / name).parent)
-        os.link(path, fresh / name)
+        try:
+            link_or_copy(path, fresh / name)
+        except FileNotFoundError as error:
+            missing = next((f for f in written if f.record.path == name), None)
+            if missing is None:
+                raise
+            raise _vanished(missing, f"{save.folder}/{name}") from error
     _sync_folders(fresh, links)
     write_manifest_into(fresh, manifest)
-    _exchange(fresh, save.folder)
+    take_place(fresh, save.folder)
     sync_folder(Path(save.root))
     remove_folder(save.root, fresh, keep=manifest.nbytes if recycle else 0)
 
 
-def _exchange(fresh: Path, current: Path) -> None:
+def take_place(fresh: Path, current: Path) -> None:
     """Swap two folders; where the file system cannot, there is a moment without ``current``."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    at_cwd, exchange = -100, 2
-    if renameat2 is not None:
-        if not renameat2(at_cwd, os.fsencode(fresh), at_cwd, os.fsencode(current), exchange):
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(code, os.strerror(code), os.fspath(fresh))
+    if exchange(fresh, current):
+        return
     aside = fresh.with_name(f"{fresh.name}.aside")
     current.rename(aside)
     fresh.rename(current)

@@ -1,10 +1,17 @@
 """Files that are whole or absent after a power cut."""
 
+import ctypes
+import errno
+import fcntl
 import os
+import shutil
 import uuid
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
+"""What file systems without hard links answer."""
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -24,13 +31,43 @@ def create_file(path: Path, content: str) -> bool:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
         _write_synced(temporary, content)
-        os.link(temporary, path)
+        _give_free_name(temporary, path)
     except FileExistsError:
         return False
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return True
+
+
+def link_or_copy(path: Path, name: Path) -> None:
+    """Give a file another name, which was free; without hard links, give it to a copy."""
+    try:
+        os.link(path, name)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(path, name)
+        with name.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders at one instant; False where the file system cannot.
+
+    Raises:
+        OSError: it can, and it failed.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, flag = -100, 2
+    if renameat2 is None:
+        return False
+    if not renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), flag):
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(one))
 
 
 def sync_folder(folder: Path) -> None:
@@ -49,6 +86,20 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
+
+
+def _give_free_name(temporary: Path, path: Path) -> None:
+    """Let a file have a name that no other has; FileExistsError if one has."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with (path.parent / ".names.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
+            temporary.replace(path)
 
 
 def _write_synced(path: Path, content: str | bytes) -> None:

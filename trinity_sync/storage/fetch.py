@@ -5,21 +5,23 @@ goes on; the folder gets its name, with the manifest inside, when all of it is w
 """
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
-from trinity_sync.errors import CommitError, RemoteError
+from trinity_sync.errors import CommitError, DamagedCopy
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
-from trinity_sync.storage.commit import announce
+from trinity_sync.storage.commit import announce, take_place
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.locks import file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
     read_manifest,
+    run_of,
     write_manifest_into,
 )
 from trinity_sync.storage.meter import Meter, unmetered
@@ -35,6 +37,7 @@ def fetch(
     step: int | None,
     root: str | Path,
     *,
+    replace: bool = False,
     parallel: int = PARALLEL,
     meter: Meter = unmetered,
 ) -> tuple[Manifest, bool]:
@@ -47,6 +50,7 @@ def fetch(
         url: the job's folder in the store.
         step: which step; None for the newest that is whole there.
         root: a job's root; made if it is missing.
+        replace: let it take the place of what has its number here, by an earlier run or damaged.
         parallel: files at a time.
         meter: is told how far the download is.
 
@@ -56,15 +60,17 @@ def fetch(
     Raises:
         CommitError: the step is not committed there, its bytes are not those of its manifest, or
             there is another step of its number here.
-        RemoteError: the store cannot be reached or read.
+        RemoteError: the store cannot be reached or read; `DamagedCopy` of one that has other bytes.
         ConfigError: the URL cannot be used.
     """
     base, remote = Path(root).resolve(), Remote(url)
     manifest = _manifest(remote, step)
-    if _is_here(base, manifest):
+    if _is_here(base, manifest, replace):
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
     with file_lock(base / PRIVATE_FOLDER / "fetching.lock"):  # one fetch into a root at a time
+        if _is_here(base, manifest, replace):
+            return manifest, False
         folder = base / PRIVATE_FOLDER / "fetching" / f"global_step_{manifest.step}"
         make_folder(folder)
 
@@ -82,7 +88,7 @@ def fetch(
         for path in [*folder.rglob("*"), folder]:
             if path.is_dir():
                 sync_folder(path)
-        _commit(base, manifest, folder)
+        _commit(base, manifest, folder, replace)
     return manifest, True
 
 
@@ -94,8 +100,8 @@ def _manifest(remote: Remote, step: int | None) -> Manifest:
     return manifest
 
 
-def _is_here(root: Path, manifest: Manifest) -> bool:
-    """Whether this very commit is here and whole.
+def _is_here(root: Path, manifest: Manifest, replace: bool) -> bool:
+    """Whether this very commit is here and whole; not if something is that gives way.
 
     Raises:
         CommitError: something else has its place.
@@ -106,9 +112,11 @@ def _is_here(root: Path, manifest: Manifest) -> bool:
     try:
         if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
             return True
-        why = "is not the step of the store"
+        why, gives_way = "is not the step of the store", run_of(root, manifest.step) < manifest.run
     except CommitError as error:
-        why = f"cannot be used: {error}"
+        why, gives_way = f"cannot be used: {error}", run_of(root, manifest.step) <= manifest.run
+    if replace and gives_way:
+        return False
     raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")
 
 
@@ -134,17 +142,22 @@ def _download(
         os.fsync(file.fileno())
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
         path.unlink()
-        raise RemoteError(
+        raise DamagedCopy(
             f"{remote.url}/global_step_{manifest.step}/{record.path} is damaged: its digest is not "
             "that of the manifest. Fetch another step, or replicate this one again."
         )
 
 
-def _commit(root: Path, manifest: Manifest, folder: Path) -> None:
+def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None:
     write_manifest_into(folder, manifest)
+    place = step_folder(root, manifest.step)
     with one_change_at_a_time(root):
-        if not _is_here(root, manifest):
+        if not _is_here(root, manifest, replace):
             know_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
-            folder.rename(step_folder(root, manifest.step))
+            if place.exists():
+                take_place(folder, place)
+            else:
+                folder.rename(place)
             sync_folder(root)
+            shutil.rmtree(folder, ignore_errors=True)
         announce(root, manifest)

@@ -25,7 +25,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
         shared: have it together with others that share it, and against those that do not.
     """
     make_folder(path.parent)
-    with path.open("a") as lock:
+    with path.open("a+") as lock:  # NFS wants it open for reading to share it
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
@@ -34,7 +34,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
 def file_lock_if_free(path: Path) -> Iterator[bool]:
     """As `file_lock`, without waiting: whether it is ours within the block."""
     make_folder(path.parent)
-    with path.open("a") as lock:
+    with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = True

@@ -66,6 +66,8 @@ class Written:
     """All that the rank hands over in this save."""
     seconds: float
     export: Export = ""
+    node: str = ""
+    """Where it was written."""
 
 
 class Part:
@@ -115,7 +117,7 @@ def persist(
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-        write = partial(_write, JobSpool(Path(share.spool)), save, options)
+        write = partial(_write, share, save, options)
         written = list(writers.map(write, sealed, contents))
     return [*committed, *(file for files in written for file in files)]
 
@@ -220,19 +222,18 @@ def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
 
 
 def _write(
-    spool: JobSpool, save: Save, options: WriteOptions, sealed: Sealed, image: memoryview
+    share: Share, save: Save, options: WriteOptions, sealed: Sealed, image: memoryview
 ) -> list[Written]:
     ticket = sealed.ticket
     if not Path(save.root).is_dir():
         raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     try:
-        with ones_turn(spool, ticket):
-            if ticket.form == "file":
-                return [_write_one(save, sealed, ticket.path, image, options)]
-            return [
-                _write_one(save, sealed, f"{ticket.path}/{name}", memoryview(small), options)
-                for name, small in _unpack(ticket, image)
-            ]
+        with ones_turn(JobSpool(Path(share.spool)), ticket):
+            files = [(ticket.path, image)]
+            if ticket.form != "file":
+                small = _unpack(ticket, image)
+                files = [(f"{ticket.path}/{name}", memoryview(each)) for name, each in small]
+            return [_write_one(share.node, save, sealed, *file, options) for file in files]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
@@ -262,7 +263,7 @@ def _gave_way(save: Save, ticket: Ticket) -> ImageError:
 
 
 def _write_one(
-    save: Save, sealed: Sealed, path: str, content: memoryview, options: WriteOptions
+    node: str, save: Save, sealed: Sealed, path: str, content: memoryview, options: WriteOptions
 ) -> Written:
     ticket = sealed.ticket
     final = save.folder / path
@@ -301,6 +302,7 @@ def _write_one(
         components=ticket.components,
         seconds=time.perf_counter() - start,
         export=ticket.export,
+        node=node,
     )
 
 

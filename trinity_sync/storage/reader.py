@@ -4,7 +4,6 @@ The memory is fresh, in pages of the kernel's choice. Huge ones made a restore s
 on a virtual machine whose host takes freed pages back: it has to find each of them anew.
 """
 
-import errno
 import mmap
 import os
 from collections import deque
@@ -15,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.storage.meter import unmetered
-from trinity_sync.storage.writer import ALIGNMENT, DIGEST, through_page_cache
+from trinity_sync.storage.writer import ALIGNMENT, DIGEST, NO_DIRECT_IO, through_page_cache
 
 PIECE = 4 << 20
 READERS = 4
@@ -98,7 +97,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NO_DIRECT_IO:
             raise
         return os.open(path, flags)
 
@@ -115,7 +114,7 @@ def _read(fd: int, piece: memoryview, offset: int) -> None:
         try:
             count = os.preadv(fd, [piece[done:]], offset + done)
         except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
+            if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             direct = through_page_cache(fd)
             continue

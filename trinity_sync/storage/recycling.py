@@ -5,7 +5,7 @@ file lies under a random name in ``root/.trinity_sync/spare`` and belongs to not
 it by renaming it to its own temporary name, so whatever dies when, no step ever names a file that
 is written over. A file that somebody else still reads, or has linked elsewhere, never becomes a
 spare: it is removed in the usual way, which leaves its content to them. So is one on a file system
-that cannot tell (NFS).
+that other nodes may see: the kernel of this one does not know what they read.
 """
 
 import fcntl
@@ -14,12 +14,24 @@ import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.mounts import mount_of
 
 WORTHWHILE = 1 << 20
 """Bytes from which a file is worth keeping."""
+
+
+def recycles(root: str | Path, wish: bool | Literal["always"]) -> bool:
+    """Whether files of removed steps may be kept for others to write over.
+
+    Args:
+        root: the job's root.
+        wish: as in the settings; ``always`` where no other node reads steps, though it might.
+    """
+    return wish == "always" or (wish and not mount_of(root).shared)
 
 
 def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:

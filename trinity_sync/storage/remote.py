@@ -5,6 +5,7 @@
     url/global_step_40/manifest.json        its appearance commits the copy
     url/global_step_40/actor/...            the files that it names
     url/global_step_40/.uploaded/...        while it is uploaded: what each whole file holds
+    url/.trinity_sync/runs/3.json           where steps count in the store: see ``primary``
 
 Bytes are streamed in chunks, whatever the size of a file. Credentials and the store's address come
 from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for S3), so that no
@@ -13,24 +14,32 @@ parameter, log or message can hold them.
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+import xxhash
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
-from trinity_sync.layout import MANIFEST
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
+from trinity_sync.storage.runs import Run
+from trinity_sync.storage.writer import DIGEST
 
 CHUNK = 16 << 20
 """Bytes of a part; a file in flight takes about three of them in memory."""
 UPLOADED = ".uploaded"
 _MOST_PARTS = 9_000  # S3 takes 10,000
+_LOOKS = 8
+"""Steps that are looked at at a time."""
 _STEP = re.compile(r"global_step_(\d+)")
 
 
@@ -90,13 +99,10 @@ class Remote:
 
     def steps(self) -> list[RemoteStep]:
         """All steps in the store, committed or not, by number."""
-        with self._reaching("list the steps of"):
-            try:
-                names = self._fs.ls(self._base, detail=False)
-            except FileNotFoundError:
-                names = []
-        found = (_STEP.fullmatch(name.rstrip("/").rpartition("/")[2]) for name in names)
-        return [self.step(number) for number in sorted(int(match[1]) for match in found if match)]
+        found = (_STEP.fullmatch(name) for name in self._names("", "list the steps of"))
+        numbers = sorted(int(match[1]) for match in found if match)
+        with ThreadPoolExecutor(_LOOKS, "steps") as pool:
+            return list(pool.map(self.step, numbers))
 
     def step(self, step: int) -> RemoteStep:
         """One step, which need not be there."""
@@ -143,6 +149,44 @@ class Remote:
         with self._reaching(f"remove the manifest of step {step} from"):
             self._fs.rm_file(self._path(step, MANIFEST))
 
+    # ---------------------------------------------------------------- runs
+
+    def runs(self) -> list[Run]:
+        """The runs that have sent steps here, the first one first; a torn one is passed over."""
+        numbers = []
+        for name in self._names(f"/{PRIVATE_FOLDER}/runs", "list the runs of"):
+            with suppress(ValueError):
+                numbers.append(int(name.removesuffix(".json")))
+        return [run for number in sorted(numbers) if (run := self._run(number))]
+
+    def claim_run(self, run: Run) -> Run | None:
+        """Let no other run have this number; returns the run that has it, None if that is torn."""
+        content = to_text(asdict(run)).encode()
+        if self._create(f"{PRIVATE_FOLDER}/runs/{run.number}.json", content):
+            return run
+        return self._run(run.number)
+
+    def writes_once(self) -> bool:
+        """Whether the store refuses a second write of a name that is to be written once.
+
+        Raises:
+            RemoteError: it cannot be written at all.
+        """
+        name = f"{PRIVATE_FOLDER}/probes/{uuid.uuid4().hex}"
+        self._create(name, b"probe")
+        once = not self._create(name, b"again")
+        with self._reaching("clean up in"):
+            self._fs.rm_file(f"{self._base}/{name}")
+        return once
+
+    def _run(self, number: int) -> Run | None:
+        with self._reaching(f"read run {number} in"):
+            content = self._fs.cat_file(f"{self._base}/{PRIVATE_FOLDER}/runs/{number}.json")
+        try:
+            return Run(**from_text(content.decode()))
+        except (ValueError, TypeError):
+            return None
+
     # ---------------------------------------------------------------- bytes
 
     def read(self, step: int, name: str) -> bytes | None:
@@ -159,6 +203,10 @@ class Remote:
         with self._reaching(f"write {name} of step {step} to"):
             self._fs.pipe_file(self._path(step, name), content)
 
+    def create(self, step: int, name: str, content: bytes) -> bool:
+        """Write a small file that is not there yet, in one request; False if there is one."""
+        return self._create(f"global_step_{step}/{name}", content)
+
     def chunks(self, step: int, name: str) -> Iterator[bytes]:
         """The bytes of a file, in order, each chunk as it arrives."""
         with (
@@ -169,6 +217,19 @@ class Remote:
         ):
             while chunk := file.read(CHUNK):
                 yield chunk
+
+    def wrong_with(self, step: int, record: FileRecord, took: Callable[[int], object]) -> str:
+        """Read a file again: why it is not what its record says; empty if it is."""
+        digest = xxhash.xxh3_128()
+        try:
+            for chunk in self.chunks(step, record.path):
+                digest.update(chunk)
+                took(len(chunk))
+        except RemoteError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return "is missing"
+            raise
+        return "" if f"{DIGEST}:{digest.hexdigest()}" == record.digest else "has other bytes"
 
     def upload(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
         """Write a file as its chunks come; one that fails is given up, not left as a part.
@@ -227,6 +288,35 @@ class Remote:
                 self._fs.rm(self._path(step, UPLOADED), recursive=True)
             except FileNotFoundError:
                 return
+
+    def _create(self, name: str, content: bytes) -> bool:
+        """Write a file that is not there; a store without such a write is looked at first."""
+        path = f"{self._base}/{name}"
+        with self._reaching(f"write {name} to"):
+            try:
+                with self._fs.open(path, "xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
+            except (OSError, NotImplementedError, ValueError) as error:
+                reason = repr(error.__cause__)
+                if "PreconditionFailed" in reason:
+                    return False
+                if isinstance(error, OSError) and "NotImplemented" not in reason:
+                    raise
+                if self._fs.exists(path):
+                    return False
+                self._fs.pipe_file(path, content)
+        return True
+
+    def _names(self, folder: str, what: str) -> list[str]:
+        """What lies in a folder; nothing if there is none."""
+        with self._reaching(what):
+            try:
+                names = self._fs.ls(self._base + folder, detail=False)
+            except FileNotFoundError:
+                return []
+        return [name.rstrip("/").rpartition("/")[2] for name in names]
 
     def _path(self, step: int, name: str) -> str:
         return f"{self._base}/global_step_{step}/{name}"

@@ -98,14 +98,27 @@ def replicate(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        if remote.read(step, MANIFEST) != text:
-            remote.write(step, MANIFEST, text)
+        _commit(remote, step, text)
         if missing:
             remote.forget_uploads(step)
     removed = _keep(remote, keep_last, manifest) if keep_last else ()
     nbytes = sum(record.nbytes for record, new in zip(missing, sent, strict=True) if new)
     seconds = time.perf_counter() - start
     return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds, removed)
+
+
+def _commit(remote: Remote, step: int, text: bytes) -> None:
+    """Put the manifest there; where there was none, by a write that one of two succeeds with."""
+    there = remote.read(step, MANIFEST)
+    if there is None and not remote.create(step, MANIFEST, text):
+        there = remote.read(step, MANIFEST)
+        if there != text:
+            raise RemoteError(
+                f"step {step} at {remote.url} was committed by somebody else meanwhile, with other "
+                "files; repeat once nobody else sends it"
+            )
+    elif there not in (None, text):
+        remote.write(step, MANIFEST, text)
 
 
 def _missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
@@ -157,14 +170,10 @@ def _read(
 
 
 def _compare(remote: Remote, step: int, record: FileRecord, took: Callable[[int], object]) -> None:
-    digest = xxhash.xxh3_128()
-    for chunk in remote.chunks(step, record.path):
-        digest.update(chunk)
-        took(len(chunk))
-    if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
+    if wrong := remote.wrong_with(step, record, took):
         raise RemoteError(
-            f"{remote.url}/global_step_{step}/{record.path} came back with other bytes than were "
-            "sent; the step is not committed there. Repeat, or look at the store."
+            f"{remote.url}/global_step_{step}/{record.path} {wrong} after it was sent; the step is "
+            "not committed there. Repeat, or look at the store."
         )
 
 

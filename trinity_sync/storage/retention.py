@@ -30,10 +30,12 @@ from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import newest_run, refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
+from trinity_sync.storage.stored import must_be_sent
 from trinity_sync.storage.wishes import awaited, forget_exports
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
+NOT_STORED = "the store, where it counts, does not have it yet"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def survey(root: str | Path) -> list[StepInfo]:
         except CommitError as error:
             damage = str(error)
         metrics = read_metrics(root, manifest.run, manifest.step)
+        if not damage and must_be_sent(root, manifest):
+            held[manifest.step].append(NOT_STORED)
         found.append(info_of(manifest, metrics=metrics, held=held[manifest.step], damage=damage))
     return sorted(found, key=lambda each: each.age)
 
@@ -246,6 +250,8 @@ def _reason_to_stay(
         return "it was committed anew meanwhile"
     if held := _held(root)[planned.step]:
         return "; ".join(held)
+    if must_be_sent(root, manifest):
+        return NOT_STORED
     if _is_being_saved(root, planned, spool, now):
         return "a save of it is under way"
     for kind in manifest.kinds:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import StepClaimed
+from trinity_sync.errors import ConfigError, StepClaimed
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -43,6 +43,7 @@ from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed
+from trinity_sync.storage.stored import store_of
 
 _TIME = "%Y%m%dT%H%M%SZ"
 
@@ -91,11 +92,18 @@ def rewind(
         clock: seconds since the epoch.
 
     Raises:
+        ConfigError: the steps of the root count in a store, where nothing can be set aside.
         CommitError: the step is not committed, or damaged; nothing was changed.
         StepClaimed: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
     """
     base = Path(root)
+    if store := store_of(base):
+        raise ConfigError(
+            f"{root} cannot be rewound: its steps count in {store}, where newer ones would be "
+            f"found again. Let the training load step {step}, coordinator.load({step}): what it "
+            "commits then is the newest."
+        )
     target = require_committed(base, step)  # before any lock file is made
     with one_change_at_a_time(base), nobody_claims(base):
         newer = newer_steps(base, step)

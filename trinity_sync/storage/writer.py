@@ -17,6 +17,8 @@ import xxhash
 ALIGNMENT = 4096
 CHUNK = 16 << 20
 DIGEST = "xxh3-128"
+NO_DIRECT_IO = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+"""What file systems without direct I/O answer to an open or a write of it."""
 
 
 def write_file(
@@ -77,7 +79,7 @@ def _open(path: Path, direct: bool) -> tuple[int, bool]:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644), True
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in NO_DIRECT_IO:
                 raise
     return os.open(path, flags, 0o644), False
 
@@ -94,7 +96,7 @@ def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> bool:
         try:
             done += os.pwrite(fd, chunk[done:end], offset + done)
         except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
+            if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             direct = through_page_cache(fd)
     return direct

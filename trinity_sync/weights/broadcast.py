@@ -1,18 +1,21 @@
 """A trainer's whole weights, sent once to all who want them, over gloo or NCCL.
 
-A broadcast is: an opening frame (version, size of a bucket), buckets, a closing frame (tensors and
-bytes in all), and a round in which every member says that it has it all. Before each bucket come
-its tensors' names, dtypes and shapes and a checksum, not before the first: the trainer gathers one
-tensor at a time, and can say at each bucket that it has to give up.
+A broadcast is: an opening message (version), buckets, a closing message (tensors and bytes in all),
+and a round in which every member says that it has it all. Before each bucket come its tensors'
+names, dtypes and shapes, not before the first: the trainer gathers one tensor at a time, and can
+say at each bucket that it has to give up.
 
 Small tensors are packed, two buckets in turn: one is filled, or read, while the other is under way.
-A tensor that is larger than a bucket travels from its own memory.
+A tensor that is larger than a bucket is one by itself and travels from its own memory.
+
+Bytes travel in pieces, one being summed up while the one before is under way. What they summed up
+to is in the next message, and no tensor is handed on before that one has come. A receiver asks for
+all pieces of a bucket and the message after it at once.
 """
 
+import functools
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +26,15 @@ from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights.group import WeightGroup, weight_group_of
 
 BUCKET = 4 << 20
-"""Fits a core's share of the cache: 4 MiB took 1.3 times the bytes alone, 16 MiB 1.5, 64 MiB 2.1,
-medians of 7 over loopback, 256 MiB on two busy cores."""
+PIECES = 4
+"""Buckets that a large tensor's piece is as large as: each piece costs wake-ups of four threads."""
 TIMEOUT_S = 600.0
 """Of torch's own groups, which do not tell theirs."""
 ALIGNED = 16
-OPENING, FILLED, CLOSING, GIVEN_UP = 0x7269_6E31, 0x7269_6E32, 0x7269_6E33, 0x7269_6E34
+MESSAGE = 8192
+"""Bytes of a message; what is longer, the records of a bucket of very many tensors, comes after it.
+"""
+OPENING, FILLED, CLOSING, GIVEN_UP = 0x7269_6E35, 0x7269_6E36, 0x7269_6E37, 0x7269_6E38
 
 Params = Iterable[tuple[str, torch.Tensor]]
 
@@ -63,29 +69,34 @@ def send_weights(
             f"rank {members.rank} cannot send weights in buckets of {bucket_bytes} bytes; rank 0 "
             "of a weight group sends, and a bucket holds some MiB"
         )
-    under_way: list[Any] = []
+    piece_bytes = PIECES * bucket_bytes
+    sums: list[torch.Tensor] = []
     count = total = 0
+    torn = False
     try:
-        members.wait(_frame(members, OPENING, version, bucket_bytes))
+        under_way = _tell(members, OPENING, version=version, piece=piece_bytes)
         for records, payload in _packed(params, members, bucket_bytes):
-            header = json.dumps({"tensors": records, "sum": _checksum(payload)}).encode()
-            members.wait(under_way)
-            under_way = _message(members, FILLED, header, len(payload))
-            if len(payload):
-                under_way.append(members.broadcast(payload))
+            about = {"tensors": records, "nbytes": len(payload), "sum": _folded(sums)}
+            former, under_way = under_way, _tell(members, FILLED, **about)
+            torn, sums = True, []
+            for piece in _pieces(payload, piece_bytes):
+                sums.append(_sum(piece))
+                members.wait(former)
+                former, under_way = under_way, [members.broadcast(piece)]
+            members.wait(former)
+            torn = False
             count, total = count + len(records), total + sum(size for *_, size in records)
             if len(payload) > bucket_bytes:
                 members.wait(under_way)  # it is the caller's memory
-                under_way = []
         members.wait(under_way)
-        members.wait(_frame(members, CLOSING, count, total))
+        members.wait(_tell(members, CLOSING, count=count, total=total, sum=_folded(sums)))
         members.confirm()
     except WeightSyncError:
         raise
     except BaseException as error:
         reason = f"the trainer gave up after {count} tensors of version {version}: {error!r}"
-        members.wait(under_way)
-        members.wait(_message(members, GIVEN_UP, reason.encode(), 0))
+        if not torn:  # else the receivers wait for bytes
+            members.wait([*under_way, *_tell(members, GIVEN_UP, reason=reason)])
         members.fail(reason)
         raise
     return total
@@ -98,8 +109,9 @@ class Incoming:
         if group.rank == 0:
             raise ConfigError("rank 0 of a weight group sends weights; the others receive them")
         self._group, self._complete = group, complete
-        _, self.version, _ = _next_frame(group, OPENING)
-        self._tensors = self._received()
+        _, opening = _told(group, _coming(group), OPENING)
+        self.version: int = opening["version"]
+        self._tensors = self._received(opening["piece"])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._tensors
@@ -108,32 +120,30 @@ class Incoming:
         """Give up what has not been taken yet, so that nobody waits for this reader."""
         self._tensors.close()
 
-    def _received(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _received(self, piece: int) -> Generator[tuple[str, torch.Tensor], None, None]:
         group, count, total = self._group, 0, 0
-        with ThreadPoolExecutor(1, thread_name_prefix="weights") as thread:
-            try:
-                which, coming = 0, thread.submit(_next_bucket, group, 0, _stream(group))
-                while isinstance(bucket := coming.result(), _Bucket):
-                    which = 1 - which
-                    coming = thread.submit(_next_bucket, group, which, _stream(group))
-                    for name, tensor in bucket.tensors():
-                        count, total = count + 1, total + tensor.nbytes
-                        yield name, tensor
-                if bucket != (count, total):
-                    raise WeightSyncError(
-                        f"{(count, total)} tensors and bytes came of {bucket} that were sent"
-                    )
-                self._complete()
-                group.confirm()
-            except WeightSyncError as error:
-                group.fail(str(error))
-                raise
-            except GeneratorExit:
-                group.fail(f"it took {count} tensors of version {self.version} and no more")
-                raise
-            except BaseException as error:
-                group.fail(f"it could not take version {self.version}: {error!r}")
-                raise
+        try:
+            for bucket in _buckets(group, piece):
+                if isinstance(bucket, tuple):
+                    break
+                for name, tensor in bucket.tensors():
+                    count, total = count + 1, total + tensor.nbytes
+                    yield name, tensor
+            if bucket != (count, total):
+                raise WeightSyncError(
+                    f"{(count, total)} tensors and bytes came of {bucket} that were sent"
+                )
+            self._complete()
+            group.confirm()
+        except WeightSyncError as error:
+            group.fail(str(error))
+            raise
+        except GeneratorExit:
+            group.fail(f"it took {count} tensors of version {self.version} and no more")
+            raise
+        except BaseException as error:
+            group.fail(f"it could not take version {self.version}: {error!r}")
+            raise
 
 
 def receive_weights(group: "WeightGroup | dist.ProcessGroup") -> Incoming:
@@ -234,66 +244,87 @@ def _packed(
         yield records, group.buffer(which, bucket_bytes)[:filled]
 
 
-def _next_bucket(
-    group: WeightGroup, which: int, stream: "AbstractContextManager[Any]"
-) -> "_Bucket | tuple[int, int]":
-    """The next bucket, or, where there are no more, how many tensors and bytes there were."""
-    with stream:
-        kind, first, second = _next_frame(group, FILLED, CLOSING)
-        if kind == CLOSING:
-            return first, second
-        header = json.loads(_bytes(group, first))
-        payload = group.buffer(which, second)[:second]
-        if second:
-            group.wait([group.broadcast(payload)])
-        if _checksum(payload) != header["sum"]:
+def _buckets(group: WeightGroup, piece: int) -> "Iterator[_Bucket | tuple[int, int]]":
+    """Bucket by bucket, and after the last how many tensors and bytes were sent.
+
+    A bucket is given when the next one has been asked for, so the two are in turn in two buffers.
+    """
+    which, former = 0, None
+    kind, about = _told(group, _coming(group), FILLED, CLOSING)
+    while kind == FILLED:
+        payload = group.buffer(which, about["nbytes"])[: about["nbytes"]]
+        pieces = [(part, group.broadcast(part)) for part in _pieces(payload, piece)]
+        coming = _coming(group)
+        if former:
+            yield former
+        sums = []
+        for part, work in pieces:
+            group.wait([work])
+            sums.append(_sum(part))
+        which, former = 1 - which, _Bucket(about["tensors"], payload)
+        kind, about = _told(group, coming, FILLED, CLOSING)
+        if about["sum"] != _folded(sums):
             raise WeightSyncError("a bucket was altered on its way; send the weights again")
-        return _Bucket(header["tensors"], payload)
+    if former:
+        yield former
+    yield about["count"], about["total"]
 
 
-def _next_frame(group: WeightGroup, *kinds: int) -> tuple[int, int, int]:
-    frame = torch.zeros(3, dtype=torch.int64, device=group.device)
-    group.wait([group.broadcast(frame)])
-    kind, first, second = frame.tolist()
-    if kind == GIVEN_UP:
-        raise WeightSyncError(_bytes(group, first).decode())
-    if kind not in kinds:
+def _pieces(payload: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """What travels at once: on a GPU all of it, which has no cache to be summed up in."""
+    size = len(payload) if payload.is_cuda else size // ALIGNED * ALIGNED
+    return [payload[at : at + size] for at in range(0, len(payload), size or 1)]
+
+
+def _tell(group: WeightGroup, kind: int, **about: Any) -> list[Any]:
+    """Begin to send a message; the works to wait for."""
+    text = json.dumps(about).encode()
+    head = bytearray(kind.to_bytes(8, "little") + len(text).to_bytes(8, "little") + text)
+    head += bytes(max(0, MESSAGE - len(head)))
+    whole = torch.frombuffer(head, dtype=torch.uint8).to(group.device)
+    return [group.broadcast(part) for part in (whole[:MESSAGE], whole[MESSAGE:]) if len(part)]
+
+
+def _coming(group: WeightGroup) -> tuple[torch.Tensor, Any]:
+    """Ask for the next message, which may take its time."""
+    message = torch.zeros(MESSAGE, dtype=torch.uint8, device=group.device)
+    return message, group.broadcast(message)
+
+
+def _told(
+    group: WeightGroup, coming: tuple[torch.Tensor, Any], *kinds: int
+) -> tuple[int, dict[str, Any]]:
+    """The kind of a message and what it says, once it has come."""
+    message, work = coming
+    group.wait([work])
+    head = message.cpu().numpy().tobytes()
+    kind, size = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8))
+    if kind not in (*kinds, GIVEN_UP):
         raise WeightSyncError(
             "what came is no part of a broadcast of weights; use the group for nothing else, and "
             "the same version of trinity_sync on both sides"
         )
-    return kind, first, second
+    if size > MESSAGE - 16:
+        rest = torch.empty(size + 16 - MESSAGE, dtype=torch.uint8, device=group.device)
+        group.wait([group.broadcast(rest)])
+        head += rest.cpu().numpy().tobytes()
+    about = json.loads(head[16 : 16 + size])
+    if kind == GIVEN_UP:
+        raise WeightSyncError(about["reason"])
+    return kind, about
 
 
-def _bytes(group: WeightGroup, count: int) -> bytes:
-    header = torch.empty(count, dtype=torch.uint8, device=group.device)
-    group.wait([group.broadcast(header)])
-    return header.cpu().numpy().tobytes()
-
-
-def _message(group: WeightGroup, kind: int, header: bytes, nbytes: int) -> list[Any]:
-    text = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device)
-    return [*_frame(group, kind, len(header), nbytes), group.broadcast(text)]
-
-
-def _frame(group: WeightGroup, kind: int, first: int, second: int) -> list[Any]:
-    return [group.broadcast(torch.tensor([kind, first, second], device=group.device))]
-
-
-def _checksum(payload: torch.Tensor) -> int:
+def _sum(piece: torch.Tensor) -> torch.Tensor:
     """A sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
-    if payload.storage_offset() % 8:  # a view of a part, which words cannot look at
-        payload = payload.clone()
-    whole = len(payload) // 8 * 8
-    words, rest = payload[:whole].view(torch.int64), payload[whole:]
-    return int(words.sum().item() + rest.sum().item())
+    if piece.storage_offset() % 8:  # a view of a part, which words cannot look at
+        piece = piece.clone()
+    whole = len(piece) // 8 * 8
+    return piece[:whole].view(torch.int64).sum() + piece[whole:].sum()
 
 
-def _stream(group: WeightGroup) -> "AbstractContextManager[Any]":
-    """Makes another thread work in this one's order on a GPU."""
-    if group.device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.current_stream(group.device))
+def _folded(sums: list[torch.Tensor]) -> int:
+    """One number of the sums of a bucket's pieces, in their order."""
+    return functools.reduce(lambda so_far, each: (31 * so_far + int(each)) % 2**61, sums, 0)
 
 
 def _room(size: int) -> int:

@@ -19,16 +19,26 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.placement import places_of
 
+MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
+
 
 @contextmanager
-def joined(stack: StackState, settings: Settings, name: str) -> Iterator[tuple[Settings, Daemon]]:
-    """A node that joins the stack's cluster; what processes on it have for settings, and it."""
+def joined(
+    stack: StackState, settings: Settings, name: str, *, own_disk: Path | None = None
+) -> Iterator[tuple[Settings, Daemon]]:
+    """A node that joins the stack's cluster; what processes on it have for settings, and it.
+
+    It has a file system of its own at ``own_disk``.
+    """
     spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
     there = settings.model_copy(update={"node": name, "spool": spool})
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     command += [f"--address={stack.ray_address}", f"--node-name={name}", "--num-cpus=1"]
     command += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+    if own_disk:
+        mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
+        command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
     env = parts.environment(there, stack)
     log = settings.home / f"logs/{name}-{spool.name}.log"
     node = daemon.start(command, env=env, cwd=settings.home, log=log)

@@ -1,11 +1,19 @@
 """A save whose ranks are on two Ray nodes, each with a memory of its own."""
 
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined
+from tests.integration.nodes.joined import (
+    MOUNTS_OF_ITS_OWN,
+    a_rank_on_each,
+    await_freed,
+    joined,
+)
 from tests.integration.prefect_api import Api, key_of
+from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.restore import load_shards
@@ -39,3 +47,24 @@ def test_it_commits_and_loads_bit_equal_from_the_memory_of_each(
         run = api.ended(api.run_of(key_of(root, 4)).id)
         names = sorted(task.name.rpartition("-")[0] for task in api.tasks_of(run))
         assert names == ["commit", "free slots", "model", "model"]
+
+
+@pytest.mark.slow
+def test_a_node_that_writes_to_a_disk_of_its_own_fails_the_save_and_is_named(
+    stack: StackState, stack_settings: Settings, root: Path
+) -> None:
+    root.mkdir(exist_ok=True)
+    if subprocess.run([*MOUNTS_OF_ITS_OWN, "true"], capture_output=True).returncode:
+        pytest.skip("a process may have no mounts of its own here")
+    with (
+        joined(stack, stack_settings, "alone", own_disk=root) as (other, _),
+        a_rank_on_each(root, [stack_settings, other]) as ranks,
+    ):
+        for rank, saves in enumerate(ranks):
+            saves.save(4, {"model": state(rank)})
+        named = r"rank_1\.pt, which node alone wrote, is not in the root"
+        with pytest.raises(SaveFailed, match=named):
+            ranks[0].wait_all(120)
+        with pytest.raises(SaveFailed, match=named):
+            ranks[1].wait_all(120)
+    assert not (root / "global_step_4/manifest.json").exists()

@@ -35,6 +35,8 @@ def weights() -> dict[str, torch.Tensor]:
         made[f"int8.{n}"] = torch.arange(size).to(torch.int8)
     made["part"] = torch.randn(2 * BUCKET + 1, generator=random).to(torch.bfloat16)[1:]
     made["matrix"] = torch.randn(33, 70, generator=random).t()
+    for n in range(300):  # more than one message can name
+        made[f"bias.{n}"] = torch.full((n % 3,), float(n))
     made["mask"] = torch.arange(100).reshape(4, 25) % 3 == 0
     return made
 
@@ -188,6 +190,25 @@ def test_a_reader_that_cannot_use_them_tells_the_trainer_why(
     assert isinstance(reader.answer(), WeightSyncError)
     with pytest.raises(WeightSyncError, match="cannot use this weight group any more"):
         send_weights(sent.items(), group, version=4)
+
+
+def _altered(group: WeightGroup) -> Any:
+    wait = group.wait
+
+    def waits(works: Any) -> None:
+        wait(works)
+        for buffer in group._buffers.values():
+            buffer[-1] = 1
+
+    group.wait = waits  # type: ignore[method-assign]
+    return [name for name, _ in receive_weights(group)]
+
+
+def test_what_is_altered_on_its_way_is_not_taken(members: Any) -> None:
+    group, (reader,) = members(_altered)
+    with pytest.raises(WeightSyncError, match="rank 1 gave up: a bucket was altered on its way"):
+        send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, bucket_bytes=BUCKET)
+    assert isinstance(reader.answer(), WeightSyncError)
 
 
 def _killed_in_the_middle(group: WeightGroup) -> Any:

@@ -1,0 +1,281 @@
+"""What a long history costs: the same questions of 10 saves and of 10,000, beside each other.
+
+::
+
+    python -m benchmarks.history [SAVES]
+
+Two Prefect servers on SQLite, one with a job of ten real saves, one with three (server, trigger,
+flow, tasks, files and catalog are real; tasks run in threads, without Ray). The three's rows and
+steps are then multiplied to SAVES (see ``benchmarks.multiplied``), one save every five minutes into
+the past, all their events included. Both are asked in turn what our own code asks, what the pages
+of the UI ask, and for a save from its trigger to its commit; medians count. At last the retention
+that the embedded server ships with removes what is too old, while saves go on, and as many saves
+again show whether the file grows.
+"""
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.multiplied import ROWS, Saves, multiply_steps, tables
+
+REAL, MODELS, EVERY_S, TURNS = 10, 3, 300.0, 3
+SAVE = "a save, from its trigger to the end of its run"
+ASKED_AGAIN = "trigger: a run that was asked for already"
+PASSING = "automation_bucket"
+"""Rows of the automation that looks out for silent runs, which it removes minutes later."""
+FAR = 10.0**6
+"""Hours: longer than any history here."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class Side:
+    """A server with a history, and the process that asks it."""
+
+    folder: Path
+    first_step: int
+    keep_h: tuple[float, float] = (FAR, FAR)
+    """Of events and of runs."""
+    steps: int = 0
+    state: Any = None
+    pipe: Any = None
+    asking: Any = None
+
+    @property
+    def database(self) -> Path:
+        """The server's."""
+        return self.folder / "home/prefect/prefect.db"
+
+    @property
+    def root(self) -> Path:
+        """Of the job."""
+        return self.folder / "job"
+
+    @property
+    def settings(self) -> Any:
+        """Of server and job."""
+        from trinity_sync.settings import Settings
+
+        return Settings(
+            home=self.folder / "home",
+            spool=self.folder / "spool",
+            schedules=False,
+            keep_events_h=self.keep_h[0],
+            keep_runs_h=self.keep_h[1],
+        )
+
+    def start(self) -> float:
+        """Start the server; seconds until it answers."""
+        from trinity_sync.orchestration import daemon, parts
+        from trinity_sync.orchestration.deploy import deploy
+
+        settings, began = self.settings, time.perf_counter()
+        settings.home.mkdir(parents=True, exist_ok=True)
+        settings.spool.mkdir(mode=0o700, exist_ok=True)
+        state = self.state = parts.start_server(settings, parts.StackState())
+        answers, limit = lambda: parts.server_answers(state), time.monotonic() + 300
+        daemon.await_ready("the Prefect server", state.server, answers, limit)
+        took = time.perf_counter() - began
+        deploy(settings, state.api_url)
+        self.pipe, theirs = SPAWN.Pipe()
+        variables = {
+            "PREFECT_API_URL": state.api_url,
+            "TRINITY_SYNC_HOME": str(settings.home),
+            "TRINITY_SYNC_SPOOL": str(settings.spool),
+        }
+        first = self.first_step + self.steps
+        self.asking = SPAWN.Process(target=_asking, args=(theirs, variables, self.root, first))
+        self.asking.start()
+        return took
+
+    def ask(self, name: str) -> float:
+        """Put a question; seconds that the answer took."""
+        self.pipe.send(name)
+        answer = self.pipe.recv()
+        if isinstance(answer, str):
+            raise SystemExit(f"{name}: {answer}")
+        self.steps += name == SAVE
+        return float(answer)
+
+    def stop(self, *, settled: bool = False) -> None:
+        """End both processes; ``settled``: when the server has written down what it knows."""
+        from trinity_sync.orchestration import daemon
+
+        if self.state:
+            state, self.state = self.state, None
+            try:
+                if settled:
+                    _settled(self.database)
+                self.pipe.send(None)
+                self.asking.join()
+            except OSError:
+                pass  # it has ended
+            finally:
+                daemon.stop(state.server, 30)
+
+
+def main() -> None:
+    """Measure, print and judge."""
+    saves = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are to end with this
+    os.environ |= {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
+        "DO_NOT_TRACK": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-history-") as folder:
+        short, long = (Side(Path(folder) / name, saves + 1) for name in ("short", "long"))
+        try:
+            found = _compare(short, long, saves)
+            short.stop()
+            found += _retain(long, saves)
+        finally:
+            for side in (short, long):
+                side.stop()
+    print("\n".join(found) or "our own questions stay quick, and the database stays bounded")
+    sys.exit(bool(found))
+
+
+def _compare(short: Side, long: Side, saves: int) -> list[str]:
+    """The same questions of both; what of ours grows."""
+    began: dict[str, int] = {}
+    for side in (short, long):
+        side.start()
+        began = dict(tables(side.database))
+        for _ in range(REAL if side is short else MODELS):
+            side.ask(SAVE)
+    long.stop(settled=True)
+    grown = {name: (rows - began[name]) / MODELS for name, rows in tables(long.database)}
+    print("rows a save:", {name: round(rows, 1) for name, rows in grown.items() if rows >= 1})
+    known = {*ROWS, PASSING}
+    found = [
+        f"{n} grows and is not multiplied" for n, r in grown.items() if r >= 1 and n not in known
+    ]
+    before, then = long.database.stat().st_size, time.perf_counter()
+    Saves(long.database).multiply(range(1, saves + 1), EVERY_S)
+    filled = long.database.stat().st_size - before
+    print(f"{saves} saves into the database: {time.perf_counter() - then:.0f} s, "
+          f"{filled / 1e6:.0f} MB, {filled / saves / 1e6:.3f} MB a save")  # fmt: skip
+    multiply_steps(long.root, saves + 1, range(1, saves + 1), EVERY_S)
+    print(f"the server starts within {long.start():.1f} s")
+    print(f"trinity-sync catalog rebuild: {long.ask('trinity-sync catalog rebuild'):.1f} s")
+    long.ask(SAVE)
+    print(f"| question | {REAL} saves, ms | {saves} saves, ms | ratio |\n|---|---|---|---|")
+    for name in _names():
+        answers: dict[int, list[float]] = {id(short): [], id(long): []}
+        for _ in range(TURNS + 1):
+            for side in (short, long):
+                answers[id(side)].append(side.ask(name) * 1e3)
+        one, many = (statistics.median(each[1:]) for each in answers.values())
+        print(f"| {name} | {one:.0f} | {many:.0f} | {many / one:.1f} |", flush=True)
+        if name.startswith(("trigger", "watch", "worker", "a save")) and many > 3 * one + 20:
+            found.append(f"{name} takes {many:.0f} ms instead of {one:.0f}")
+    return found
+
+
+def _retain(long: Side, saves: int) -> list[str]:
+    """What the shipped retention takes and leaves."""
+    from trinity_sync.settings import Settings
+
+    shipped = Settings.model_fields["keep_events_h"].default, _runs_h()
+    peaks = []
+    for turn in range(2):
+        long.stop(settled=True)
+        if turn:
+            Saves(long.database).multiply(range(saves + 1, saves + saves // 4 + 1), EVERY_S)
+        peaks.append(long.database.stat().st_size)
+        long.keep_h = shipped
+        then, slowest = time.perf_counter(), dict.fromkeys((SAVE, ASKED_AGAIN), 0.0)
+        long.start()
+        while left := _too_old(long.database, *shipped):
+            for name in slowest:
+                slowest[name] = max(slowest[name], long.ask(name))
+            if time.perf_counter() - then > 1800:
+                return [f"the retention has left {left} rows after half an hour"]
+        used = _used(long.database)
+        print(
+            f"retention of {shipped[0]:g} h of events and {shipped[1]:g} h of runs: "
+            f"{time.perf_counter() - then:.0f} s, file {peaks[-1] / 1e6:.0f} MB, in use then "
+            f"{used / 1e6:.0f} MB; meanwhile at most "
+            + ", ".join(f"{took * 1e3:.0f} ms for {name!r}" for name, took in slowest.items()),
+            flush=True,
+        )
+    return ["the file grows beyond its first peak"] if peaks[1] > 1.1 * peaks[0] else []
+
+
+def _runs_h() -> float:
+    from trinity_sync.settings import Settings
+
+    return float(Settings.model_fields["keep_runs_h"].default)
+
+
+def _too_old(database: Path, events_h: float, runs_h: float) -> int:
+    """Rows that retention has still to remove."""
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
+    old = "SELECT count(*) FROM {} WHERE {} < datetime('now', ?)"
+    sums = [
+        connection.execute(old.format(table, column), (f"-{hours} hours",)).fetchone()[0]
+        for table, column, hours in (
+            ("event_resources", "occurred", events_h),
+            ("events", "occurred", events_h),
+            ("flow_run", "end_time", runs_h),
+        )
+    ]
+    connection.close()
+    return sum(sums)
+
+
+def _used(database: Path) -> int:
+    """Bytes of a database that hold something."""
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
+    size, pages, free = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_size", "page_count", "freelist_count")
+    )
+    connection.close()
+    return int(size * (pages - free))
+
+
+def _settled(database: Path) -> None:
+    """Wait until the server has written all of its events."""
+    seen: Sequence[Any] = ()
+    while seen != (now := list(tables(database))):
+        seen = now
+        time.sleep(3.0)
+
+
+def _names() -> list[str]:
+    """All questions, in order."""
+    from benchmarks.questions import NAMES
+
+    return [*NAMES, SAVE]
+
+
+def _asking(pipe: Any, variables: dict[str, str], root: Path, first_step: int) -> None:
+    """A process that puts questions to one server."""
+    os.environ |= variables
+    from benchmarks.questions import Questions
+
+    questions = Questions(root, first_step)
+    ask: dict[str, Callable[[], Any]] = {**questions.by_name, SAVE: questions.save}
+    while (name := pipe.recv()) is not None:
+        try:
+            began = time.perf_counter()
+            given = ask[name]()
+            pipe.send(given if name == SAVE else time.perf_counter() - began)
+        except Exception as error:
+            pipe.send(repr(error))
+
+
+if __name__ == "__main__":
+    main()

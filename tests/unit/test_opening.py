@@ -1,0 +1,58 @@
+"""Ranks on several nodes begin a job in one and the same root, or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import json, os, sys
+import torch.distributed as dist
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.settings import Settings
+from trinity_sync import opening
+opening.VISIBLE_S = 0.5
+rank, meeting, spool, *roots = sys.argv[1:]
+dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)
+said = []
+for root in roots:
+    try:
+        settings = Settings(node=f"node-{rank}", spool=f"{spool}/{rank}")
+        saves = CheckpointCoordinator.of_process_group(root, settings=settings)
+        said.append([type(saves).__name__, [place.node for place in saves._places]])
+        saves.close()
+    except ConfigError as error:
+        said.append([type(error).__name__, str(error)])
+print(json.dumps(said))
+dist.destroy_process_group()
+"""
+
+
+def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all_ranks(
+    tmp_path: Path, spool_folder: Path
+) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    own.mkdir()
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        subprocess.run([*alone, f"mount -t tmpfs none {own}"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a process may have no mounts of its own here")
+    roots = [str(shared), str(own), "/proc/none", "s3://bucket/job"]
+    each = [
+        [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(spool_folder), *roots]
+        for rank in (0, 1)
+    ]
+    each[1] = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", *each[1]]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in each]
+    one, other = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
+    assert one == other
+    assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
+    kind, why = one[1]
+    assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
+    assert "TRINITY_SYNC_STORE" in why
+    assert [kind for kind, _ in one[2:]] == ["ConfigError", "ConfigError"]
+    assert list(own.iterdir()) == []

@@ -1,0 +1,326 @@
+"""Steps that count once they are in a store: sent, found again elsewhere, and by one training."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from s3fs import S3FileSystem
+from typer.testing import CliRunner
+
+from tests.unit.job import Job
+from trinity_sync.cli import app
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import Abandoned, ConfigError, RemoteError, SaveFailed
+from trinity_sync.layout import step_folder
+from trinity_sync.orchestration.doctor_job import examine_root
+from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.claims import pin
+from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.policies import All, LastN
+from trinity_sync.storage.primary import send, send_missing, thin_out
+from trinity_sync.storage.remote import Remote
+from trinity_sync.storage.retention import NOT_STORED, Rules, carry_out, plan, survey
+from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.steps import newest
+from trinity_sync.storage.stored import is_stored, store_of
+
+SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+class Asked(SaveTrigger):
+    """No server: the test does what the flow would, and says how that ended."""
+
+    def __init__(self) -> None:
+        self.answer = Outcome("running")
+
+    def submit(self, request: SaveRequest) -> None:
+        pass
+
+    def outcome(self, request: SaveRequest) -> Outcome:
+        return self.answer
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+@dataclass
+class Machine:
+    """A root and a memory of its own, and a training there; the store is all they share."""
+
+    folder: Path
+    spool: Path
+    url: str
+    closing: ExitStack
+
+    def start(self, key: str, *, load: bool = True) -> CheckpointCoordinator:
+        settings = Settings(store=self.url, spool=self.spool, home=self.folder)
+        saves = CheckpointCoordinator(
+            self.folder / "ckpts", run_key=key, settings=settings, trigger=Asked()
+        )
+        self.closing.callback(saves.close, timeout=0)
+        if load and (latest := saves.latest()):
+            saves.load(int(latest.name.removeprefix("global_step_")))
+        return saves
+
+    def commit(self, saves: CheckpointCoordinator, step: int, *, sent: bool = True) -> None:
+        """What the flow of a save does."""
+        saves.save(step, {"model": state(step)})
+        job = Job(saves.root, saves.spool)
+        run = newest_run(saves.root)
+        assert run
+        written = job.persist(step, run=run.number)
+        save = job.save(step, run=run.number)
+        commit(save, written)
+        release_slots(saves.spool, save, written)
+        if sent:
+            send(saves.root, self.url, step)
+
+
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, spool_folder: Path) -> Iterator[Make]:
+    with ExitStack() as closing:
+
+        def make(name: str, url: str = f"file://{tmp_path}/store/job") -> Machine:
+            (tmp_path / name).mkdir()
+            return Machine(tmp_path / name, spool_folder / name, url, closing)
+
+        yield make
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5000,), float(step))}
+
+
+def test_a_fresh_machine_goes_on_from_the_newest_step_in_the_store(
+    machine: Make, bucket: str
+) -> None:
+    url = f"s3://{bucket}/job"
+    first = machine("first", url)
+    saves = first.start("one")
+    for step in (1, 2):
+        first.commit(saves, step)
+    second = machine("second", url)
+    resumed = second.start("two", load=False)
+    latest = resumed.latest()
+    assert latest == step_folder(resumed.root, 2)
+    assert torch.equal(resumed.load(2)["model"]["w"], state(2)["w"])
+    second.commit(resumed, 3)
+    assert [step.manifest.run for step in Remote(first.url).steps() if step.manifest] == [1, 1, 2]
+
+
+def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    one.commit(saves, 2, sent=False)
+    again = one.start("second", load=False)
+    assert again.latest() == step_folder(again.root, 2)
+    assert [step.step for step in Remote(one.url).steps()] == [1]
+
+
+def test_a_machine_that_comes_back_takes_what_a_later_run_made_of_its_steps(
+    machine: Make,
+) -> None:
+    first, second = machine("first"), machine("second")
+    old = first.start("one")
+    first.commit(old, 1)
+    new = second.start("two")
+    second.commit(new, 2)
+    first.commit(old, 2, sent=False)  # it had not heard of the other
+    back = first.start("three", load=False)
+    manifest = read_manifest(back.root, 2)
+    assert manifest
+    assert (manifest.run, newest(back.root)) == (2, manifest)
+    assert not list((back.root / ".trinity_sync/fetching").iterdir())
+
+
+def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused(
+    machine: Make,
+) -> None:
+    first, second, third = machine("first"), machine("second"), machine("third")
+    old = first.start("one")
+    first.commit(old, 1)
+    new, other = second.start("two"), third.start("three")
+    second.commit(new, 2)
+    with pytest.raises(Abandoned, match=r"run 2 at file://.* resumed from step 1"):
+        first.commit(old, 2)
+    with pytest.raises(Abandoned, match=r"run 2 at file://.* is another training's"):
+        third.commit(other, 2)
+    there = Remote(first.url).step(2)
+    assert (there.state, there.manifest) == ("whole", read_manifest(new.root, 2))
+
+
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_of_two_that_commit_the_same_step_at_once_one_does(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    s3 = kind == "s3"
+    where = f"s3://{request.getfixturevalue('bucket')}" if s3 else f"file://{tmp_path}"
+    remote = Remote(f"{where}/job")
+    assert remote.create(4, "manifest.json", b"mine")
+    assert not remote.create(4, "manifest.json", b"theirs")
+    assert remote.read(4, "manifest.json") == b"mine"
+    assert remote.writes_once()
+
+
+def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
+    machine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine("first")
+    saves = first.start("one")
+    for step in (1, 2):
+        first.commit(saves, step)
+    whole = Remote(first.url).read(2, SHARD)
+    assert whole
+    Remote(first.url).write(2, SHARD, bytes(len(whole)))
+    resumed = machine("second").start("two")
+    assert resumed.latest() == step_folder(resumed.root, 1)
+    assert "the step before is taken" in caplog.text
+
+
+def test_a_step_damaged_here_is_fetched_again(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    (step_folder(saves.root, 1) / SHARD).write_bytes(b"cut")
+    again = one.start("second")
+    assert again.latest() == step_folder(again.root, 1)
+
+
+def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    saves.wait_all(10)
+    one.commit(saves, 2, sent=False)
+    assert len(saves.commit_seconds) == 1
+    saves._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
+    with pytest.raises(
+        SaveFailed, match=r"brought to file://.*in the root only: the store is full"
+    ):
+        saves.wait_all(10)
+    one.commit(saves, 3)
+    saves.wait_all(10)
+
+
+def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2):
+        one.commit(saves, step, sent=False)
+    one.commit(saves, 3)
+    rules = Rules(LastN(1), All())
+    made = plan(survey(saves.root), rules, time.time())
+    assert [(kept.step, why) for kept, why in made.kept][:2] == [(1, NOT_STORED), (2, NOT_STORED)]
+    assert send_missing(saves.root, one.url) == [1, 2]
+    made = plan(survey(saves.root), rules, time.time())
+    assert [step.step for step in carry_out(saves.root, made).removed] == [1, 2]
+    assert [step.state for step in Remote(one.url).steps()] == ["whole"] * 3
+
+
+def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pinned_one(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2, 3, 4):
+        one.commit(saves, step)
+    pin(saves.root, 2)
+    assert thin_out(saves.root, one.url, "all", 0) == ()
+    assert thin_out(saves.root, one.url, "last=1", 0) == (1, 3)
+    with pytest.raises(ConfigError, match="no metrics"):
+        thin_out(saves.root, one.url, "last=1,best=1:reward:max", 0)
+    assert [step.step for step in Remote(one.url).steps()] == [2, 4]
+    other = machine("other").start("second", load=False)
+    assert thin_out(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
+
+
+def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2):
+        one.commit(saves, step)
+    settings = Settings(spool=saves.settings.spool, home=one.folder)
+    again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
+    one.closing.callback(again.close, timeout=0)
+    assert store_of(again.root) == one.url
+    with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
+        rewind(again.root, 1)
+
+
+def test_a_training_does_not_begin_without_its_store(
+    tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(store="s3://no-such-bucket/{job}", spool=spool_folder)
+    with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/ckpts-"):
+        CheckpointCoordinator(tmp_path / "ckpts", settings=settings)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match=r"127\.0\.0\.1:9"):
+        CheckpointCoordinator(tmp_path / "ckpts", settings=settings)
+    S3FileSystem.clear_instance_cache()
+
+
+def test_a_job_that_had_no_store_gets_one_with_its_next_start(
+    machine: Make, tmp_path: Path
+) -> None:
+    one = machine("one")
+    root = one.folder / "ckpts"
+    root.mkdir()
+    job = Job(root, open_job_spool(one.spool, root))
+    open_run(root, "before", 0)
+    job.stage(1, {"model": state(1)})
+    job.commit(1)
+    manifest = read_manifest(root, 1)
+    assert manifest
+    assert is_stored(root, manifest)  # there is none
+    saves = one.start("first")
+    assert not is_stored(root, manifest)
+    one.commit(saves, 2)
+    assert send_missing(root, one.url) == [1]
+    for stager in job.stagers.values():
+        stager.close()
+
+
+def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1)
+    one.commit(saves, 2, sent=False)
+    run = CliRunner().invoke
+    assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
+    assert "in its store" in run(app, ["ls", str(saves.root)]).output
+    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
+    assert "step 1 is whole" in run(app, ["verify", one.url]).output
+    content = Remote(one.url).read(1, SHARD)
+    assert content
+    Remote(one.url).write(1, SHARD, bytes(len(content)))
+    found = run(app, ["verify", one.url, "--step", "1"])
+    assert (found.exit_code, f"step 1 is damaged: {SHARD} has other bytes" in found.output) == (
+        1,
+        True,
+    )
+    shutil.rmtree(saves.root)
+    assert "TRINITY_SYNC_STORE" in run(app, ["show", "s3://bucket/job", "1"]).output

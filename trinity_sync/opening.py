@@ -1,0 +1,152 @@
+"""What becomes of a root when a job begins, before anything is trained or loaded.
+
+Rank 0 tries out what the file system can do, and fetches the newest step of a store. Ranks on other
+nodes then see whether theirs is the same: a file that rank 0 has made and locked must be there, and
+locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
+from trinity_sync.layout import job_id, refuse_url
+from trinity_sync.settings import Settings
+from trinity_sync.storage.abilities import require_able
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX
+from trinity_sync.storage.locks import file_lock, file_lock_if_free
+from trinity_sync.storage.mounts import mount_of
+from trinity_sync.storage.placement import Place, places_of
+from trinity_sync.storage.stored import store_of
+
+VISIBLE_S = 30.0
+"""Seconds within which a node has to see what another has made: NFS may keep an old listing for as
+long by default (``acdirmin``)."""
+
+
+def folder_of(root: str | Path) -> Path:
+    """The full path of a job's root, made if it is missing.
+
+    Raises:
+        ConfigError: it is a URL, or cannot be made.
+    """
+    refuse_url(root)
+    folder = Path(root).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the job's root {folder}: {error.strerror}") from error
+    return folder
+
+
+def open_root(root: str | Path, settings: Settings) -> Path:
+    """Have a root that a job can begin with; one process of the job does it.
+
+    Where steps count in a store, the newest of there is here afterwards.
+
+    Raises:
+        ConfigError: it is a URL, or cannot be made; or the store's URL cannot be used.
+        RootError: its file system lacks what a commit needs.
+        RemoteError: the store cannot be read and written.
+        CommitError: another step has the place of the store's newest.
+    """
+    folder = folder_of(root)
+    require_able(folder)
+    if url := settings.store.replace("{job}", job_id(folder)) or store_of(folder):
+        from trinity_sync.storage.primary import begin_with_store  # fsspec, for who needs it
+
+        begin_with_store(folder, url)
+    return folder
+
+
+def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple[Place, ...], str]:
+    """As `open_root`, by all ranks of the default process group.
+
+    Args:
+        root: of the job.
+        settings: of this process.
+        key: of the run, if this is rank 0.
+
+    Returns:
+        On which nodes the ranks are, and rank 0's key.
+
+    Raises:
+        RootError: the nodes do not see one and the same root.
+        TrinitySyncError: what `open_root` has raised on rank 0.
+    """
+    rank = dist.get_rank()
+    with ExitStack() as held:
+        proof: Path | TrinitySyncError | None = None
+        if rank == 0:
+            try:
+                proof = held.enter_context(_proof(open_root(root, settings)))
+            except TrinitySyncError as error:
+                proof = error
+            except OSError as error:
+                proof = RootError(f"{root} cannot be the root of a job: {error}")
+        mine = (settings.node, str((settings.spool / job_id(root)).absolute()), key, proof)
+        everyone = _from_all(mine)
+        node, _, key, proof = everyone[0]
+        if isinstance(proof, TrinitySyncError):
+            raise proof
+        places = places_of([(node, spool) for node, spool, *_ in everyone])
+        if len(places) > 1:
+            first = any(place.ranks[0] == rank for place in places[1:])
+            why = ""
+            if first:
+                try:
+                    why = _why_another(proof, node, settings.node)
+                except (RootError, OSError) as error:
+                    why = f"on node {settings.node}: {error}"
+            if any(wrong := _from_all(why)):
+                raise RootError("; ".join([each for each in wrong if each][:3]))
+    return places, key
+
+
+def _from_all(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+@contextmanager
+def _proof(root: Path) -> Iterator[Path]:
+    """A file that is there and locked within the block."""
+    path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    try:
+        with file_lock(path):
+            yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _why_another(proof: Path, theirs: str, mine: str) -> str:
+    """Why the root of this node is not that of rank 0's; empty if it is."""
+    deadline = time.monotonic() + VISIBLE_S
+    root = proof.parent
+    while not proof.exists():
+        if time.monotonic() > deadline:
+            return (
+                f"node {mine} does not see in {root} ({mount_of(root)}) what rank 0 has written "
+                f"there on node {theirs}. The root has to be one folder on a file system that all "
+                "nodes share; with disks of their own, run each job on one node and copy its steps "
+                "(TRINITY_SYNC_STORE)"
+            )
+        time.sleep(0.05)
+    with file_lock_if_free(proof) as free:
+        if free:
+            mount = mount_of(root)
+            option = f" with the option {mount.keeps_locks_here}" if mount.keeps_locks_here else ""
+            return (
+                f"node {mine} was given a lock in {root} that node {theirs} has: locks of this "
+                f"file system ({mount}{option}) do not reach other nodes, and two commits could "
+                "cross. Mount it so that they do (NFS: without nolock and local_lock, Lustre: with "
+                "flock), or take another file system"
+            )
+    require_able(root)
+    return ""

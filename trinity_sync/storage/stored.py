@@ -1,0 +1,79 @@
+"""Which store a job's steps have to reach before they count, and which of them it has.
+
+::
+
+    root/.trinity_sync/store.json           the store; written when a run of the job begins
+    root/.trinity_sync/stored/40.json       the store has the checkpoint of step 40, by this run
+
+The root says it, as it says where ranks are: so whoever commits, waits or removes on whatever node
+goes by the same store, and a worker without the setting cannot leave it out.
+"""
+
+from pathlib import Path
+
+from trinity_sync.errors import CommitError
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.digested import from_text, to_text
+from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.runs import all_runs, left_behind_by
+
+
+def note_store(root: str | Path, url: str) -> None:
+    """From now on the steps of the root count when they are there; again costs a look."""
+    if store_of(root) != url:
+        make_folder(_store(root).parent)
+        replace_file(_store(root), to_text({"url": url}))
+
+
+def store_of(root: str | Path) -> str:
+    """URL of the store of the root; empty where its steps count once they are in the root.
+
+    Raises:
+        CommitError: the file that says so is torn.
+    """
+    try:
+        return str(from_text(_store(root).read_text())["url"])
+    except FileNotFoundError:
+        return ""
+    except (ValueError, KeyError) as error:
+        raise CommitError(
+            f"{_store(root)} is torn, so nobody can tell where steps have to be; start the "
+            "training with TRINITY_SYNC_STORE, which writes it anew"
+        ) from error
+
+
+def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
+    """Write down that a store has a step."""
+    note = _note(root, manifest.step)
+    make_folder(note.parent)
+    replace_file(note, to_text({"url": url, "run": manifest.run, "kinds": manifest.kinds}))
+
+
+def is_stored(root: str | Path, manifest: Manifest) -> bool:
+    """Whether the store of the root has a checkpoint, or it is none, or there is no store."""
+    url = store_of(root)
+    if not url or "checkpoint" not in manifest.kinds:
+        return True
+    try:
+        note = from_text(_note(root, manifest.step).read_text())
+        return bool((note["url"], note["run"]) == (url, manifest.run)) and (
+            "checkpoint" in note["kinds"]
+        )
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+
+
+def must_be_sent(root: str | Path, manifest: Manifest) -> bool:
+    """Whether the store of the root lacks a checkpoint that no later run has left behind."""
+    if is_stored(root, manifest):
+        return False
+    return left_behind_by(all_runs(root), manifest.run, manifest.step) is None
+
+
+def _store(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "store.json"
+
+
+def _note(root: str | Path, step: int) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "stored" / f"{step}.json"
