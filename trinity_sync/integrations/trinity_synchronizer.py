@@ -17,6 +17,7 @@ from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity_job import require_supported
 from trinity_sync.settings import Settings
 from trinity_sync.storage.policies import All, parse_policy
+from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.weights.ledger import known_root
 from trinity_sync.weights.liveness import PROBE_S, died
@@ -134,4 +135,5 @@ def _remove_superseded_syncs(root: str) -> None:
     settings = Settings()
     rules = Rules(checkpoints=All(), syncs=parse_policy(settings.keep_syncs))
     made = plan(survey(root), rules, time.time())
-    carry_out(root, made, spool=settings.spool, recycle=settings.recycle)
+    recycle = recycles(root, settings.recycle)
+    carry_out(root, made, spool=settings.spool, recycle=recycle)
