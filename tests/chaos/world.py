@@ -238,8 +238,8 @@ class World:
         """Until a step that was handed over after that time is committed; returns when."""
 
         def ask() -> float | None:
-            if not self._trains or not self.stack.lives:  # it may notice late what it has lost
-                self.mend()
+            if not (self._trains and self.stack.lives and self.server.lives):
+                self.mend()  # it may notice late what it has lost
             since = {
                 (note["run"], note["step"])
                 for note in self.notes()
@@ -255,10 +255,13 @@ class World:
             if each and each.poll() is None:
                 each.send_signal(signal.SIGUSR1)
         time.sleep(1.0)
-        told = [f"commits {sorted(self.commits())[-8:]}; parts {self.stack.lives}"]
+        told = [
+            f"commits {sorted(self.commits())[-8:]}; parts {self.stack.lives}, "
+            f"server {self.server.lives}"
+        ]
         for name in ("rank0", "rank1", "explorer"):
             told.append(f"--- {name}: {self.notes(name)[-3:]}\n{self.log(name)[-2500:]}")
-        for log in sorted((self.settings.home / "logs").glob("*.log")):
+        for log in sorted(self.folder.glob("*/logs/*.log")):
             told.append(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}")
         return "\n".join(told)
 
