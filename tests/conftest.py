@@ -81,28 +81,39 @@ def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting
     shutil.rmtree(spool)
 
 
-@pytest.fixture(scope="session")
-def stack(stack_settings: Settings) -> Iterator[StackState]:
-    """The session's stack; from its start to the end of the session, the environment names it."""
+@contextmanager
+def running_stack(
+    settings: Settings,
+    more: dict[str, str] | None = None,
+    *,
+    num_cpus: int = 2,
+) -> Iterator[StackState]:
+    """A stack within the block, which the environment names there, with ``more`` in it."""
     from prefect.context import refresh_global_settings_context
 
-    settings = stack_settings
     own = {
         "TRINITY_SYNC_HOME": str(settings.home),
         "TRINITY_SYNC_SPOOL": str(settings.spool),
         "PREFECT_HOME": str(settings.home / "prefect"),
     }
-    with environment(own), stopped_if_killed(settings):
-        state = stack_module.up(settings, num_cpus=2)
+    with environment(own | (more or {})), stopped_if_killed(settings):
+        state = stack_module.up(settings, num_cpus=num_cpus)
         os.environ.update(state.environment)
         refresh_global_settings_context()
         try:
             yield state
         finally:
-            now = stack_module.find(settings) or state
-            processes = processes_of(now) if now.lives else []
             stack_module.down(settings)
     refresh_global_settings_context()
+
+
+@pytest.fixture(scope="session")
+def stack(stack_settings: Settings) -> Iterator[StackState]:
+    """The session's stack; from its start to the end of the session, the environment names it."""
+    with running_stack(stack_settings) as state:
+        yield state
+        now = stack_module.find(stack_settings) or state
+        processes = processes_of(now) if now.lives else []
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()
 

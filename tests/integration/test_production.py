@@ -18,7 +18,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
-from tests.conftest import environment, stopped_if_killed
+from tests.conftest import running_stack
 from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import Kind
@@ -100,27 +100,23 @@ def stack(settings: Settings, postgres: str) -> Iterator[StackState]:
 
     By this name the environment of a test names it, and not the session's.
     """
-    from prefect.context import refresh_global_settings_context
-
     named = {
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": postgres.replace(
             "postgresql:", "postgresql+asyncpg:"
         ),
         "PREFECT_SERVER_API_AUTH_STRING": SECRET,
         "PREFECT_API_AUTH_STRING": SECRET,
-        "PREFECT_HOME": str(settings.home / "prefect"),
-        "TRINITY_SYNC_HOME": str(settings.home),
-        "TRINITY_SYNC_SPOOL": str(settings.spool),
     }
-    with environment(named), stopped_if_killed(settings):
-        state = stack_module.up(settings, num_cpus=2, timeout_s=180)
-        os.environ.update(state.environment)
-        refresh_global_settings_context()
-        try:
-            yield state
-        finally:
-            stack_module.down(settings)
-    refresh_global_settings_context()
+    with running_stack(settings, named) as state:
+        yield state
+
+
+def rows(database: str, table: str) -> int:
+    engine = sa.create_engine(database)
+    with engine.connect() as connection:
+        found = connection.execute(sa.text(f"SELECT count(*) FROM {table}")).scalar()
+    engine.dispose()
+    return int(found or 0)
 
 
 def run_of(root: Path, step: int, kind: Kind) -> FlowRun | None:
@@ -171,11 +167,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     finally:
         second.terminate()
         second.wait(30)
-    engine = sa.create_engine(settings.catalog_url)
-    with engine.connect() as connection:
-        runs = connection.execute(sa.text("SELECT count(*) FROM flow_run")).scalar()
-        steps = connection.execute(sa.text("SELECT count(*) FROM steps")).scalar()
-    engine.dispose()
+    runs, steps = rows(driven(postgres), "flow_run"), rows(settings.catalog_url, "steps")
     assert runs == 6
     assert steps == 3
 

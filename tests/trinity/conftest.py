@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import environment, stopped_if_killed
-from trinity_sync.orchestration import stack as stack_module
+from tests.conftest import running_stack
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 
@@ -35,23 +34,8 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 @pytest.fixture(scope="session")
 def stack(stack_settings: Settings) -> Iterator[StackState]:
     """Prefect server, Ray node and flow worker of the session; the environment names them."""
-    from prefect.context import refresh_global_settings_context
-
-    settings = stack_settings
-    own = {
-        "TRINITY_SYNC_HOME": str(settings.home),
-        "TRINITY_SYNC_SPOOL": str(settings.spool),
-        "PREFECT_HOME": str(settings.home / "prefect"),
-    }
-    with environment(own | ON_CPU), stopped_if_killed(settings):
-        state = stack_module.up(settings, num_cpus=32)
-        os.environ.update(state.environment)
-        refresh_global_settings_context()
-        try:
-            yield state
-        finally:
-            stack_module.down(settings)
-    refresh_global_settings_context()
+    with running_stack(stack_settings, ON_CPU, num_cpus=32) as state:
+        yield state
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from trinity_sync.storage.commit import commit
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
 from trinity_sync.storage.meter import Meter, unmetered
-from trinity_sync.storage.persist import Save, Written, identity_of, temporary_name
+from trinity_sync.storage.persist import Save, Written, discard, identity_of, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.writer import digest_of
 
@@ -158,8 +158,8 @@ def _tidy(save: Save, written: Sequence[Written]) -> None:
     """Remove what was not committed; after a commit that is nothing."""
     if own_manifest(save.root, save.run, save.step):
         return
+    discard(written)
     for file in written:
-        Path(file.temporary).unlink(missing_ok=True)
         (save.folder / file.record.path).unlink(missing_ok=True)
     for folder in (*sorted(save.folder.rglob("*"), reverse=True), save.folder):
         with suppress(OSError):  # it holds something, or is no folder

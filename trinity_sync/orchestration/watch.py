@@ -168,5 +168,7 @@ def _committed(request: SaveRequest) -> bool:
         return False
     if not all(is_announced(root, announced, run, step) for announced in SERVES_AS[kind]):
         return False
-    manifest = read_manifest(root, step) if kind == "checkpoint" else None
+    if kind != "checkpoint" or not store_of(root):
+        return True
+    manifest = read_manifest(root, step)
     return manifest is None or is_stored(root, manifest)
