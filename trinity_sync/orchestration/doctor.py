@@ -155,7 +155,7 @@ def _skew(date: str | None, before: float, after: float) -> Check:
     skew = max(theirs - after, before - (theirs + 1), 0.0)
     if skew <= SKEW_S:
         return Check("clock", "ok", "as the server's")
-    found = f"{skew:.0f} s off the server's; late runs and leases are judged by the clock"
+    found = f"{skew:.0f} s off the server's; when runs are due, and leases, go by the clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 
