@@ -9,6 +9,7 @@ import pytest
 import torch
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry
+from ray._raylet import GcsClient
 
 from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
@@ -69,6 +70,24 @@ def test_saves_in_a_row_all_commit_in_their_own_state(
     assert [load(root, step)["w"][0].item() for step in range(1, 5)] == [1, 2, 3, 4]
     assert newest(root).step == 4
     assert saves.latest() == root / "global_step_4"
+
+
+def test_saves_leave_no_functions_behind_in_ray(
+    saves: CheckpointCoordinator, stack: StackState
+) -> None:
+    """Prefect's runner makes one a task, which Ray keeps for as long as the worker lives."""
+    ray = GcsClient(address=stack.ray_address)
+
+    def functions() -> int:
+        return len(ray.internal_kv_keys(b"RemoteFunction:", b"fun"))
+
+    counts = []
+    for step in range(1, 4):
+        saves.save(step, {"model": STATE})
+        saves.wait_all(90)
+        counts.append(functions())
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
 
 
 def test_a_sync_and_the_checkpoint_of_its_step_write_the_model_once(
