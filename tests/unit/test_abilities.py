@@ -28,6 +28,7 @@ MOUNTS = r"""
 34 21 0:44 / /over rw - fuse.s3fs s3fs rw
 35 21 0:45 / /bucket rw - fuse mountpoint-s3 rw
 36 21 0:46 / /juice rw - fuse.juicefs JuiceFS:fs rw
+37 21 0:47 / /nameless rw - tmpfs  rw,size=4m
 """.strip()
 
 
@@ -109,6 +110,7 @@ def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
         "/data/two words/ckpts": "nfs",
         "/lustre": "lustre",
         "/over/it": "fuse.s3fs",
+        "/nameless": "tmpfs",
     }
     assert {path: mount_of(path, MOUNTS).kind for path in kinds} == kinds
     assert mount_of("/anywhere", "").kind == "unknown"
