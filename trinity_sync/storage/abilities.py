@@ -50,9 +50,6 @@ class Abilities:
     root: Path
     mount: Mount
     each: tuple[Ability, ...]
-    free: int
-    """Bytes that may still be written."""
-    seconds: float
 
     def has(self, name: str) -> bool:
         """Whether it can do that."""
@@ -82,7 +79,6 @@ def probe(root: Path) -> Abilities:
     Raises:
         RootError: nothing can be written there.
     """
-    began = time.perf_counter()
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         _remove_those_that_were_killed(root)
@@ -91,16 +87,17 @@ def probe(root: Path) -> Abilities:
             Ability(name, needed, _why_not(attempt, folder), without)
             for name, needed, attempt, without in _ATTEMPTS
         )
-        room = os.statvfs(root)
     except OSError as error:
+        todo = "Change its owner or mode, mount it for writing"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            todo = "Make room there"
         raise RootError(
-            f"{root} ({mount_of(root)}) cannot be written: {error.strerror}. Change its owner or "
-            "mode, mount it for writing, or take another root."
+            f"{root} ({mount_of(root)}) cannot be written: {error.strerror}. {todo}, or take "
+            "another root."
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = time.perf_counter() - began
-    return Abilities(root, mount_of(root), each, room.f_bavail * room.f_frsize, seconds)
+    return Abilities(root, mount_of(root), each)
 
 
 class _Wrong(Exception):
