@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ from trinity_sync.storage.stored import store_of
 VISIBLE_S = 30.0
 """Seconds within which a node has to see what another has made: NFS may keep an old listing for as
 long by default (``acdirmin``)."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank tells the others of itself."""
+
+    root: str
+    node: str
+    spool: str
+    key: str
+    proof: Path | None
+    """Of rank 0: the file that the other nodes look for."""
 
 
 def folder_of(root: str | Path) -> Path:
@@ -76,36 +89,42 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
         On which nodes the ranks are, and rank 0's key.
 
     Raises:
-        RootError: the nodes do not see one and the same root.
+        RootError: the ranks do not name, or their nodes do not see, one and the same root.
         TrinitySyncError: what `open_root` has raised on rank 0.
     """
     rank = dist.get_rank()
     with ExitStack() as held:
-        proof: Path | TrinitySyncError | None = None
-        if rank == 0:
-            try:
-                proof = held.enter_context(_proof(open_root(root, settings)))
-            except TrinitySyncError as error:
-                proof = error
-            except OSError as error:
-                proof = RootError(f"{root} cannot be the root of a job: {error}")
-        mine = (settings.node, str((settings.spool / job_id(root)).absolute()), key, proof)
+        mine: _Rank | TrinitySyncError
+        try:
+            refuse_url(root)
+            spool = (settings.spool / job_id(root)).absolute()
+            proof = None if rank else held.enter_context(_proof(open_root(root, settings)))
+            mine = _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
+        except TrinitySyncError as error:
+            mine = error
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            mine = RootError(f"{root} cannot be the root of a job: {error!r}")
         everyone = _from_all(mine)
-        node, _, key, proof = everyone[0]
-        if isinstance(proof, TrinitySyncError):
-            raise proof
-        places = places_of([(node, spool) for node, spool, *_ in everyone])
-        if len(places) > 1:
-            first = any(place.ranks[0] == rank for place in places[1:])
+        if failures := [each for each in everyone if isinstance(each, TrinitySyncError)]:
+            raise failures[0]
+        first: _Rank = everyone[0]
+        for other, each in enumerate(everyone):
+            if each.root != first.root:
+                raise RootError(
+                    f"rank {other} on node {each.node} names {each.root} as the root of its job, "
+                    f"and rank 0 names {first.root}; give all ranks the same full path"
+                )
+        places = places_of([(each.node, each.spool) for each in everyone])
+        if len(places) > 1 and first.proof:
             why = ""
-            if first:
+            if any(place.ranks[0] == rank for place in places[1:]):  # one of each node looks
                 try:
-                    why = _why_another(proof, node, settings.node)
-                except (RootError, OSError) as error:
+                    why = _why_another(first.proof, first.node, settings.node)
+                except Exception as error:  # as above
                     why = f"on node {settings.node}: {error}"
             if any(wrong := _from_all(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
-    return places, key
+    return places, first.key
 
 
 def _from_all(mine: Any) -> list[Any]:

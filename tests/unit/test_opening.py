@@ -41,18 +41,24 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
         subprocess.run([*alone, f"mount -t tmpfs none {own}"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a process may have no mounts of its own here")
-    roots = [str(shared), str(own), "/proc/none", "s3://bucket/job"]
+    (own / "loop").symlink_to(own / "loop")  # on rank 0's disk alone
+    roots = [str(shared), str(own), "/proc/none", "s3://bucket/job", str(own / "loop")]
     each = [
         [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(spool_folder), *roots]
         for rank in (0, 1)
     ]
+    each[0].append(str(shared))
+    each[1].append(str(tmp_path / "elsewhere"))  # as a relative path is, where ranks stand apart
     each[1] = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", *each[1]]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in each]
-    one, other = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
+    one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
     assert one == other
     assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
     kind, why = one[1]
     assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
     assert "TRINITY_SYNC_STORE" in why
-    assert [kind for kind, _ in one[2:]] == ["ConfigError", "ConfigError"]
-    assert list(own.iterdir()) == []
+    assert [kind for kind, _ in one[2:4]] == ["ConfigError", "ConfigError"]
+    assert [kind for kind, _ in one[4:]] == ["RootError", "RootError"]
+    assert "loop" in one[4][1]
+    assert "rank 1 on node node-1 names" in one[5][1]
+    assert [path.name for path in own.iterdir()] == ["loop"]
