@@ -268,6 +268,18 @@ def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
         rewind(again.root, 1)
 
 
+def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    (saves.root / ".trinity_sync/store.json").write_text("{")
+    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    assert (found["store"].state, "TRINITY_SYNC_STORE" in found["store"].found) == ("fail", True)
+    again = one.start("second")
+    assert store_of(again.root) == one.url
+
+
 def test_a_training_does_not_begin_without_its_store(
     tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
