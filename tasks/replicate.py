@@ -68,7 +68,7 @@ def send_step(root: str, step: int, url: str) -> None:
     try:
         send_missing(Path(root), url)
         thin_out(Path(root), url, Settings().store_keep, time.time())
-    except TrinitySyncError as error:
+    except (TrinitySyncError, OSError) as error:
         logger.error("step %d is in %s; what else is to be done there failed: %s", step, url, error)
 
 
