@@ -63,7 +63,8 @@ def mount_of(path: str | Path, mountinfo: str | None = None) -> Mount:
     best = Mount(Path("/"), "unknown", "", ())
     for line in filter(None, mountinfo.split("\n")):
         of_mount, _, of_system = line.partition(" - ")
-        fields, (kind, source, options) = of_mount.split(" "), of_system.split(" ")  # "" is a source
+        fields = of_mount.split(" ")
+        kind, source, options = of_system.split(" ")  # "" is a source, too
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
             best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))
