@@ -13,6 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from trinity_sync.errors import ConfigError, SaveError, SaveTimeout, TrinitySyncError
 from trinity_sync.layout import Kind
 
@@ -66,6 +69,17 @@ class Preemption:
             with suppress(ValueError):  # not the main thread
                 if signal.getsignal(signum) is note:
                     signal.signal(signum, signal.SIG_DFL if before is None else before)
+
+
+def noticed_by_any(noticed: bool) -> bool:
+    """Whether any rank of the default process group was told to end; all ask together."""
+    if not dist.is_initialized():
+        return noticed
+    on_cpu = "gloo" in dist.get_backend_config()
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    flag = torch.tensor(int(noticed), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 @dataclass(frozen=True)
