@@ -6,6 +6,7 @@ becomes of it are in `job_process`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.job_process import own_run_key
 from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind
 from trinity_sync.opening import open_together
@@ -289,8 +290,10 @@ class CheckpointCoordinator(TrinityCalls):
             return staged.components
 
         def committed() -> tuple[Kind, ...]:
-            run = self._run.begun().number
-            return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+            with suppress(OSError, TrinitySyncError):  # a root that is away tells nothing
+                run = self._run.begun().number
+                return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+            return ()
 
         return say_last_words(
             step, components, left, save=save, wait=self.wait_all, committed=committed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.errors import ConfigError, SaveError, SaveTimeout, TrinitySyncError
+from trinity_sync.errors import ConfigError, SaveTimeout, TrinitySyncError
 from trinity_sync.layout import Kind
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def say_last_words(
             break
         try:
             found = save(kind, states)
-        except TrinitySyncError as error:
+        except (TrinitySyncError, OSError) as error:
             undone.append(f"{', '.join(new)}: not handed over, {error}")
             break
         sealed += [name for name in found if name not in sealed]
@@ -135,7 +135,7 @@ def say_last_words(
         wait(max(0.0, deadline - time.monotonic()))
     except SaveTimeout as error:
         undone.append(f"{error} Until then the images wait in the spool of this node.")
-    except SaveError as error:
+    except (TrinitySyncError, OSError) as error:
         undone.append(str(error))
     words = LastWords(step, tuple(sealed), committed(), tuple(undone))
     logger.warning(
