@@ -179,6 +179,16 @@ def test_of_two_that_commit_the_same_step_at_once_one_does(
     assert remote.writes_once()
 
 
+def test_what_is_to_be_written_once_is_whole_or_absent_in_a_full_folder(small_disk: Path) -> None:
+    remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
+    remote.write(3, "in the way", content)
+    with pytest.raises(RemoteError, match="No space left"):
+        remote.create(4, "manifest.json", content)
+    assert remote.read(4, "manifest.json") is None
+    (small_disk / "job/global_step_3/in the way").unlink()
+    assert remote.create(4, "manifest.json", content)
+
+
 def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
     machine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
