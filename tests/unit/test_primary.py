@@ -231,6 +231,18 @@ def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
     saves.wait_all(10)
 
 
+def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1, sent=False)
+    (saves.root / ".trinity_sync/store.json").write_text("{")
+    saves._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
+    with pytest.raises(SaveFailed, match="was not committed: store.json is torn"):
+        saves.wait_all(10)
+
+
 def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
     machine: Make,
 ) -> None:
