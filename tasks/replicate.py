@@ -24,10 +24,8 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
     """Whether the store failed, which may pass; a step that is damaged here stays so."""
     try:
         await state.aresult()
-    except RemoteError:
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        return isinstance(error, RemoteError)
     return False
 
 

@@ -43,10 +43,12 @@ def test_a_disk_and_memory_can_do_all_and_are_left_as_they_were(
 
 
 def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    old, new = tmp_path / ".probe.one.tmp", tmp_path / ".probe.other.tmp"
+    old, new, file = (tmp_path / f".{name}.tmp" for name in ("probe.1", "probe.2", "doctor.3"))
     for left in (old, new):
         left.mkdir()
-    os.utime(old, (1e9, 1e9))
+    file.write_text("a doctor's, who was killed, too")
+    for left in (old, file):
+        os.utime(left, (1e9, 1e9))
     probe(tmp_path)
     assert list(tmp_path.iterdir()) == [new]
 

@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from trinity_sync.storage.mounts import Mount, mount_of
 from trinity_sync.storage.recycling import is_ours_alone
 from trinity_sync.storage.writer import ALIGNMENT
 
+PROBES = ("probe", "meeting", "doctor")
+"""What is put into a root for a moment: ``.probe.*.tmp``, which is a folder, and files likewise."""
 _LEFT_S = 3600.0
-"""Age in seconds from which the folder of a probe is one that was killed."""
+"""Age in seconds from which that of a process was left when it was killed."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +224,11 @@ _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
 
 
 def _remove_those_that_were_killed(root: Path) -> None:
-    for left in root.glob(f".probe.*{TEMPORARY_SUFFIX}"):
-        try:
-            if left.stat().st_mtime < time.time() - _LEFT_S:
+    for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
+        with suppress(FileNotFoundError):  # another one removes it
+            if left.stat().st_mtime >= time.time() - _LEFT_S:
+                continue
+            if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
-            continue
+            else:
+                left.unlink()
