@@ -120,7 +120,7 @@ class WeightGroup:
         return self._refused()
 
     def _begin(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
-        if self.broken or self._backend is None:
+        if self.broken:
             raise self._refused()
         try:
             return getattr(self._backend, operation)([tensor], options)
