@@ -239,7 +239,7 @@ def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
     one.commit(saves, 1, sent=False)
     (saves.root / ".trinity_sync/store.json").write_text("{")
     saves._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
-    with pytest.raises(SaveFailed, match="was not committed: store.json is torn"):
+    with pytest.raises(SaveFailed, match=r"was not committed: store\.json is torn"):
         saves.wait_all(10)
 
 
