@@ -8,6 +8,7 @@ locked. Whatever is wrong is raised on all ranks alike, so none of them waits fo
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,11 @@ from trinity_sync.storage.stored import store_of
 VISIBLE_S = 30.0
 """Seconds within which a node has to see what another has made: NFS may keep an old listing for as
 long by default (``acdirmin``)."""
+
+
+ROUND_S = 60.0
+"""Seconds after which ranks meet again while rank 0 fetches a step, which may take longer than the
+time-out of a collective."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,15 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
         TrinitySyncError: what `open_root` has raised on rank 0.
     """
     rank = dist.get_rank()
+    opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_root, root, settings)
+    while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
+        pass
     with ExitStack() as held:
         mine: _Rank | TrinitySyncError
         try:
             refuse_url(root)
             spool = (settings.spool / job_id(root)).absolute()
-            proof = None if rank else held.enter_context(_proof(open_root(root, settings)))
+            proof = held.enter_context(_proof(opened.result())) if opened else None
             mine = _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
         except TrinitySyncError as error:
             mine = error
