@@ -2,13 +2,14 @@
 
 Rank 0 tries out what the file system can do, and fetches the newest step of a store. Ranks on other
 nodes then see whether theirs is the same: a file that rank 0 has made and locked must be there, and
-locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone.
+locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone;
+and they meet again and again while rank 0 is at it, so none waits for longer than a collective may.
 """
 
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,17 +104,7 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
     while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
         pass
     with ExitStack() as held:
-        mine: _Rank | TrinitySyncError
-        try:
-            refuse_url(root)
-            spool = (settings.spool / job_id(root)).absolute()
-            proof = held.enter_context(_proof(opened.result())) if opened else None
-            mine = _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
-        except TrinitySyncError as error:
-            mine = error
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            mine = RootError(f"{root} cannot be the root of a job: {error!r}")
-        everyone = _from_all(mine)
+        everyone = _from_all(_introduction(root, settings, key, opened, held))
         if failures := [each for each in everyone if isinstance(each, TrinitySyncError)]:
             raise failures[0]
         first: _Rank = everyone[0]
@@ -125,12 +116,8 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
                 )
         places = places_of([(each.node, each.spool) for each in everyone])
         if len(places) > 1 and first.proof:
-            why = ""
-            if any(place.ranks[0] == rank for place in places[1:]):  # one of each node looks
-                try:
-                    why = _why_another(first.proof, first.node, settings.node)
-                except Exception as error:  # as above
-                    why = f"on node {settings.node}: {error}"
+            looks = any(place.ranks[0] == rank for place in places[1:])  # one of each node
+            why = _why_another(first.proof, first.node, settings.node) if looks else ""
             if any(wrong := _from_all(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
     return places, first.key
@@ -140,6 +127,21 @@ def _from_all(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def _introduction(
+    root: str | Path, settings: Settings, key: str, opened: Future[Path] | None, held: ExitStack
+) -> _Rank | TrinitySyncError:
+    """What this rank tells the others; whatever goes wrong, they wait to hear of it."""
+    try:
+        refuse_url(root)
+        spool = (settings.spool / job_id(root)).absolute()
+        proof = held.enter_context(_proof(opened.result())) if opened else None
+        return _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
+    except TrinitySyncError as error:
+        return error
+    except Exception as error:
+        return RootError(f"{root} cannot be the root of a job: {error!r}")
 
 
 @contextmanager
@@ -154,7 +156,17 @@ def _proof(root: Path) -> Iterator[Path]:
 
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
-    """Why the root of this node is not that of rank 0's; empty if it is."""
+    """Why the root of this node is not that of rank 0's; empty if it is. Never raises."""
+    try:
+        if why := _why_not_seen(proof, theirs, mine) or _why_not_locked(proof, theirs, mine):
+            return why
+        require_able(proof.parent)
+    except Exception as error:
+        return f"on node {mine}: {error}"
+    return ""
+
+
+def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
     deadline = time.monotonic() + VISIBLE_S
     root = proof.parent
     while not proof.exists():
@@ -166,6 +178,11 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
                 "(TRINITY_SYNC_STORE)"
             )
         time.sleep(0.05)
+    return ""
+
+
+def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
+    root = proof.parent
     with file_lock_if_free(proof) as free:
         if free:
             mount = mount_of(root)
@@ -176,5 +193,4 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
                 "cross. Mount it so that they do (NFS: without nolock and local_lock, Lustre: with "
                 "flock), or take another file system"
             )
-    require_able(root)
     return ""
