@@ -4,6 +4,7 @@
 
 - the process group: ``cpu:gloo,<device>:<backend>`` names the CPU twice, which PyTorch refuses;
 - the engines: FSDP's are registered for CUDA and NPU only;
+- the critic's model: it is loaded with FlashAttention, whatever the configuration says;
 - ``torch.cpu`` has neither a cache to empty nor a memory to report.
 """
 
@@ -30,6 +31,17 @@ def _engines_for_cpu(module: ModuleType) -> None:
                 of_device.setdefault("cpu", of_device["cuda"])
 
 
+def _critic_without_flash_attention(_: ModuleType) -> None:
+    from transformers import AutoModelForTokenClassification as Model
+
+    load = Model.from_pretrained
+
+    def from_pretrained(*arguments: Any, **named: Any) -> Any:
+        return load(*arguments, **named | {"attn_implementation": "sdpa"})
+
+    Model.from_pretrained = from_pretrained
+
+
 def _nothing(*_: Any) -> int:
     return 0
 
@@ -40,4 +52,9 @@ MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_me
 for name in ("empty_cache", *MEMORY):
     if not hasattr(torch.cpu, name):
         setattr(torch.cpu, name, _nothing)
-change_after_import({"verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu})
+change_after_import(
+    {
+        "verl.utils.model": _critic_without_flash_attention,
+        "verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu,
+    }
+)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
+IMPORTS = [str(REPOSITORY), str(REPOSITORY / "examples")]
 LAUNCH_S = 240.0
 ROWS, BATCH = 20, 4
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
@@ -63,7 +64,7 @@ class Launch:
         self._environment = os.environ | {
             "VERL_USE_EXTERNAL_MODULES": modules,
             "VERL_FILE_LOGGER_PATH": str(self._losses),
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "examples")]),
+            "PYTHONPATH": os.pathsep.join(IMPORTS),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

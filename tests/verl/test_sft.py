@@ -20,7 +20,7 @@ from trinity_sync.orchestration.parts import StackState
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.runs import all_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, SAVE_EVERY = 30, 4
 SCHEDULE = (f"trainer.save_freq={SAVE_EVERY}", "trainer.total_epochs=6")

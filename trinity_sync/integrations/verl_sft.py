@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import step_folder
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,18 @@ def ending(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _is_ours(handler: Any) -> bool:
-    """Whether the handler is one of several ranks whose engine saves with us."""
+    """Whether the handler is that of a rank whose engine saves with us.
+
+    Raises:
+        ConfigError: it is that of ``verl.trainer.sft_trainer_ray``, whose workers are Ray's.
+    """
     from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
 
+    if handler.mode.name == "RAY":
+        raise ConfigError(
+            f"the steps in {handler.default_local_dir} cannot be saved or found: "
+            "verl.trainer.sft_trainer_ray does not work with trinity_sync; train with torchrun -m "
+            "verl.trainer.sft_trainer, or unset VERL_USE_EXTERNAL_MODULES"
+        )
     manager = getattr(handler.engine, "checkpoint_manager", None)
     return isinstance(manager, TrainerCheckpointManager)
