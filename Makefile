@@ -49,7 +49,7 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
 
-verl: $(READY) ## veRL's own trainers, one of them on two ranks and killed, and its own tests, with our manager
+verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.layout import MANIFEST, is_step_folder, step_folder
 from trinity_sync.settings import Settings
@@ -10,6 +11,7 @@ from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
 from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
+from trinity_sync.storage.steps import require_committed
 
 DATA = "data.pt"
 """The PPO trainers' name for the dataloader's position, below the step's folder."""
@@ -55,11 +57,17 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """As `FSDPCheckpointManager.load_checkpoint`; positions become what was committed."""
+        """As `FSDPCheckpointManager.load_checkpoint`; positions become what was committed.
+
+        Raises:
+            ConfigError: also where the SFT trainer has another number of ranks than the step.
+        """
         if local_path is None:
             return
         given = Path(local_path)
         ours = (given / MANIFEST).exists()
+        if ours and is_step_folder(given):
+            _require_as_many_ranks(given, self.world_size)
         super().load_checkpoint(
             str(_in_role(given) if ours else given), hdfs_path, del_local_after_load
         )
@@ -80,6 +88,19 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
 def _in_role(folder: Path) -> Path:
     """The folder of the first role in a step's, which is what the SFT trainer names."""
     return folder / Settings().roles[0] if is_step_folder(folder) else folder
+
+
+def _require_as_many_ranks(folder: Path, world_size: int) -> None:
+    """Refuse what would leave the ranks at different places of an epoch, waiting for each other."""
+    step = int(folder.name.removeprefix("global_step_"))
+    saved_by = max(file.world_size for file in require_committed(folder.parent, step).files)
+    if saved_by != world_size:
+        raise ConfigError(
+            f"step {step} of {folder.parent} was saved by {saved_by} ranks, and this training has "
+            f"{world_size}: the positions of veRL's dataloaders are of no use to another number. "
+            f"Train on {saved_by} ranks, or begin a new job with the weights that "
+            "verl.model_merger makes of the step"
+        )
 
 
 def bring_data(role_folder: Path) -> None:

@@ -48,8 +48,11 @@ def handing_over(original: Callable[..., None]) -> Callable[..., None]:
         folder = step_folder(handler.default_local_dir, step)
         folder.mkdir(parents=True, exist_ok=True)
         if handler.is_mp_src_rank_with_outputs:
-            position = handler.train_dataloader.state_dict()
-            torch.save(position, folder / position_file(handler.dp_rank))
+            position = folder / position_file(handler.dp_rank)
+            if step % len(handler.train_dataloader):
+                torch.save(handler.train_dataloader.state_dict(), position)
+            else:  # at the end of an epoch: resumed from there, veRL would skip the next one
+                position.unlink(missing_ok=True)
         dist.barrier()  # with sequence parallelism, the file that a rank attaches is another's
         handler.engine.save_checkpoint(
             local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from grpo_copy.policy import Policy
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.utils.checkpoint import CheckpointHandler
+from verl.utils.checkpoint import CheckpointHandler, OrchestrationMode
 from verl.utils.checkpoint import checkpoint_manager as verl_manager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
+from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.integrations.verl_driver import finding
 from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
 from trinity_sync.integrations.verl_sft import ending, finding_together, handing_over
@@ -124,6 +124,16 @@ def test_a_step_from_a_copy_has_the_position_of_the_dataloader(
         assert next(iter(handler.train_dataloader)).item() == 3
 
 
+def test_a_step_that_ends_an_epoch_is_followed_by_the_whole_next_one(start: Start) -> None:
+    for _ in range(2):
+        with start() as handler:
+            handler.train_dataloader = StatefulDataLoader([0, 1, 2], batch_size=1)
+            if not handler.load_checkpoint():
+                train_to(handler, 3)
+                end()
+    assert [batch.item() for batch in handler.train_dataloader] == [0, 1, 2]
+
+
 def test_a_training_that_verl_began_alone_goes_on_with_us(
     start: Start, root: Path, policy: Policy
 ) -> None:
@@ -137,3 +147,22 @@ def test_a_training_that_verl_began_alone_goes_on_with_us(
         end()
     assert all_runs(root)[-1].resumed_from == 2
     assert read_iteration(root, "checkpoint") == 4
+
+
+def test_a_resume_on_another_number_of_ranks_is_refused(start: Start, policy: Policy) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    with start() as handler:
+        policy.engine.checkpoint_manager.world_size = 2
+        with pytest.raises(ConfigError, match="saved by 1 ranks, and this training has 2"):
+            handler.load_checkpoint()
+
+
+def test_the_trainer_whose_workers_are_rays_is_refused(start: Start, root: Path) -> None:
+    with start() as handler:
+        handler.mode = OrchestrationMode.RAY
+        with pytest.raises(ConfigError, match="sft_trainer_ray does not work"):
+            handler.load_checkpoint()
+        with pytest.raises(ConfigError, match="sft_trainer_ray does not work"):
+            handler.save_checkpoint(3)
