@@ -40,12 +40,13 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
     ) -> Staged | None:
         """As `FSDPCheckpointManager.save_checkpoint`, with the positions in the step's folder."""
         if local_path is not None:
-            local_path, of_sft = str(_in_role(Path(local_path))), is_step_folder(local_path)
+            of_sft = is_step_folder(local_path)
+            local_path = str(_in_role(Path(local_path)))
             root, role = self._place(local_path, global_step)
             coordinator = self._coordinator_of(root)
-            data = step_folder(root, global_step) / self._position_file(of_sft)
-            first = (self.rank == 0 or of_sft) and role == coordinator.roles[0]
-            if first and self._is_new("checkpoint", global_step) and data.exists():
+            data = step_folder(root, global_step) / (position_file(self.rank) if of_sft else DATA)
+            mine = (self.rank == 0 or of_sft) and role == coordinator.roles[0]
+            if mine and self._is_new("checkpoint", global_step) and data.exists():
                 coordinator.attach(data.name, data, step=global_step)
         return super().save_checkpoint(
             local_path, global_step, max_ckpt_to_keep, save_as_hf, hdfs_path=hdfs_path
@@ -77,9 +78,6 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
             bring_attachment(given, committed, given / name)
         elif self.rank == 0:
             bring_data(given)
-
-    def _position_file(self, of_sft: bool) -> str:
-        return position_file(self.rank) if of_sft else DATA
 
     def _run_begun_by(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
         return super()._run_begun_by(_in_role(role_folder))
