@@ -44,6 +44,7 @@ class Launch:
     def __init__(
         self, world: Path, name: str, root: Path, modules: str, *more: str, ranks: int = 2
     ) -> None:
+        self._world = world
         self._log, self._losses = world / f"{name}.log", world / f"{name}.jsonl"
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -75,7 +76,11 @@ class Launch:
         """The trainer within the block; what is left of it afterwards is killed."""
         with self._log.open("wb") as log:
             launcher = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+                self._command,
+                cwd=self._world,  # where Hydra leaves its notes
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         try:
             yield launcher
