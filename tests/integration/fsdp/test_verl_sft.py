@@ -3,6 +3,7 @@
 The trainer itself, on two ranks, is in ``tests/verl``.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_a_training_that_verl_began_alone_goes_on_with_us(
         end()
     assert all_runs(root)[-1].resumed_from == 2
     assert read_iteration(root, "checkpoint") == 4
+
+
+def test_verl_alone_goes_on_once_the_files_are_where_it_looks(
+    start: Start, root: Path, policy: Policy
+) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    before, folder = policy.fingerprint(), step_folder(root, 3)
+    shutil.copytree(folder / "actor", folder, dirs_exist_ok=True)
+    with start(CheckpointHandler) as handler:
+        policy.engine.checkpoint_manager = manager(VerlManager, policy.engine)
+        assert handler.load_checkpoint() == 3
+        assert policy.fingerprint() == before
+        assert next(iter(handler.train_dataloader)).item() == 3
 
 
 def test_a_resume_on_another_number_of_ranks_is_refused(start: Start, policy: Policy) -> None:
