@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 import torch
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry
-from ray._raylet import GcsClient
 
 from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
@@ -76,10 +77,14 @@ def test_saves_leave_no_functions_behind_in_ray(
     saves: CheckpointCoordinator, stack: StackState
 ) -> None:
     """Prefect's runner makes one a task, which Ray keeps for as long as the worker lives."""
-    ray = GcsClient(address=stack.ray_address)
+    count = (
+        "import sys; from ray._raylet import GcsClient; ray = GcsClient(address=sys.argv[1]);"
+        "print(len(ray.internal_kv_keys(b'RemoteFunction:', b'fun')))"
+    )
 
-    def functions() -> int:
-        return len(ray.internal_kv_keys(b"RemoteFunction:", b"fun"))
+    def functions() -> int:  # by a process that reads how to log in when it imports Ray
+        asked = [sys.executable, "-c", count, stack.ray_address]
+        return int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
 
     counts = []
     for step in range(1, 4):
