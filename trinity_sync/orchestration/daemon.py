@@ -152,7 +152,7 @@ def await_ready(
 def telling_line(daemon: Daemon) -> str:
     """The last line of a daemon's output that speaks of an error, else its last one, or ""."""
     try:
-        with open(daemon.log, "rb") as log:
+        with Path(daemon.log).open("rb") as log:
             log.seek(max(daemon.log_from, os.fstat(log.fileno()).st_size - 65536))
             text = log.read().decode(errors="replace")
     except OSError:
