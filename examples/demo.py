@@ -10,7 +10,7 @@ are equal to the last bit.
 Run it with ``python examples/demo.py``. By default the explorer reads the weights that are
 committed; with ``--sync memory`` those in shared memory, with ``--sync delta`` what changed there
 since the last ones; ``--sync nccl`` broadcasts them (by gloo).
-``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI, and the job's images in memory.
+``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI, and keeps the images.
 """
 
 import argparse

@@ -19,7 +19,8 @@ def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
     tmp_path: Path, spool_folder: Path
 ) -> None:
     spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     settings = Settings(home=tmp_path / "home", spool=spool_folder)

@@ -25,7 +25,9 @@ def up(
         int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
     ] = None,
     worker: Annotated[bool, typer.Option(help="Start the flow worker, too.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 180.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that it may take; the worker has 60 of its own.")
+    ] = 180.0,
     as_json: AsJson = False,
     export: Annotated[
         bool, typer.Option("--export", help="Print nothing but lines for the shell to evaluate.")

@@ -1,5 +1,6 @@
 """The workers' side of veRL's trainers: the manager that their FSDP engines make."""
 
+import logging
 from pathlib import Path
 
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
@@ -8,6 +9,8 @@ from trinity_sync.snapshot.stager import ATTACHMENTS, Staged
 from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
+
+logger = logging.getLogger(__name__)
 
 DATA = "data.pt"
 """veRL's name for the dataloader's position, below the step's folder."""
@@ -18,6 +21,8 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
 
     Its coordinator is made at the first save or load, by all ranks of the process group.
     """
+
+    _has_saved = False
 
     def save_checkpoint(
         self,
@@ -33,6 +38,15 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
             root, role = self._place(local_path, global_step)
             coordinator = self._coordinator_of(root)
             data = step_folder(root, global_step) / DATA
+            if self.rank == 0 and not self._has_saved:
+                self._has_saved = True
+                # a warning, because others do not show by default
+                logger.warning(
+                    "the %s's checkpoints are saved by trinity_sync, not by veRL; look at them "
+                    "with: trinity-sync ls %s",
+                    role,
+                    root,
+                )
             first = self.rank == 0 and role == coordinator.roles[0]
             if first and self._is_new("checkpoint", global_step) and data.exists():
                 coordinator.attach(DATA, data, step=global_step)
