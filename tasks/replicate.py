@@ -24,10 +24,8 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
     """Whether the store failed, which may pass; a step that is damaged here stays so."""
     try:
         await state.aresult()
-    except RemoteError:
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        return isinstance(error, RemoteError)
     return False
 
 
@@ -68,7 +66,7 @@ def send_step(root: str, step: int, url: str) -> None:
     try:
         send_missing(Path(root), url)
         thin_out(Path(root), url, Settings().store_keep, time.time())
-    except TrinitySyncError as error:
+    except (TrinitySyncError, OSError) as error:
         logger.error("step %d is in %s; what else is to be done there failed: %s", step, url, error)
 
 

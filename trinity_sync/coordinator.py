@@ -1,16 +1,12 @@
 """The trainer's front door: hand a step over, go on training, hear of every failure.
 
-Trinity's name and methods (``save_async``, ``save_sync``, ``wait_all``, ``register_and_monitor``)
-with Prefect in the place of its CheckpointMonitor, and `CheckpointCoordinator.save` for states,
-which costs the caller one copy into shared memory and nothing else.
+`CheckpointCoordinator.save` is for states, and costs the caller one copy into shared memory and
+nothing else. What Trinity calls is in `trinity_calls`; the run, the request for a flow run and what
+becomes of it are in `job_process`.
 """
 
-import logging
-import os
-import signal
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,43 +15,22 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.attachments import Attachments
-from trinity_sync.beginning import OwnRun
-from trinity_sync.errors import ConfigError, SaveFailed
-from trinity_sync.functions import FunctionSaves
-from trinity_sync.layout import (
-    COMPONENTS,
-    FOLDERS,
-    KINDS,
-    Component,
-    Kind,
-    check_name,
-    step_folder,
-)
-from trinity_sync.opening import folder_of, open_root, open_together
-from trinity_sync.orchestration.trigger import SaveTrigger
-from trinity_sync.orchestration.watch import SaveWatch
-from trinity_sync.preemption import LastWords, Preemption, say_last_words
-from trinity_sync.request import SaveRequest
+from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.job_process import own_run_key
+from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind
+from trinity_sync.opening import open_together
+from trinity_sync.preemption import LastWords, say_last_words
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.published import Published
-from trinity_sync.snapshot.receipt import Receipt, process_name
-from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import Origin, Staged, Stager
-from trinity_sync.snapshot.ticket import Export, components_of
-from trinity_sync.states import StateSaves
+from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import is_committed
-from trinity_sync.storage.metrics import MetricsLog
-from trinity_sync.storage.placement import Place, note_placement, placement, places_of
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import Run
-from trinity_sync.storage.steps import newest
-
-logger = logging.getLogger(__name__)
+from trinity_sync.trinity_calls import TrinityCalls
 
 
-class CheckpointCoordinator:
+class CheckpointCoordinator(TrinityCalls):
     """Saves of one process of a job; each rank has one, rank 0 asks Prefect for the flow runs.
 
     Args:
@@ -86,45 +61,6 @@ class CheckpointCoordinator:
                     saves.save(step, {"model": model.state_dict(), "optim": optim.state_dict()})
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        places: Sequence[Place] = (),
-        run_key: str | None = None,
-        roles: Sequence[str] | None = None,
-        settings: Settings | None = None,
-        trigger: SaveTrigger | None = None,
-    ) -> None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} is not below the world size {world_size}")
-        self.settings = settings or Settings()
-        opens = rank == 0 and not places
-        self.root = open_root(root, self.settings) if opens else folder_of(root)
-        self.rank, self.world_size = rank, world_size
-        self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
-        self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
-        here = (self.settings.node, str(self.spool.folder.absolute()))
-        self._places = tuple(places) or places_of([here] * world_size)
-        self._placed: set[str] = set()
-        """Roles that this run has in the root, see `_place`."""
-        self._stager = Stager(
-            self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
-        )
-        self._states = StateSaves(
-            self._stager, self._ask_for, check_overlap=self.settings.check_overlap
-        )
-        self._attachments = Attachments(self.root, self.rank)
-        self._trigger = trigger or SaveTrigger(self.settings)
-        self._watch = SaveWatch(self._trigger)
-        self._run = OwnRun(self.root, run_key or _own_run_key())
-        self._functions = FunctionSaves(self.root, self.spool)
-        self._metrics = MetricsLog(self.root)
-        self._failures: list[str] = []
-        self._preemption = Preemption()
-
     @classmethod
     def of_process_group(cls, root: str | Path, **arguments: Any) -> "CheckpointCoordinator":
         """A coordinator for each rank of the default process group; all ranks call it together.
@@ -138,7 +74,7 @@ class CheckpointCoordinator:
             ConfigError, RemoteError: on all ranks: as the constructor's, on rank 0.
         """
         settings = arguments.pop("settings", None) or Settings()
-        key = arguments.pop("run_key", None) or _own_run_key()
+        key = arguments.pop("run_key", None) or own_run_key()
         places, key = open_together(root, settings, key)
         return cls(
             root,
@@ -149,44 +85,6 @@ class CheckpointCoordinator:
             settings=settings,
             **arguments,
         )
-
-    # ---------------------------------------------------------------- a run of the job
-
-    def resumed_from(self, step: int) -> None:
-        """Begin this run at ``step``; saves of earlier runs beyond it, not committed yet, lapse.
-
-        Raises:
-            ConfigError: as `check_resume`.
-        """
-        self.wait_staged()
-        self._run.begin_at(step)
-
-    def check_resume(self, step: int) -> None:
-        """See that this run can begin at ``step``, before the step is loaded; `load` does it, too.
-
-        Raises:
-            ConfigError: this run has begun already, at another step; or its key is that of a run
-                that is not new.
-        """
-        self.wait_staged()  # what is loaded next must not reach an image
-        self._run.require_can_begin_at(step)
-
-    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
-        """Folder of the newest committed step of ``kind``, or None if there is none.
-
-        Args:
-            kind: what is needed of the step.
-            settle_s: seconds to wait first for saves that an earlier run handed over on this node
-                and that are still on their way: resuming from an older step would abandon them.
-                Where ranks are on several nodes, let one of them ask and tell the others.
-        """
-        deadline = time.monotonic() + settle_s
-        while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in self.spool.tickets()[0]):
-                break
-            time.sleep(0.05)
-        manifest = newest(self.root, kind)
-        return step_folder(self.root, manifest.step) if manifest else None
 
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
         """This rank's states of a committed step, by component; this run begins at the step.
@@ -208,8 +106,6 @@ class CheckpointCoordinator:
             )
             self.resumed_from(step)  # from here on, retention spares the step for this run
         return states
-
-    # ---------------------------------------------------------------- states
 
     def save(
         self,
@@ -321,17 +217,6 @@ class CheckpointCoordinator:
         origin = self._origin(step, role, "state_dict")
         return self._states.upload(origin, collect)
 
-    def wait_staged(self) -> float:
-        """Wait until an overlapped save is staged; from then on the state may change.
-
-        Returns:
-            Seconds that the caller stood still.
-
-        Raises:
-            SpoolFull, ImageError: as `save`; an image is torn if the state changed too early.
-        """
-        return self._states.wait_staged()
-
     def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have every ``optimizer.step()`` call `wait_staged` first; returns the hook's handle."""
 
@@ -363,36 +248,20 @@ class CheckpointCoordinator:
         ranks = sum(len(place.ranks) for place in here)
         self.spool.check_room(self.settings.slots * nbytes * ranks)
 
-    # ---------------------------------------------------------------- preemption
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what was measured at a step, for policies such as ``best=2:reward:max``.
 
-    def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
-        """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
-
-        The handler only notes the time; ask `preempted` between two steps.
+        It may come before the step's commit or after it, from any rank; values of another call add
+        to those of the step. A thread writes them to a small file, and logs it if it cannot.
 
         Args:
-            signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
-            grace_s: seconds from the signal until the process is killed.
+            step: training step.
+            metrics: numbers by name; a tensor of one element is one.
 
         Raises:
-            ConfigError: this is not the main thread, or the signal cannot be caught.
+            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
-        self._preemption.notice(signum, grace_s)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether this process was told to end; ranks are told at different times."""
-        return self._preemption.noticed
-
-    def any_preempted(self) -> bool:
-        """Whether any rank of the default process group was; all ask after the same step."""
-        if not dist.is_initialized():
-            return self.preempted
-        on_cpu = "gloo" in dist.get_backend_config()
-        device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-        flag = torch.tensor(int(self.preempted), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        self._metrics.record(self._run.begun().number, step, metrics)
 
     def last_words(
         self,
@@ -421,146 +290,14 @@ class CheckpointCoordinator:
             return staged.components
 
         def committed() -> tuple[Kind, ...]:
-            run = self._run.begun().number
-            return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+            with suppress(OSError, TrinitySyncError):  # a root that is away tells nothing
+                run = self._run.begun().number
+                return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+            return ()
 
         return say_last_words(
             step, components, left, save=save, wait=self.wait_all, committed=committed
         )
-
-    # ---------------------------------------------------------------- functions
-
-    def save_async(
-        self,
-        name: str,
-        save_fn: Callable[[], Any],
-        global_step: int,
-        is_state_dict: bool = False,
-    ) -> None:
-        """Run ``save_fn`` in a background thread; the step's flow waits for it to end.
-
-        It follows Trinity's method. Saves of the same name run one after the other. The files
-        below the step's folder that change while it runs enter the manifest. Call it before `save`
-        of the same step, or `register_and_monitor` after it: those ask for the flow run.
-
-        Args:
-            name: name of the save, unique within a step and rank.
-            save_fn: called without arguments. A failure of it fails the step's flow, is raised by
-                `wait_all`, and leaves later saves alone.
-            global_step: training step.
-            is_state_dict: whether it belongs to the sync of the step or to its checkpoint.
-        """
-        self._functions.start(name, save_fn, self._call_of(name, global_step, is_state_dict))
-
-    def save_sync(
-        self, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
-    ) -> None:
-        """Run ``save_fn`` here and now, e.g. because it calls collectives; as `save_async` else."""
-        name = f"sync-{uuid.uuid4().hex[:8]}"
-        self._functions.call(save_fn, self._call_of(name, global_step, is_state_dict))
-
-    def _call_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
-        return Receipt(
-            name=check_name("name of a save", name),
-            run=self._run.begun().number,
-            step=step,
-            kind="state_dict" if is_state_dict else "checkpoint",
-            rank=self.rank,
-            process=process_name(os.getpid()),
-        )
-
-    # ---------------------------------------------------------------- metrics
-
-    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what was measured at a step, for policies such as ``best=2:reward:max``.
-
-        It may come before the step's commit or after it, from any rank; values of another call add
-        to those of the step. A thread writes them to a small file, and logs it if it cannot.
-
-        Args:
-            step: training step.
-            metrics: numbers by name; a tensor of one element is one.
-
-        Raises:
-            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
-        """
-        self._metrics.record(self._run.begun().number, step, metrics)
-
-    # ---------------------------------------------------------------- outcomes
-
-    async def register_and_monitor(
-        self,
-        global_step: int,
-        is_state_dict: bool = False,
-        state_dict_thread_count: int = 0,
-        checkpoint_thread_count: int = 0,
-    ) -> None:
-        """Ask for the flow run of a step whose saves were dispatched; it does not wait for them.
-
-        It follows Trinity's method. A step whose ranks have asked already gets no second run.
-
-        Args:
-            global_step: training step.
-            is_state_dict: whether the sync or the checkpoint of the step is meant.
-            state_dict_thread_count: saves of model weights to expect at least.
-            checkpoint_thread_count: other saves to expect at least.
-        """
-        kind: Kind = "state_dict" if is_state_dict else "checkpoint"
-        self.wait_staged()
-        run = self._run.begun()
-        tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
-        mine = [ticket for ticket in tickets if ticket.kind == kind]
-        roles = mine[0].roles if mine else self.roles
-        for role in roles:
-            if placement(self.root, run.number, run.key, role) is None:  # nothing but functions
-                self._place(role)
-        expected = state_dict_thread_count + checkpoint_thread_count
-        keep = max((ticket.keep for ticket in mine), default=0)
-        request = self._request(run, global_step, kind, roles, components_of(mine), keep, expected)
-        self._hand_over(request, always=True)
-
-    def wait_all(self, timeout: float | None = None) -> None:
-        """Wait until all that this process handed over is committed, or has failed.
-
-        Args:
-            timeout: seconds; without end by default, also while the Prefect server is away.
-
-        Raises:
-            SaveFailed: something was not committed; the message says what, why and where to look.
-                Each failure is raised once.
-            SaveTimeout: the time is over; the saves may still commit.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self.wait_staged()
-        self._failures += self._states.take_failures()
-        self._failures += self._functions.wait(deadline)  # kept, should the next line time out
-        failures = [*self._watch.wait(deadline), *self._failures]
-        self._failures = []
-        if failures:
-            raise SaveFailed("\n".join(failures))
-
-    @property
-    def commit_seconds(self) -> Mapping[str, float]:
-        """Seconds from hand-over to commit, by request key, of this process's committed saves."""
-        return self._watch.commit_seconds
-
-    def close(self, timeout: float = 10.0) -> None:
-        """Let go of everything; what was handed over goes on without this process.
-
-        Signals that `on_preemption` took end the process again, or do what they did before.
-
-        Args:
-            timeout: seconds to get requests out that Prefect has not taken yet. After that the
-                worker of this node finds their images by itself.
-        """
-        try:
-            self._states.close()
-        finally:
-            self._metrics.close()
-            self._watch.close()
-            self._trigger.close(timeout)
-            self._preemption.forget()
-        self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
         return self
@@ -577,36 +314,6 @@ class CheckpointCoordinator:
         finally:
             self.close()
 
-    # ---------------------------------------------------------------- details
-
-    def _origin(
-        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
-    ) -> Origin:
-        if step < 0:
-            raise ConfigError(f"step {step} is negative")
-        run = self._run.begun()
-        return Origin(
-            root=str(self.root),
-            run=run.number,
-            run_key=run.key,
-            step=step,
-            kind=kind,
-            role=check_name("role", role),
-            roles=self._roles_of(role, kind),
-            rank=self.rank,
-            world_size=self.world_size,
-            keep=keep,
-            export=export,
-            strategy=self.settings.save_strategy,
-        )
-
-    def _place(self, role: str) -> None:
-        """Write down on which nodes the ranks of a role are, once a run, before it saves."""
-        if role not in self._placed:
-            run = self._run.begun()
-            note_placement(self.root, run.number, run.key, role, self._places)
-            self._placed.add(role)
-
     def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
@@ -619,47 +326,3 @@ class CheckpointCoordinator:
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
-
-    def _roles_of(self, role: str, kind: Kind) -> tuple[str, ...]:
-        return self.roles if kind == "checkpoint" else (role,)
-
-    def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
-        if origin.kind == "checkpoint":
-            self._attachments.handed_over(origin.step)
-        run = self._run.begun()
-        request = self._request(
-            run, origin.step, origin.kind, origin.roles, components, origin.keep
-        )
-        self._hand_over(request, exports=origin.role if origin.export else "")
-
-    def _request(
-        self,
-        run: Run,
-        step: int,
-        kind: Kind,
-        roles: Sequence[str],
-        components: Sequence[str],
-        keep: int,
-        expected: int = 0,
-    ) -> SaveRequest:
-        known: list[Component] = [name for name in COMPONENTS if name in components]
-        return SaveRequest(
-            root=str(self.root),
-            step=step,
-            run=run.number,
-            run_key=run.key,
-            kind=kind,
-            roles=tuple(roles),
-            components=tuple(known),
-            expected=expected,
-            keep=keep,
-        )
-
-    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
-        if self.rank == 0 or always:
-            self._trigger.submit(request)
-        self._watch.add(request, exports=exports)
-
-
-def _own_run_key() -> str:
-    return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex

@@ -2,13 +2,16 @@
 
 Rank 0 tries out what the file system can do, and fetches the newest step of a store. Ranks on other
 nodes then see whether theirs is the same: a file that rank 0 has made and locked must be there, and
-locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone.
+locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone;
+and they meet again and again while rank 0 is at it, so none waits for longer than a collective may.
 """
 
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,23 @@ from trinity_sync.storage.stored import store_of
 VISIBLE_S = 30.0
 """Seconds within which a node has to see what another has made: NFS may keep an old listing for as
 long by default (``acdirmin``)."""
+
+
+ROUND_S = 60.0
+"""Seconds after which ranks meet again while rank 0 fetches a step, which may take longer than the
+time-out of a collective."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank tells the others of itself."""
+
+    root: str
+    node: str
+    spool: str
+    key: str
+    proof: Path | None
+    """Of rank 0: the file that the other nodes look for."""
 
 
 def folder_of(root: str | Path) -> Path:
@@ -76,42 +96,52 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
         On which nodes the ranks are, and rank 0's key.
 
     Raises:
-        RootError: the nodes do not see one and the same root.
+        RootError: the ranks do not name, or their nodes do not see, one and the same root.
         TrinitySyncError: what `open_root` has raised on rank 0.
     """
     rank = dist.get_rank()
+    opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_root, root, settings)
+    while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
+        pass
     with ExitStack() as held:
-        proof: Path | TrinitySyncError | None = None
-        if rank == 0:
-            try:
-                proof = held.enter_context(_proof(open_root(root, settings)))
-            except TrinitySyncError as error:
-                proof = error
-            except OSError as error:
-                proof = RootError(f"{root} cannot be the root of a job: {error}")
-        mine = (settings.node, str((settings.spool / job_id(root)).absolute()), key, proof)
-        everyone = _from_all(mine)
-        node, _, key, proof = everyone[0]
-        if isinstance(proof, TrinitySyncError):
-            raise proof
-        places = places_of([(node, spool) for node, spool, *_ in everyone])
-        if len(places) > 1:
-            first = any(place.ranks[0] == rank for place in places[1:])
-            why = ""
-            if first:
-                try:
-                    why = _why_another(proof, node, settings.node)
-                except (RootError, OSError) as error:
-                    why = f"on node {settings.node}: {error}"
+        everyone = _from_all(_introduction(root, settings, key, opened, held))
+        if failures := [each for each in everyone if isinstance(each, TrinitySyncError)]:
+            raise failures[0]
+        first: _Rank = everyone[0]
+        for other, each in enumerate(everyone):
+            if each.root != first.root:
+                raise RootError(
+                    f"rank {other} on node {each.node} names {each.root} as the root of its job, "
+                    f"and rank 0 names {first.root}; give all ranks the same full path"
+                )
+        places = places_of([(each.node, each.spool) for each in everyone])
+        if len(places) > 1 and first.proof:
+            looks = any(place.ranks[0] == rank for place in places[1:])  # one of each node
+            why = _why_another(first.proof, first.node, settings.node) if looks else ""
             if any(wrong := _from_all(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
-    return places, key
+    return places, first.key
 
 
 def _from_all(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def _introduction(
+    root: str | Path, settings: Settings, key: str, opened: Future[Path] | None, held: ExitStack
+) -> _Rank | TrinitySyncError:
+    """What this rank tells the others; whatever goes wrong, they wait to hear of it."""
+    try:
+        refuse_url(root)
+        spool = (settings.spool / job_id(root)).absolute()
+        proof = held.enter_context(_proof(opened.result())) if opened else None
+        return _Rank(str(Path(root).resolve()), settings.node, str(spool), key, proof)
+    except TrinitySyncError as error:
+        return error
+    except Exception as error:
+        return RootError(f"{root} cannot be the root of a job: {error!r}")
 
 
 @contextmanager
@@ -126,7 +156,17 @@ def _proof(root: Path) -> Iterator[Path]:
 
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
-    """Why the root of this node is not that of rank 0's; empty if it is."""
+    """Why the root of this node is not that of rank 0's; empty if it is. Never raises."""
+    try:
+        if why := _why_not_seen(proof, theirs, mine) or _why_not_locked(proof, theirs, mine):
+            return why
+        require_able(proof.parent)
+    except Exception as error:
+        return f"on node {mine}: {error}"
+    return ""
+
+
+def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
     deadline = time.monotonic() + VISIBLE_S
     root = proof.parent
     while not proof.exists():
@@ -138,6 +178,11 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
                 "(TRINITY_SYNC_STORE)"
             )
         time.sleep(0.05)
+    return ""
+
+
+def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
+    root = proof.parent
     with file_lock_if_free(proof) as free:
         if free:
             mount = mount_of(root)
@@ -148,5 +193,4 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
                 "cross. Mount it so that they do (NFS: without nolock and local_lock, Lustre: with "
                 "flock), or take another file system"
             )
-    require_able(root)
     return ""

@@ -13,7 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_sync.errors import ConfigError, SaveError, SaveTimeout, TrinitySyncError
+import torch
+import torch.distributed as dist
+
+from trinity_sync.errors import ConfigError, SaveTimeout, TrinitySyncError
 from trinity_sync.layout import Kind
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,17 @@ class Preemption:
                     signal.signal(signum, signal.SIG_DFL if before is None else before)
 
 
+def noticed_by_any(noticed: bool) -> bool:
+    """Whether any rank of the default process group was told to end; all ask together."""
+    if not dist.is_initialized():
+        return noticed
+    on_cpu = "gloo" in dist.get_backend_config()
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    flag = torch.tensor(int(noticed), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 @dataclass(frozen=True)
 class LastWords:
     """What became of the last save of a process that is to end."""
@@ -113,7 +127,7 @@ def say_last_words(
             break
         try:
             found = save(kind, states)
-        except TrinitySyncError as error:
+        except (TrinitySyncError, OSError) as error:
             undone.append(f"{', '.join(new)}: not handed over, {error}")
             break
         sealed += [name for name in found if name not in sealed]
@@ -121,7 +135,7 @@ def say_last_words(
         wait(max(0.0, deadline - time.monotonic()))
     except SaveTimeout as error:
         undone.append(f"{error} Until then the images wait in the spool of this node.")
-    except SaveError as error:
+    except (TrinitySyncError, OSError) as error:
         undone.append(str(error))
     words = LastWords(step, tuple(sealed), committed(), tuple(undone))
     logger.warning(

@@ -130,13 +130,19 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
         hugging_face(tmp_path / "out", saves, stop=2).train()
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"save_only_model": True}, "save_only_model"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy='best'"),
+    ],
+)
 def test_what_the_callback_does_not_save_is_refused_before_training(
-    tmp_path: Path, options: Options
+    tmp_path: Path, options: Options, asked: dict[str, Any], named: str
 ) -> None:
-    trainer = hugging_face(
-        tmp_path / "out", ForTrainer(tmp_path / "ckpts", **options()), save_only_model=True
-    )
-    with pytest.raises(ConfigError, match="does not save with save_only_model"):
+    saves = ForTrainer(tmp_path / "ckpts", **options())
+    trainer = hugging_face(tmp_path / "out", saves, **asked)
+    with pytest.raises(ConfigError, match=f"does not save with {named}"):
         trainer.train()
 
 

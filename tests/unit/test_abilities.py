@@ -28,6 +28,7 @@ MOUNTS = r"""
 34 21 0:44 / /over rw - fuse.s3fs s3fs rw
 35 21 0:45 / /bucket rw - fuse mountpoint-s3 rw
 36 21 0:46 / /juice rw - fuse.juicefs JuiceFS:fs rw
+37 21 0:47 / /nameless rw - tmpfs  rw,size=4m
 """.strip()
 
 
@@ -38,15 +39,16 @@ def test_a_disk_and_memory_can_do_all_and_are_left_as_they_were(
         found = require_able(root)
         assert [each.name for each in found.each if each.needed and each.why_not] == []
         assert found.has("hard links")
-        assert found.free > 0
         assert list(root.iterdir()) == []
 
 
 def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    old, new = tmp_path / ".probe.one.tmp", tmp_path / ".probe.other.tmp"
+    old, new, file = (tmp_path / f".{name}.tmp" for name in ("probe.1", "probe.2", "doctor.3"))
     for left in (old, new):
         left.mkdir()
-    os.utime(old, (1e9, 1e9))
+    file.write_text("a doctor's, who was killed, too")
+    for left in (old, file):
+        os.utime(left, (1e9, 1e9))
     probe(tmp_path)
     assert list(tmp_path.iterdir()) == [new]
 
@@ -54,6 +56,12 @@ def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> N
 def test_a_root_that_cannot_be_written_is_refused_with_its_file_system() -> None:
     with pytest.raises(RootError, match=r"/proc \(proc, mounted at /proc\) cannot be written"):
         require_able(Path("/proc"))
+
+
+def test_a_full_disk_is_refused_with_the_way_out(small_disk: Path) -> None:
+    (small_disk / "all of it").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    with pytest.raises(RootError, match=r"cannot be written: No space left .* Make room there"):
+        require_able(small_disk)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,7 @@ def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
         "/data/two words/ckpts": "nfs",
         "/lustre": "lustre",
         "/over/it": "fuse.s3fs",
+        "/nameless": "tmpfs",
     }
     assert {path: mount_of(path, MOUNTS).kind for path in kinds} == kinds
     assert mount_of("/anywhere", "").kind == "unknown"

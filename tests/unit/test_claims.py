@@ -66,6 +66,20 @@ def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> Non
     assert list(folder.iterdir()) == []
 
 
+def test_a_reader_in_another_container_is_not_taken_for_dead(committed: Job) -> None:
+    script = (
+        "from trinity_sync.storage.claims import take_lease\n"
+        f"take_lease({str(committed.root)!r}, 4, 'unseen')\nprint()"
+    )
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    done = subprocess.run([*alone, sys.executable, "-c", script], capture_output=True)
+    if b"unshare" in done.stderr:
+        pytest.skip("a process may have no PID namespace of its own here")
+    done.check_returncode()
+    assert [lease.holder for lease in leases(committed.root)] == ["unseen"]
+    assert leases(committed.root, clock=lambda: time.time() + 601) == []
+
+
 def test_what_is_not_committed_cannot_be_claimed(committed: Job) -> None:
     with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
         take_lease(committed.root, 5, "early")

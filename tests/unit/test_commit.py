@@ -28,7 +28,7 @@ from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import is_committed, read_manifest
-from trinity_sync.storage.persist import WriteOptions, persist
+from trinity_sync.storage.persist import WriteOptions, persist, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.writer import digest_of
@@ -200,6 +200,22 @@ def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
     assert not list(small_disk.rglob("*.tmp"))
     assert job.spool.tickets()[0][0].ticket.step == 4
     assert newest(job.root) is None
+
+
+def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(job: Job) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        job.stage(10, {"model": state(rank)}, rank=rank)
+    image = {sealed.ticket.rank: sealed.ticket.image for sealed in job.spool.tickets()[0]}[1]
+    final = folder(job, 10) / "actor/model_world_size_2_rank_1.pt"
+    in_the_way = temporary_name(final, image) / "it"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(SaveError, match=r"cannot write model .* rank 1 .*: Is a directory"):
+        job.persist(10)
+    assert [path.name for path in final.parent.iterdir()] == [in_the_way.parent.name]
+    shutil.rmtree(in_the_way.parent)
+    job.commit(10)
+    require_committed(job.root, 10)
 
 
 def test_a_root_that_is_gone_is_named(job: Job) -> None:

@@ -51,11 +51,13 @@ def test_services_name_what_there_is() -> None:
                 assert "healthcheck" in services[dependency[0]], name
 
 
-def test_worker_trainer_and_ray_share_memory_and_host_name() -> None:
+def test_worker_trainer_and_ray_share_memory_host_name_and_processes() -> None:
     services = loaded("compose.yaml")["services"]
     for name in ("worker", "train"):
-        assert services[name]["ipc"] == services[name]["network_mode"] == "service:ray"
+        for shared in ("ipc", "network_mode", "pid"):
+            assert services[name][shared] == "service:ray"
     assert services["ray"]["ipc"] == "shareable"
+    assert loaded("ray-node.yaml")["spec"]["shareProcessNamespace"] is True
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))

@@ -1,30 +1,42 @@
 """Ranks on several nodes begin a job in one and the same root, or not at all."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from trinity_sync.storage.stored import note_store
+
 RANK = """
 import json, os, sys
 import torch.distributed as dist
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.settings import Settings
 from trinity_sync import opening
-opening.VISIBLE_S = 0.5
-rank, meeting, spool, *roots = sys.argv[1:]
+opening.VISIBLE_S, opening.ROUND_S = 0.5, 0.01
+rank, meeting, spool, waits_for, *roots = sys.argv[1:]
+gather, rounds = dist.all_gather_object, 0
+def counted(*given):
+    global rounds
+    rounds += 1
+    if rank == "1" and root == roots[-1] and rounds == 3:
+        open(waits_for, "w").close()
+    gather(*given)
+dist.all_gather_object = counted
 dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)
 said = []
 for root in roots:
+    rounds = 0
     try:
         settings = Settings(node=f"node-{rank}", spool=f"{spool}/{rank}")
         saves = CheckpointCoordinator.of_process_group(root, settings=settings)
         said.append([type(saves).__name__, [place.node for place in saves._places]])
         saves.close()
-    except ConfigError as error:
+    except TrinitySyncError as error:
         said.append([type(error).__name__, str(error)])
 print(json.dumps(said))
 dist.destroy_process_group()
@@ -41,18 +53,28 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
         subprocess.run([*alone, f"mount -t tmpfs none {own}"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a process may have no mounts of its own here")
-    roots = [str(shared), str(own), "/proc/none", "s3://bucket/job"]
+    slow = tmp_path / "slow"  # rank 0 waits for its store until rank 1 has met it several times
+    waits_for = tmp_path / "far/global_step_1/manifest.json"
+    waits_for.parent.mkdir(parents=True)
+    os.mkfifo(waits_for)
+    note_store(slow, f"file://{tmp_path}/far")
+    (own / "loop").symlink_to(own / "loop")  # on rank 0's disk alone
+    roots = [str(shared), str(own), "/proc/none", "s3://bucket/job", str(own / "loop")]
+    given = [str(path) for path in (tmp_path / "meeting", spool_folder, waits_for)]
     each = [
-        [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(spool_folder), *roots]
-        for rank in (0, 1)
+        [sys.executable, "-c", RANK, str(rank), *given, *roots, str(named), str(slow)]
+        for rank, named in enumerate([shared, tmp_path / "elsewhere"])  # as a relative path may
     ]
     each[1] = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", *each[1]]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in each]
-    one, other = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
+    one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
     assert one == other
     assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
     kind, why = one[1]
     assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
     assert "TRINITY_SYNC_STORE" in why
-    assert [kind for kind, _ in one[2:]] == ["ConfigError", "ConfigError"]
-    assert list(own.iterdir()) == []
+    assert [kind for kind, _ in one[2:4]] == ["ConfigError", "ConfigError"]
+    assert [kind for kind, _ in one[4:]] == ["RootError", "RootError", "RemoteError"]
+    assert "loop" in one[4][1]
+    assert "rank 1 on node node-1 names" in one[5][1]
+    assert [path.name for path in own.iterdir()] == ["loop"]

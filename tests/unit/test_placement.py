@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.persist import persist_component, save_of
+from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, MissingShards, SaveError
@@ -21,6 +22,7 @@ from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.kept import kept_in
+from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.manifest import own_manifest
@@ -254,3 +256,21 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):
         persist_component(request.model_copy(update={"step": 5}), None, share, True)
     saves.close()
+
+
+def test_a_function_that_is_called_here_and_now_leaves_its_receipt_and_raises_its_error(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+
+    def fail() -> None:
+        raise ZeroDivisionError("no adapter to save")
+
+    (job.root / "global_step_4").mkdir()
+    saves.save_sync(lambda: (job.root / "global_step_4/part.bin").write_bytes(b"lora"), 4)
+    with pytest.raises(ZeroDivisionError):
+        saves.save_sync(fail, 5, is_state_dict=True)
+    (written,) = receipts_of(job.spool, 1, 4, "checkpoint")
+    (failed,) = receipts_of(job.spool, 1, 5, "state_dict")
+    assert (written.state, written.files) == ("finished", ("part.bin",))
+    assert (failed.state, "no adapter to save" in failed.error) == ("failed", True)

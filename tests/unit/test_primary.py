@@ -179,6 +179,16 @@ def test_of_two_that_commit_the_same_step_at_once_one_does(
     assert remote.writes_once()
 
 
+def test_what_is_to_be_written_once_is_whole_or_absent_in_a_full_folder(small_disk: Path) -> None:
+    remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
+    remote.write(3, "in the way", content)
+    with pytest.raises(RemoteError, match="No space left"):
+        remote.create(4, "manifest.json", content)
+    assert remote.read(4, "manifest.json") is None
+    (small_disk / "job/global_step_3/in the way").unlink()
+    assert remote.create(4, "manifest.json", content)
+
+
 def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
     machine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,6 +229,18 @@ def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
         saves.wait_all(10)
     one.commit(saves, 3)
     saves.wait_all(10)
+
+
+def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    one.commit(saves, 1, sent=False)
+    (saves.root / ".trinity_sync/store.json").write_text("{")
+    saves._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
+    with pytest.raises(SaveFailed, match=r"was not committed: store\.json is torn"):
+        saves.wait_all(10)
 
 
 def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
@@ -266,6 +288,18 @@ def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
     assert store_of(again.root) == one.url
     with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
         rewind(again.root, 1)
+
+
+def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
+    machine: Make,
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    (saves.root / ".trinity_sync/store.json").write_text("{")
+    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    assert (found["store"].state, "TRINITY_SYNC_STORE" in found["store"].found) == ("fail", True)
+    again = one.start("second")
+    assert store_of(again.root) == one.url
 
 
 def test_a_training_does_not_begin_without_its_store(

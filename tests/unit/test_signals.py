@@ -4,8 +4,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.unit.conftest import Open
+from tests.unit.job import Job
 
 
 @pytest.fixture
@@ -29,6 +31,16 @@ def test_a_signal_is_noticed_until_the_coordinator_is_closed(
     saves.close(timeout=0)
     signal.raise_signal(signal.SIGUSR1)
     assert others == [signal.SIGUSR1]
+
+
+def test_last_words_raise_nothing_where_the_root_cannot_be_used(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of()
+    (job.root / ".trinity_sync").write_text("in the way")
+    words = saves.last_words(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
+    assert (words.handed_over, words.committed) == ((), ())
+    assert "model: not handed over" in words.undone[0]
 
 
 def test_who_takes_the_signal_later_keeps_it(coordinator_of: Open, others: list[int]) -> None:

@@ -174,7 +174,10 @@ def _failures(job: "JobFacts", failed: "list[RunFacts]") -> str:
 def _claims(job: "JobFacts") -> str:
     rows = [
         *((str(p.step), p.kind, p.why, _time(p.pinned_at)) for p in job.pins),
-        *((str(x.step), "lease", f"{x.holder} on {x.host}", "") for x in job.leases),
+        *(
+            (str(x.step), "lease", f"{x.holder} on {x.host.partition('/')[0]}", "")
+            for x in job.leases
+        ),
         *(
             (str(serving.get("step", "")), "serves", name, _since(serving.get("since")))
             for name, serving in sorted(job.readers.items())

@@ -26,7 +26,7 @@ def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) ->
     """Give ``name`` another meaning, also in modules of these packages that have imported it."""
     old = getattr(module, name)
     packages = tuple(f"{package}." for package in within)
-    for other in [each for key, each in sys.modules.items() if key.startswith(packages)]:
+    for other in [each for key, each in list(sys.modules.items()) if key.startswith(packages)]:
         if getattr(other, "__dict__", {}).get(name) is old:
             setattr(other, name, new)
 

@@ -78,6 +78,7 @@ class TrinitySyncCallback(TrainerCallback):
         """See that what `Trainer` is asked for can be had."""
         unable = {
             "more than one process": args.world_size > 1,
+            "save_strategy='best'": args.save_strategy == "best",
             "load_best_model_at_end": args.load_best_model_at_end,
             "save_only_model": args.save_only_model,
             "adapters (PEFT)": hasattr(parts["model"], "peft_config"),

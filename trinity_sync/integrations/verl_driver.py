@@ -145,13 +145,17 @@ def launching(original: Callable[..., dict[str, Any]], switch: str) -> Callable[
     return get_ppo_ray_runtime_env
 
 
+NOT_PASSED_ON = ("TRINITY_SYNC_CATALOG_URL", "TRINITY_SYNC_NODE")
+"""The one may hold a password; the other is this node's own name."""
+
+
 def passed_on() -> dict[str, str]:
-    """What processes on other nodes are told of this one's environment: settings, and no secret."""
+    """What processes on other nodes are told of this one's environment."""
     return {
         name: value
         for name, value in os.environ.items()
         if name == "PREFECT_API_URL"
-        or (name.startswith("TRINITY_SYNC_") and name != "TRINITY_SYNC_CATALOG_URL")
+        or (name.startswith("TRINITY_SYNC_") and name not in NOT_PASSED_ON)
     }
 
 

@@ -50,8 +50,7 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
     except RootError as error:
         yield Check("root", "fail", str(error), "see docs/roots.md")
         return
-    if store := store_of(root):
-        yield _store(root, store)
+    yield from _store(root)
     latest = newest(root)
     yield _disk(root, latest.nbytes if latest else 0)
     yield _write_speed(root)
@@ -102,19 +101,23 @@ def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
     yield Check("recycled files", "ok", ("yes" if used else "no") + why)
 
 
-def _store(root: Path, url: str) -> Check:
-    """Whether the store in which steps count can be reached, and has them."""
-    from trinity_sync.storage.remote import Remote
-
+def _store(root: Path) -> Iterator[Check]:
+    """Whether the store in which steps count, if there is one, can be reached, and has them."""
     try:
+        if not (url := store_of(root)):
+            return
+        from trinity_sync.storage.remote import Remote
+
         there = [step.step for step in Remote(url).steps() if step.state == "whole"]
+        lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
     except TrinitySyncError as error:
-        return Check("store", "fail", str(error), "mend that; saves fail until then")
-    lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
+        yield Check("store", "fail", str(error), "mend that; saves fail until then")
+        return
     found = f"{len(there)} whole steps at {url}"
     if lacking:
-        return Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
-    return Check("store", "ok", found)
+        yield Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
+    else:
+        yield Check("store", "ok", found)
 
 
 def _write_speed(root: Path) -> Check:

@@ -6,6 +6,7 @@ process is gone, which counts as failed.
 """
 
 import json
+import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -90,6 +91,14 @@ def process_name(pid: int) -> str:
     if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
     return f"{pid}/{fields[19]}"
+
+
+def process_home() -> str:
+    """Where a process of this one's `process_name` can be looked for: ``host/pid:[namespace]``.
+
+    Containers may have a host name in common, and each see no process but their own.
+    """
+    return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_fields(pid: int) -> list[str]:

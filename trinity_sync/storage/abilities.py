@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from trinity_sync.storage.mounts import Mount, mount_of
 from trinity_sync.storage.recycling import is_ours_alone
 from trinity_sync.storage.writer import ALIGNMENT
 
+PROBES = ("probe", "meeting", "doctor")
+"""What is put into a root for a moment: ``.probe.*.tmp``, which is a folder, and files likewise."""
 _LEFT_S = 3600.0
-"""Age in seconds from which the folder of a probe is one that was killed."""
+"""Age in seconds from which that of a process was left when it was killed."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,6 @@ class Abilities:
     root: Path
     mount: Mount
     each: tuple[Ability, ...]
-    free: int
-    """Bytes that may still be written."""
-    seconds: float
 
     def has(self, name: str) -> bool:
         """Whether it can do that."""
@@ -82,7 +82,6 @@ def probe(root: Path) -> Abilities:
     Raises:
         RootError: nothing can be written there.
     """
-    began = time.perf_counter()
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         _remove_those_that_were_killed(root)
@@ -91,16 +90,17 @@ def probe(root: Path) -> Abilities:
             Ability(name, needed, _why_not(attempt, folder), without)
             for name, needed, attempt, without in _ATTEMPTS
         )
-        room = os.statvfs(root)
     except OSError as error:
+        todo = "Change its owner or mode, mount it for writing"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            todo = "Make room there"
         raise RootError(
-            f"{root} ({mount_of(root)}) cannot be written: {error.strerror}. Change its owner or "
-            "mode, mount it for writing, or take another root."
+            f"{root} ({mount_of(root)}) cannot be written: {error.strerror}. {todo}, or take "
+            "another root."
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = time.perf_counter() - began
-    return Abilities(root, mount_of(root), each, room.f_bavail * room.f_frsize, seconds)
+    return Abilities(root, mount_of(root), each)
 
 
 class _Wrong(Exception):
@@ -224,9 +224,11 @@ _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
 
 
 def _remove_those_that_were_killed(root: Path) -> None:
-    for left in root.glob(f".probe.*{TEMPORARY_SUFFIX}"):
-        try:
-            if left.stat().st_mtime < time.time() - _LEFT_S:
+    for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
+        with suppress(FileNotFoundError):  # another one removes it
+            if left.stat().st_mtime >= time.time() - _LEFT_S:
+                continue
+            if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
-            continue
+            else:
+                left.unlink()

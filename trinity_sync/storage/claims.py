@@ -18,7 +18,6 @@ step by one rename of its file, so it names a step at every instant.
 
 import json
 import os
-import socket
 import time
 import uuid
 from collections import defaultdict
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name
-from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.locks import file_lock
@@ -49,8 +48,9 @@ class Lease:
     holder: str
     """Who reads, for people."""
     host: str
+    """As `process_home` names it."""
     process: str
-    """``pid/start time`` on that host."""
+    """``pid/start time`` there."""
     ttl_s: float
     path: Path
     """The file; its time of change is when the lease was taken or renewed."""
@@ -110,7 +110,7 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
     """
     with _committed(root, step):
         path = _folder(root, "leases") / f"{step}.{uuid.uuid4().hex}.json"
-        lease = Lease(step, holder, socket.gethostname(), process_name(os.getpid()), ttl_s, path)
+        lease = Lease(step, holder, process_home(), process_name(os.getpid()), ttl_s, path)
         body = asdict(lease)
         del body["path"]
         replace_file(path, json.dumps(body))
@@ -129,7 +129,7 @@ def leases(root: str | Path, *, clock: Callable[[], float] = time.time) -> list[
         except (ValueError, TypeError):
             step, _, _ = path.name.partition(".")
             lease = Lease(int(step), "unknown (its file is torn)", "", "", LEASE_S, path)
-        gone = lease.host == socket.gethostname() and not process_lives(lease.process)
+        gone = lease.host == process_home() and not process_lives(lease.process)
         if gone or clock() > taken_at + lease.ttl_s:
             path.unlink(missing_ok=True)
         else:

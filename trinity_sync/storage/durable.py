@@ -26,7 +26,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-def create_file(path: Path, content: str) -> bool:
+def create_file(path: Path, content: str | bytes) -> bool:
     """As `replace_file`, but only if there is no file yet; False if there is one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:

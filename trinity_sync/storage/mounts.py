@@ -1,5 +1,6 @@
 """Which file system a path is on, as the kernel says in ``/proc/self/mountinfo``."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +58,13 @@ def mount_of(path: str | Path, mountinfo: str | None = None) -> Mount:
         mountinfo: text in the form of ``/proc/self/mountinfo``, which it is by default.
     """
     real = Path(path).resolve()
-    text = Path("/proc/self/mountinfo").read_text() if mountinfo is None else mountinfo
+    if mountinfo is None:  # other people's mounts may have any bytes in their names
+        mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
     best = Mount(Path("/"), "unknown", "", ())
-    for line in text.splitlines():
+    for line in filter(None, mountinfo.split("\n")):
         of_mount, _, of_system = line.partition(" - ")
-        fields, (kind, source, options) = of_mount.split(), of_system.split()
+        fields = of_mount.split(" ")
+        kind, source, options = of_system.split(" ")  # "" is a source, too
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
             best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))

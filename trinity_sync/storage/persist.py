@@ -111,14 +111,21 @@ def persist(
     """
     sealed, committed = _gather(share, save, component, options.gather_s, clock)
     gently = partial(yield_to_others, options.nice)
-    pool = ThreadPoolExecutor(options.writers, "persist", initializer=gently)
-    with ExitStack() as held, pool as writers:
+    with ExitStack() as held:
         # all of them first: an image that waits for its turn must not give way to a later save
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
         write = partial(_write, share, save, options)
-        written = list(writers.map(write, sealed, contents))
+        try:
+            with ThreadPoolExecutor(options.writers, "persist", initializer=gently) as writers:
+                written = list(writers.map(write, sealed, contents))
+        except BaseException:
+            for image in sealed:  # a full disk must not stay full because of us
+                for left in save.folder.rglob(f".*.{image.ticket.image}{TEMPORARY_SUFFIX}"):
+                    with suppress(OSError):
+                        left.unlink()
+            raise
     return [*committed, *(file for files in written for file in files)]
 
 
@@ -278,13 +285,11 @@ def _write_one(
             temporary, content, direct=options.direct, bytes_per_s=options.bytes_per_s
         )
         sync_folder(final.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)  # a full disk must not stay full because of us
-        if isinstance(error, OSError):
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remove_spares(save.root)  # a retry finds their room
-            if error.filename is None:
-                error.filename = os.fspath(final)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remove_spares(save.root)  # a retry finds their room
+        if error.filename is None:
+            error.filename = os.fspath(final)
         raise
     return Written(
         FileRecord(

@@ -19,17 +19,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
 import xxhash
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER
 from trinity_sync.storage.digested import from_text, to_text
+from trinity_sync.storage.durable import create_file, make_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 from trinity_sync.storage.writer import DIGEST
@@ -293,6 +296,9 @@ class Remote:
         """Write a file that is not there; a store without such a write is looked at first."""
         path = f"{self._base}/{name}"
         with self._reaching(f"write {name} to"):
+            if isinstance(self._fs, LocalFileSystem):  # whole or absent, as in a store
+                make_folder(Path(path).parent)
+                return create_file(Path(path), content)
             try:
                 with self._fs.open(path, "xb") as file:
                     file.write(content)

@@ -9,6 +9,7 @@ The root says it, as it says where ranks are: so whoever commits, waits or remov
 goes by the same store, and a worker without the setting cannot leave it out.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
@@ -21,9 +22,11 @@ from trinity_sync.storage.runs import all_runs, left_behind_by
 
 def note_store(root: str | Path, url: str) -> None:
     """From now on the steps of the root count when they are there; again costs a look."""
-    if store_of(root) != url:
-        make_folder(_store(root).parent)
-        replace_file(_store(root), to_text({"url": url}))
+    with suppress(CommitError):  # one that is torn is written anew
+        if store_of(root) == url:
+            return
+    make_folder(_store(root).parent)
+    replace_file(_store(root), to_text({"url": url}))
 
 
 def store_of(root: str | Path) -> str:

@@ -17,6 +17,7 @@ import functools
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import GEN_CREATED, getgeneratorstate
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ def send_weights(
         members.wait(under_way)
         members.wait(_tell(members, CLOSING, count=count, total=total, sum=_folded(sums)))
         members.confirm()
-    except WeightSyncError:
-        raise
     except BaseException as error:
+        if members.broken:  # the others know
+            raise
         reason = f"the trainer gave up after {count} tensors of version {version}: {error!r}"
         if not torn:  # else the receivers wait for bytes
             members.wait([*under_way, *_tell(members, GIVEN_UP, reason=reason)])
@@ -109,7 +110,11 @@ class Incoming:
         if group.rank == 0:
             raise ConfigError("rank 0 of a weight group sends weights; the others receive them")
         self._group, self._complete = group, complete
-        _, opening = _told(group, _coming(group), OPENING)
+        try:
+            _, opening = _told(group, _coming(group), OPENING)
+        except WeightSyncError as error:
+            group.fail(str(error))
+            raise
         self.version: int = opening["version"]
         self._tensors = self._received(opening["piece"])
 
@@ -118,6 +123,8 @@ class Incoming:
 
     def close(self) -> None:
         """Give up what has not been taken yet, so that nobody waits for this reader."""
+        if getgeneratorstate(self._tensors) == GEN_CREATED:  # closing it would run none of it
+            self._group.fail(f"it took nothing of version {self.version}")
         self._tensors.close()
 
     def _received(self, piece: int) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -200,8 +207,9 @@ def receive_into(
                 )
             target.detach().copy_(tensor)
             written.add(target.data_ptr())
-    except WeightSyncError as error:
-        members.fail(str(error))
+    except BaseException as error:
+        ours = isinstance(error, WeightSyncError)
+        members.fail(str(error) if ours else f"it could not take a tensor: {error!r}")
         incoming.close()
         raise
     return incoming.version

@@ -12,7 +12,6 @@ so they are replaced atomically and not synced, and nobody waits for a disk.
 
 import json
 import os
-import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder
 
 T = TypeVar("T")
@@ -35,13 +34,14 @@ class Address:
     namespace: str
     """Its Ray namespace."""
     host: str
+    """As `process_home` names it."""
     process: str
     """pid and start time."""
 
     @property
     def lives(self) -> bool | None:
-        """Whether its process runs; None on another host than its own."""
-        return process_lives(self.process) if self.host == socket.gethostname() else None
+        """Whether its process runs; None on another host than its own, or in another container."""
+        return process_lives(self.process) if self.host == process_home() else None
 
 
 def address_file(root: str | Path) -> Path:
@@ -56,7 +56,7 @@ def state_file(root: str | Path) -> Path:
 
 def write_address(root: str | Path, name: str, namespace: str) -> None:
     """Say that this process is the Synchronizer of the job."""
-    address = Address(name, namespace, socket.gethostname(), process_name(os.getpid()))
+    address = Address(name, namespace, process_home(), process_name(os.getpid()))
     make_folder(address_file(root).parent)
     _replace(address_file(root), asdict(address))
 

@@ -55,9 +55,14 @@ class WeightGroup:
         self._broken: str | None = None
         self._buffers: dict[int, torch.Tensor] = {}
 
+    @property
+    def broken(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._broken is not None
+
     def close(self) -> None:
         """Leave the group; calls after it are refused. Twice is harmless."""
-        if self._broken is None:
+        if not self.broken:
             self._broken = "it was closed"
         self._buffers.clear()
         self._abort()
@@ -104,7 +109,7 @@ class WeightGroup:
 
     def fail(self, reason: str) -> WeightSyncError:
         """Take this member out for good; the error to raise, which names who stays silent."""
-        if self._broken is None:
+        if not self.broken:
             self._broken = f"it broke: {reason}"
             silent = self._roll_call(reason)
             self._broken += silent
@@ -115,7 +120,7 @@ class WeightGroup:
         return self._refused()
 
     def _begin(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
-        if self._broken is not None or self._backend is None:
+        if self.broken:
             raise self._refused()
         try:
             return getattr(self._backend, operation)([tensor], options)
@@ -131,6 +136,7 @@ class WeightGroup:
     def _abort(self) -> None:
         if self._owned and self._backend is not None:
             self._backend.abort()
+            self._backend = None
 
     def _roll_call(self, reason: str) -> str:
         """Tell the others why, and find out who does not answer."""

@@ -342,6 +342,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
 ) -> None:
     monkeypatch.setenv("TRINITY_SYNC_KEEP", "last=3")
     monkeypatch.setenv("TRINITY_SYNC_CATALOG_URL", "postgresql://user:secret@host/db")
+    monkeypatch.setenv("TRINITY_SYNC_NODE", "this-one")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
     launch = launching(get_ppo_ray_runtime_env, "ours")
@@ -354,3 +355,4 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert first["TRINITY_SYNC_KEEP"] == "last=3"
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
     assert "secret" not in str(first)
+    assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone

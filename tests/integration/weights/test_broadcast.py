@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
+from trinity_sync.weights.broadcast import (
+    MESSAGE,
+    receive_into,
+    receive_weights,
+    send_weights,
+)
 from trinity_sync.weights.group import (
     WeightGroup,
     join_weight_group,
@@ -275,6 +280,51 @@ def test_a_reader_that_stops_early_fails_the_broadcast(members: Any) -> None:
     with pytest.raises(WeightSyncError, match="rank 1 gave up: it took 1 tensors of version 3"):
         send_weights(weights().items(), group, version=3, bucket_bytes=BUCKET)
     assert reader.answer() is None
+
+
+def _refuse(group: WeightGroup) -> Any:
+    receive_weights(group).close()
+
+
+def _into_overlapping(group: WeightGroup) -> Any:
+    return receive_into({"w": torch.zeros(1).expand(3)}, group)
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (_refuse, "it took nothing of version 3"),
+        (_into_overlapping, "it could not take a tensor: RuntimeError"),
+    ],
+)
+def test_a_reader_that_takes_nothing_holds_nobody_up(
+    members: Any, program: Program, why: str
+) -> None:
+    group, (reader,) = members(program)
+    sent = [("w", torch.zeros(3)), *((f"w{n}", torch.zeros(1 << 20)) for n in range(20))]
+    with pytest.raises(WeightSyncError, match=f"rank 1 gave up: {why}"):
+        send_weights(sent, group, version=3, bucket_bytes=BUCKET)
+    reader.answer()
+
+
+def test_what_is_no_broadcast_of_weights_is_refused_and_told(members: Any) -> None:
+    group, (reader,) = members(_take)
+    group.wait([group.broadcast(torch.zeros(MESSAGE, dtype=torch.uint8))])
+    error = group.fail("it has sent something else")
+    assert "rank 1 gave up: what came is no part" in str(error)
+    assert "use the group for nothing else" in str(reader.answer())
+
+
+def test_a_trainer_whose_weights_cannot_be_had_says_so_at_once(members: Any) -> None:
+    group, (reader,) = members(_take)
+
+    def absent() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(3)
+        raise WeightSyncError("no such weight")
+
+    with pytest.raises(WeightSyncError, match=r"^no such weight$"):
+        send_weights(absent(), group, version=3)
+    assert "the trainer gave up after 0 tensors" in str(reader.answer())
 
 
 def _plain_group(group: WeightGroup) -> Any:

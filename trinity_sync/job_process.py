@@ -1,0 +1,257 @@
+"""One process of a job: which run it takes part in, how a step is asked for, what became of it.
+
+What is saved, and how, is for those who derive from it: `trinity_calls` and `coordinator`.
+"""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trinity_sync.attachments import Attachments
+from trinity_sync.beginning import OwnRun
+from trinity_sync.errors import ConfigError, SaveFailed
+from trinity_sync.functions import FunctionSaves
+from trinity_sync.layout import COMPONENTS, Component, Kind, check_name, step_folder
+from trinity_sync.opening import folder_of, open_root
+from trinity_sync.orchestration.trigger import SaveTrigger
+from trinity_sync.orchestration.watch import SaveWatch
+from trinity_sync.preemption import Preemption, noticed_by_any
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.stager import Origin, Stager
+from trinity_sync.snapshot.ticket import Export
+from trinity_sync.states import StateSaves
+from trinity_sync.storage.metrics import MetricsLog
+from trinity_sync.storage.placement import Place, note_placement, places_of
+from trinity_sync.storage.runs import Run
+from trinity_sync.storage.steps import newest
+
+
+class JobProcess:
+    """See the module, and `CheckpointCoordinator` for the arguments."""
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        places: Sequence[Place] = (),
+        run_key: str | None = None,
+        roles: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        trigger: SaveTrigger | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not below the world size {world_size}")
+        self.settings = settings or Settings()
+        opens = rank == 0 and not places
+        self.root = open_root(root, self.settings) if opens else folder_of(root)
+        self.rank, self.world_size = rank, world_size
+        self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
+        self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        here = (self.settings.node, str(self.spool.folder.absolute()))
+        self._places = tuple(places) or places_of([here] * world_size)
+        self._placed: set[str] = set()
+        """Roles that this run has in the root, see `_place`."""
+        self._stager = Stager(
+            self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
+        )
+        self._states = StateSaves(
+            self._stager, self._ask_for, check_overlap=self.settings.check_overlap
+        )
+        self._attachments = Attachments(self.root, self.rank)
+        self._trigger = trigger or SaveTrigger(self.settings)
+        self._watch = SaveWatch(self._trigger)
+        self._run = OwnRun(self.root, run_key or own_run_key())
+        self._functions = FunctionSaves(self.root, self.spool)
+        self._metrics = MetricsLog(self.root)
+        self._failures: list[str] = []
+        self._preemption = Preemption()
+
+    def resumed_from(self, step: int) -> None:
+        """Begin this run at ``step``; saves of earlier runs beyond it, not committed yet, lapse.
+
+        Raises:
+            ConfigError: as `check_resume`.
+        """
+        self.wait_staged()
+        self._run.begin_at(step)
+
+    def check_resume(self, step: int) -> None:
+        """See that this run can begin at ``step``, before the step is loaded; `load` does it, too.
+
+        Raises:
+            ConfigError: this run has begun already, at another step; or its key is that of a run
+                that is not new.
+        """
+        self.wait_staged()  # what is loaded next must not reach an image
+        self._run.require_can_begin_at(step)
+
+    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
+        """Folder of the newest committed step of ``kind``, or None if there is none.
+
+        Args:
+            kind: what is needed of the step.
+            settle_s: seconds to wait first for saves that an earlier run handed over on this node
+                and that are still on their way: resuming from an older step would abandon them.
+                Where ranks are on several nodes, let one of them ask and tell the others.
+        """
+        deadline = time.monotonic() + settle_s
+        while time.monotonic() < deadline:
+            if all(sealed.failed for sealed in self.spool.tickets()[0]):
+                break
+            time.sleep(0.05)
+        manifest = newest(self.root, kind)
+        return step_folder(self.root, manifest.step) if manifest else None
+
+    def wait_staged(self) -> float:
+        """Wait until an overlapped save is staged; from then on the state may change.
+
+        Returns:
+            Seconds that the caller stood still.
+
+        Raises:
+            SpoolFull, ImageError: as `save`; an image is torn if the state changed too early.
+        """
+        return self._states.wait_staged()
+
+    def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
+        """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
+
+        The handler only notes the time; ask `preempted` between two steps.
+
+        Args:
+            signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
+            grace_s: seconds from the signal until the process is killed.
+
+        Raises:
+            ConfigError: this is not the main thread, or the signal cannot be caught.
+        """
+        self._preemption.notice(signum, grace_s)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told to end; ranks are told at different times."""
+        return self._preemption.noticed
+
+    def any_preempted(self) -> bool:
+        """Whether any rank of the default process group was; all ask after the same step."""
+        return noticed_by_any(self.preempted)
+
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Wait until all that this process handed over is committed, or has failed.
+
+        Args:
+            timeout: seconds; without end by default, also while the Prefect server is away.
+
+        Raises:
+            SaveFailed: something was not committed; the message says what, why and where to look.
+                Each failure is raised once.
+            SaveTimeout: the time is over; the saves may still commit.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.wait_staged()
+        self._failures += self._states.take_failures()
+        self._failures += self._functions.wait(deadline)  # kept, should the next line time out
+        failures = [*self._watch.wait(deadline), *self._failures]
+        self._failures = []
+        if failures:
+            raise SaveFailed("\n".join(failures))
+
+    @property
+    def commit_seconds(self) -> Mapping[str, float]:
+        """Seconds from hand-over to commit, by request key, of this process's committed saves."""
+        return self._watch.commit_seconds
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Let go of everything; what was handed over goes on without this process.
+
+        Signals that `on_preemption` took end the process again, or do what they did before.
+
+        Args:
+            timeout: seconds to get requests out that Prefect has not taken yet. After that the
+                worker of this node finds their images by itself.
+        """
+        try:
+            self._states.close()
+        finally:
+            self._metrics.close()
+            self._watch.close()
+            self._trigger.close(timeout)
+            self._preemption.forget()
+        self.spool.remove_if_unused()
+
+    def _origin(
+        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
+    ) -> Origin:
+        if step < 0:
+            raise ConfigError(f"step {step} is negative")
+        run = self._run.begun()
+        return Origin(
+            root=str(self.root),
+            run=run.number,
+            run_key=run.key,
+            step=step,
+            kind=kind,
+            role=check_name("role", role),
+            roles=self.roles if kind == "checkpoint" else (role,),
+            rank=self.rank,
+            world_size=self.world_size,
+            keep=keep,
+            export=export,
+            strategy=self.settings.save_strategy,
+        )
+
+    def _place(self, role: str) -> None:
+        """Write down on which nodes the ranks of a role are, once a run, before it saves."""
+        if role not in self._placed:
+            run = self._run.begun()
+            note_placement(self.root, run.number, run.key, role, self._places)
+            self._placed.add(role)
+
+    def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
+        if origin.kind == "checkpoint":
+            self._attachments.handed_over(origin.step)
+        run = self._run.begun()
+        request = self._request(
+            run, origin.step, origin.kind, origin.roles, components, origin.keep
+        )
+        self._hand_over(request, exports=origin.role if origin.export else "")
+
+    def _request(
+        self,
+        run: Run,
+        step: int,
+        kind: Kind,
+        roles: Sequence[str],
+        components: Sequence[str],
+        keep: int,
+        expected: int = 0,
+    ) -> SaveRequest:
+        known: list[Component] = [name for name in COMPONENTS if name in components]
+        return SaveRequest(
+            root=str(self.root),
+            step=step,
+            run=run.number,
+            run_key=run.key,
+            kind=kind,
+            roles=tuple(roles),
+            components=tuple(known),
+            expected=expected,
+            keep=keep,
+        )
+
+    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
+        if self.rank == 0 or always:
+            self._trigger.submit(request)
+        self._watch.add(request, exports=exports)
+
+
+def own_run_key() -> str:
+    """What all processes of a run have in common: ``TRINITY_SYNC_RUN``, else one of our own."""
+    return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex
