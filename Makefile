@@ -49,8 +49,8 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
 	$(BIN)/python -m benchmarks.run
 
-verl: $(READY) ## the methods of veRL's own trainers, and veRL's own tests, with our manager
-	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py
+verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
+	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
 
 trinity: $(TRINITY)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own

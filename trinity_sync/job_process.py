@@ -217,6 +217,8 @@ class JobProcess:
     def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
         if origin.kind == "checkpoint":
             self._attachments.handed_over(origin.step)
+        if len(origin.roles) > 1:  # whose request comes first counts, and others may have more
+            components = COMPONENTS
         run = self._run.begun()
         request = self._request(
             run, origin.step, origin.kind, origin.roles, components, origin.keep

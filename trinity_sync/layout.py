@@ -75,6 +75,11 @@ def step_folder(root: str | Path, step: int) -> Path:
     return Path(root) / f"global_step_{step}"
 
 
+def is_step_folder(path: str | Path) -> bool:
+    """Whether a path ends with ``global_step_{N}``."""
+    return bool(_STEP_FOLDER.fullmatch(Path(path).name))
+
+
 def shard_file(component: str, world_size: int, rank: int) -> str:
     """File name of one rank's shard, as veRL's checkpoint manager and merger expect it."""
     return f"{component}_world_size_{world_size}_rank_{rank}.pt"

@@ -8,9 +8,11 @@ from pickle import PicklingError
 import pytest
 import torch
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, MissingShards
+from trinity_sync.request import SaveRequest
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
 
@@ -173,3 +175,23 @@ def test_a_damaged_attachment_is_not_given_out(coordinator_of: Open, job: Job) -
     (job.root / "global_step_4/attachments/position").write_bytes(b"71")
     with pytest.raises(CommitError, match="is damaged"):
         saves.attachment(4, "position")
+
+
+class ComesSecond(CommitsHere):
+    """Its request finds that there is a flow run for the step already."""
+
+    def submit(self, request: SaveRequest) -> None:
+        pass
+
+
+def test_they_are_committed_also_if_another_role_asks_for_the_commit_first(
+    coordinator_of: Open,
+) -> None:
+    roles = ("actor", "critic")
+    actor = coordinator_of(roles=roles, trigger=ComesSecond())
+    critic = coordinator_of(roles=roles, trigger=CommitsHere())
+    actor.attach("position", b"17", step=4)
+    actor.save(4, {**MODEL, "optim": {}}, role="actor")
+    critic.save(4, MODEL, role="critic")
+    critic.wait_all()
+    assert actor.attachment(4, "position") == b"17"

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -54,6 +54,14 @@ def together(role_folder: Path, work: Callable[[], T]) -> T:
         if theirs is not None:
             raise theirs
     return result
+
+
+def told_by_rank_0(folder: Path, work: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank of the default process group; raises as `together`."""
+    found = together(folder, lambda: work() if dist.get_rank() == 0 else None)
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return cast(T, told[0])
 
 
 def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:

@@ -7,7 +7,7 @@ there already is changed at once, another one when somebody imports it.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +32,7 @@ def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) ->
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds modules as Python does, and makes the change once they are run."""
+    """Finds modules as Python does without it, and makes the change once they are run."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self._changes = changes
@@ -41,7 +41,7 @@ class _AfterImport(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         change = self._changes.get(fullname)
-        spec = PathFinder.find_spec(fullname, path, target) if change else None
+        spec = self._found_by_others(fullname, path, target) if change else None
         if change is None or spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
@@ -52,3 +52,12 @@ class _AfterImport(MetaPathFinder):
 
         spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
+
+    def _found_by_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """What the finders after this one say, among them those of other switches."""
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            if spec := finder.find_spec(fullname, path, target):
+                return spec
+        return None

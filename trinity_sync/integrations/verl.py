@@ -1,4 +1,4 @@
-"""The switch for veRL's own PPO and GRPO trainers: one variable, no fork.
+"""The switch for veRL's own PPO, GRPO and SFT trainers: one variable, no fork.
 
 ::
 
@@ -7,7 +7,7 @@
 veRL imports what the variable names in each of its processes, before anything else of its own, and
 importing this module is the switch. A few names of veRL's modules become ours (`CHANGES`), each
 right after veRL has imported the module; this module itself imports nothing heavy. What the names
-do is in `verl_driver` and `verl_manager`.
+do is in `verl_driver`, `verl_sft` and `verl_manager`.
 """
 
 from importlib.metadata import version
@@ -67,8 +67,25 @@ def _trainer_v1(module: ModuleType) -> None:
     trainer.fit = fitting(trainer.fit)
 
 
+def _handler(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl_sft import finding_together, handing_over
+
+    handler = module.CheckpointHandler
+    handler.save_checkpoint = handing_over(handler.save_checkpoint)
+    handler._find_latest_checkpoint = finding_together(handler._find_latest_checkpoint)
+
+
+def _end(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl_sft import ending
+
+    ours = ending(module.destroy_global_process_group)
+    rebind(module, "destroy_global_process_group", ours, within=["verl"])
+
+
 CHANGES: dict[str, Change] = {
     "verl.utils.checkpoint.checkpoint_manager": _resume,
+    "verl.utils.checkpoint.checkpoint_handler": _handler,
+    "verl.utils.distributed": _end,
     "verl.workers.engine.fsdp.transformer_impl": _save,
     "verl.trainer.constants_ppo": _launch,
     "verl.workers.engine_workers": _workers,

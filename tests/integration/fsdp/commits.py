@@ -50,6 +50,21 @@ class CommitsHere(SaveTrigger):
                 self._failed[request.key] = repr(error)
 
 
+class CommitsWhenTold(CommitsHere):
+    """Nothing is committed before ``go`` is set, as when Prefect's worker is slow."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        super().__init__()
+
+    def submit(self, request: SaveRequest) -> None:
+        threading.Thread(target=self._pass_on, args=[request], daemon=True).start()
+
+    def _pass_on(self, request: SaveRequest) -> None:
+        self.go.wait()
+        super().submit(request)
+
+
 def _save_step(request: SaveRequest) -> None:
     save = save_of(request)
     (share,) = await_shares(save.root, save.run, save.run_key, save.roles, gather_s=60)

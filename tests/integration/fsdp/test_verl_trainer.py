@@ -20,7 +20,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.conftest import environment
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.integrations.verl_driver import finding, fitting, launching, saving
@@ -30,22 +30,6 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import read_iteration
 
 DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
-
-
-class CommitsWhenTold(CommitsHere):
-    """Nothing is committed before ``go`` is set, as when Prefect's worker is slow."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.told: list[float] = []
-        super().__init__()
-
-    def submit(self, request: SaveRequest) -> None:
-        threading.Thread(target=self._pass_on, args=[request], daemon=True).start()
-
-    def _pass_on(self, request: SaveRequest) -> None:
-        self.go.wait()
-        super().submit(request)
 
 
 class Workers:

@@ -1,0 +1,184 @@
+"""What veRL's SFT trainer does around a checkpoint, with ours: its real handler, in one process.
+
+The trainer itself, on two ranks, is in ``tests/verl``.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_copy.policy import Policy
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.utils.checkpoint import CheckpointHandler, OrchestrationMode
+from verl.utils.checkpoint import checkpoint_manager as verl_manager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
+
+from tests.conftest import environment
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, SaveFailed
+from trinity_sync.integrations.verl_driver import finding
+from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
+from trinity_sync.integrations.verl_sft import ending, finding_together, handing_over
+from trinity_sync.layout import step_folder
+from trinity_sync.request import SaveRequest
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.runs import all_runs
+
+
+class Handler(CheckpointHandler):
+    """veRL's, as `integrations.verl` changes it."""
+
+    save_checkpoint = handing_over(CheckpointHandler.save_checkpoint)
+    _find_latest_checkpoint = finding_together(CheckpointHandler._find_latest_checkpoint)
+
+
+class FailsToCommit(CommitsHere):
+    def submit(self, request: SaveRequest) -> None:
+        self._failed[request.key] = "the disk is full"
+
+
+@ending
+def end() -> None:
+    """What follows the end of all saves."""
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank: None, tiny: Path) -> Policy:
+    return Policy(tiny)
+
+
+@pytest.fixture(autouse=True)
+def switched_on(spool_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ours = finding(verl_manager.find_latest_ckpt_path)
+    monkeypatch.setattr(verl_manager, "find_latest_ckpt_path", ours)
+    with environment({"TRINITY_SYNC_SPOOL": str(spool_folder)}):
+        yield
+
+
+def manager(kind: type, engine: Any, **more: Any) -> Any:
+    parts = (engine.module, engine.optimizer, engine.lr_scheduler)
+    return kind(*parts, engine.model_config.get_processor(), engine.checkpoint_config, **more)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(policy: Policy, root: Path) -> Iterator[Start]:
+    """Makes what a new run of the trainer has when it comes to its checkpoints."""
+
+    @contextmanager
+    def running(kind: type = Handler, trigger: CommitsHere | None = None) -> Iterator[Any]:
+        with closing(CheckpointCoordinator(root, trigger=trigger or CommitsHere())) as saves:
+            policy.engine.checkpoint_manager = manager(
+                TrainerCheckpointManager, policy.engine, coordinator=saves
+            )
+            loader = StatefulDataLoader(list(range(100)), batch_size=1)
+            yield kind(policy.engine, loader, default_local_dir=str(root))
+
+    return running
+
+
+def train_to(handler: Any, step: int) -> None:
+    """Draw ``step`` batches, and save."""
+    batches = iter(handler.train_dataloader)
+    for _ in range(step):
+        next(batches)
+    handler.save_checkpoint(step)
+
+
+def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
+    start: Start, root: Path
+) -> None:
+    trigger = CommitsWhenTold()
+    with start(trigger=trigger) as handler:
+        train_to(handler, 3)
+        assert (step_folder(root, 3) / "data_0.pt").exists()
+        assert read_iteration(root, "checkpoint") is None
+        trigger.go.set()
+        end()
+        assert read_iteration(root, "checkpoint") == 3
+
+
+def test_the_trainer_ends_with_the_failure_of_a_save(start: Start) -> None:
+    with start(trigger=FailsToCommit()) as handler:
+        train_to(handler, 3)
+        with pytest.raises(SaveFailed, match="the disk is full"):
+            end()
+
+
+def test_a_step_from_a_copy_has_the_position_of_the_dataloader(
+    start: Start, root: Path, policy: Policy
+) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    before = policy.fingerprint()
+    (step_folder(root, 3) / "data_0.pt").unlink()
+    with start() as handler:
+        assert handler.load_checkpoint() == 3
+        assert policy.fingerprint() == before
+        assert next(iter(handler.train_dataloader)).item() == 3
+
+
+def test_a_step_that_ends_an_epoch_is_followed_by_the_whole_next_one(start: Start) -> None:
+    for _ in range(2):
+        with start() as handler:
+            handler.train_dataloader = StatefulDataLoader([0, 1, 2], batch_size=1)
+            if not handler.load_checkpoint():
+                train_to(handler, 3)
+                end()
+    assert [batch.item() for batch in handler.train_dataloader] == [0, 1, 2]
+
+
+def test_a_training_that_verl_began_alone_goes_on_with_us(
+    start: Start, root: Path, policy: Policy
+) -> None:
+    with start(CheckpointHandler) as handler:
+        policy.engine.checkpoint_manager = manager(VerlManager, policy.engine)
+        train_to(handler, 2)
+    with start() as handler:
+        assert handler.load_checkpoint() == 2
+        assert next(iter(handler.train_dataloader)).item() == 2
+        train_to(handler, 4)
+        end()
+    assert all_runs(root)[-1].resumed_from == 2
+    assert read_iteration(root, "checkpoint") == 4
+
+
+def test_verl_alone_goes_on_once_the_files_are_where_it_looks(
+    start: Start, root: Path, policy: Policy
+) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    before, folder = policy.fingerprint(), step_folder(root, 3)
+    shutil.copytree(folder / "actor", folder, dirs_exist_ok=True)
+    with start(CheckpointHandler) as handler:
+        policy.engine.checkpoint_manager = manager(VerlManager, policy.engine)
+        assert handler.load_checkpoint() == 3
+        assert policy.fingerprint() == before
+        assert next(iter(handler.train_dataloader)).item() == 3
+
+
+def test_a_resume_on_another_number_of_ranks_is_refused(start: Start, policy: Policy) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    with start() as handler:
+        policy.engine.checkpoint_manager.world_size = 2
+        with pytest.raises(ConfigError, match="saved by 1 ranks, and this training has 2"):
+            handler.load_checkpoint()
+
+
+def test_the_trainer_whose_workers_are_rays_is_refused(start: Start, root: Path) -> None:
+    with start() as handler:
+        handler.mode = OrchestrationMode.RAY
+        with pytest.raises(ConfigError, match="sft_trainer_ray does not work"):
+            handler.load_checkpoint()
+        with pytest.raises(ConfigError, match="sft_trainer_ray does not work"):
+            handler.save_checkpoint(3)

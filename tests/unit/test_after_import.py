@@ -1,0 +1,36 @@
+"""Changes to other people's modules, made when those are imported."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.integrations.after_import import Change, change_after_import
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of a module that nobody has imported yet."""
+    (tmp_path / "somebody_elses.py").write_text("said = ['theirs']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield "somebody_elses"
+    sys.modules.pop("somebody_elses", None)
+
+
+def says(what: str) -> Change:
+    return lambda module: module.said.append(what)
+
+
+def test_two_switches_can_change_the_same_module(theirs: str) -> None:
+    change_after_import({theirs: says("first")})
+    change_after_import({theirs: says("second")})
+    assert importlib.import_module(theirs).said == ["theirs", "first", "second"]
+
+
+def test_a_module_that_is_there_already_is_changed_at_once(theirs: str) -> None:
+    module = importlib.import_module(theirs)
+    change_after_import({theirs: says("late")})
+    assert module.said == ["theirs", "late"]

@@ -1,0 +1,23 @@
+"""A stack that has Ray workers of veRL, too, and the tiny model of the example."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import running_stack
+from tests.verl.sft import IMPORTS
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+
+sys.path[:0] = IMPORTS
+
+
+@pytest.fixture(scope="session")
+def stack(stack_settings: Settings) -> Iterator[StackState]:
+    """Prefect server, Ray node and flow worker of the session; the environment names them."""
+    with running_stack(
+        stack_settings, {"PYTHONPATH": os.pathsep.join(IMPORTS)}, num_cpus=8
+    ) as state:
+        yield state
