@@ -10,7 +10,7 @@ are equal to the last bit.
 Run it with ``python examples/demo.py``. By default the explorer reads the weights that are
 committed; with ``--sync memory`` those in shared memory, with ``--sync delta`` what changed there
 since the last ones; ``--sync nccl`` broadcasts them (by gloo).
-``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI.
+``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI, and keeps the images.
 """
 
 import argparse
@@ -21,8 +21,11 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration import stack
+from trinity_sync.orchestration.roots import forget_root
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import job_spools
 
 OUTPUT = Path("demo-output").resolve()
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -50,7 +53,20 @@ def main() -> int:
         )
     if keep:
         print(f"the stack stays up: {page}; stop it with: trinity-sync down")
+    elif story.returncode == 0:
+        tidy_up(settings)
     return story.returncode
+
+
+def tidy_up(settings: Settings, output: Path = OUTPUT) -> None:
+    """Let go of all that the demo's jobs left outside their folder, and of its ranks' meetings."""
+    for job in job_spools(settings.spool):
+        if job.root and job.root.is_relative_to(output):
+            shutil.rmtree(job.folder)
+    for root in output.iterdir():
+        forget_root(settings, root)
+    for meeting in output.glob("rendezvous-*"):
+        meeting.unlink()
 
 
 def _imports() -> dict[str, str]:
@@ -60,4 +76,10 @@ def _imports() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; what the demo had started is stopped, too", file=sys.stderr)
+        sys.exit(130)
+    except TrinitySyncError as error:
+        sys.exit(f"the demo cannot run: {error}")

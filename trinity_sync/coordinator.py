@@ -318,7 +318,8 @@ class CheckpointCoordinator(TrinityCalls):
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
-                f"step {step}: components {sorted(components)}; known are model, optim, extra_state"
+                f"step {step}: components {sorted(components)}; known are model, optim, "
+                "extra_state: put everything else into extra_state"
             )
         if kind == "checkpoint" and role not in self.roles:
             raise ConfigError(

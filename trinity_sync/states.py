@@ -73,6 +73,13 @@ class StateSaves:
         handed_over = (role, step, kind) in self._handed_over
         if not states and attachments is None:
             if handed_over or kind == "state_dict":  # a checkpoint serves as the step's sync, too
+                if handed_over and kind == "checkpoint":
+                    logger.warning(
+                        "step %d, role %s: its checkpoint was handed over before, so this call "
+                        "saves nothing; if the state has changed since, save it as another step",
+                        step,
+                        role,
+                    )
                 return NOTHING_STAGED
             states = dict(components)  # all of it went with the sync: the checkpoint has its own
         if handed_over:

@@ -158,4 +158,7 @@ def tell(output: Path, sync: Sync = "checkpoint") -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if tell(Path(sys.argv[1]), cast(Sync, sys.argv[2])) else 1)
+    try:
+        sys.exit(0 if tell(Path(sys.argv[1]), cast(Sync, sys.argv[2])) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

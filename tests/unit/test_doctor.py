@@ -110,6 +110,16 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) ->
     assert states(committed)[name] == "fail"
 
 
+def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
+    committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    committed.root.rename(committed.root.with_name("moved"))
+    settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
+    found = {check.name: check for check in examine(settings)}
+    mine = found[f"images of {committed.spool.folder.name}"]
+    assert (mine.state, str(committed.root) in mine.found) == ("warn", True)
+    assert f"rm -r {committed.spool.folder}" in mine.todo
+
+
 def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
     with restricted(tmp_path, "flock", "link") as root:
         found = {check.name: check for check in examine_root(root, Settings())}

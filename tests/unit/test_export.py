@@ -126,6 +126,13 @@ def test_shards_of_every_mesh_make_the_model_again(
     assert (tmp_path / "out/tokenizer.json").read_text() == '{"a": 1}'
 
 
+def test_a_step_without_its_models_config_is_told_what_it_lacks(job: Job) -> None:
+    job.stage(1, {"model": tiny().state_dict()})
+    job.commit(1)
+    with pytest.raises(ExportError, match=r"no huggingface/config\.json in the step"):
+        export_step(job.root, 1)
+
+
 def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
     model = tiny()
     commit(shards(model.state_dict(), (2,)), model.config)

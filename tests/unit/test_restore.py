@@ -214,7 +214,7 @@ def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
     with path.open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(
-        CommitError, match=r"step 1 .* is damaged: .* has 5,000 bytes.*Load another"
+        CommitError, match=r"step 1 .* is damaged: .* has 5,000 bytes.*Take another"
     ):
         load_shard(job.root, 1, SHARD)
 
@@ -258,7 +258,7 @@ def test_a_rank_gets_its_own_states_by_component(job: Job, tmp_path: Path) -> No
     for rank in range(2):
         found = load_states(job.root, 1, "actor", rank=rank, world_size=2, spool=job.spool)
         assert found == {"model": {"rank": rank}, "optim": {"rank": -rank}}
-    with pytest.raises(CommitError, match="no shards of role actor for rank 0 of 1"):
+    with pytest.raises(CommitError, match="was saved by 2 rank"):
         load_states(job.root, 1, "actor")
 
 
@@ -291,3 +291,11 @@ def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
         "nbytes": path.stat().st_size,
         "digest": digest_of(path),
     }
+
+
+def test_another_number_of_ranks_is_told_how_many_saved(job: Job) -> None:
+    save(job, 1, 1)
+    with pytest.raises(CommitError, match=r"was saved by 1 rank\(s\), and this is rank 1 of 4"):
+        load_states(job.root, 1, "actor", rank=1, world_size=4)
+    with pytest.raises(CommitError, match="has no shards of role critic"):
+        load_states(job.root, 1, "critic")

@@ -1,14 +1,23 @@
 """A stack whose server and Ray are somebody else's, and do not answer."""
 
+import json
+import logging
+import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import environment
+from tests.unit.answers import server
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import stack
+from trinity_sync.orchestration.trigger import SaveTrigger
+from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 
 
@@ -36,3 +45,44 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
     with environment(named), pytest.raises(StackError, match=f"at http://{address}/api in time"):
         stack.up(settings, timeout_s=0.5)
     assert stack.find(settings) is None
+
+
+def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
+    listening: int, tmp_path: Path
+) -> None:
+    ours, theirs = "127.0.0.1:9", f"127.0.0.1:{listening}"
+    state = {"ray_address": ours, "server": None, "ray": None, "worker": None}
+    (tmp_path / "stack.json").write_text(json.dumps(state))
+    for named, differs in ((theirs, True), (ours, False), ("", False)):
+        with environment({"RAY_ADDRESS": named}):
+            sentences = stack.status(Settings(home=tmp_path)).elsewhere
+        assert len(sentences) == differs
+        assert all(theirs in sentence and ours in sentence for sentence in sentences)
+
+
+def test_up_that_fails_gives_its_exit_code_to_eval(tmp_path: Path) -> None:
+    line = f'eval "$({sys.executable} -m trinity_sync.cli up --export)"'
+    env = os.environ | {
+        "TRINITY_SYNC_HOME": str(tmp_path),
+        "PREFECT_API_URL": "http://127.0.0.1:9/api",
+    }
+    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api" in done.stderr
+
+
+def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    not_deployed = {"/deployments/name": (404, '{"detail": "Deployment not found"}')}
+    cases = (({}, "is not the API of a Prefect server"), (not_deployed, "run: trinity-sync deploy"))
+    for answers, said in cases:
+        with server(answers) as url, caplog.at_level(logging.WARNING):
+            trigger = SaveTrigger(Settings(home=tmp_path), url)
+            trigger.submit(SaveRequest(root=str(tmp_path), step=1, run=1))
+            deadline = time.monotonic() + 60
+            while not any(url in message for message in caplog.messages):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            trigger.close(timeout=0)
+        assert any(said in message and url in message for message in caplog.messages)

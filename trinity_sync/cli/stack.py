@@ -25,7 +25,9 @@ def up(
         int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
     ] = None,
     worker: Annotated[bool, typer.Option(help="Start the flow worker, too.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 180.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that it may take; the worker has 60 of its own.")
+    ] = 180.0,
     as_json: AsJson = False,
     export: Annotated[
         bool, typer.Option("--export", help="Print nothing but lines for the shell to evaluate.")
@@ -34,8 +36,13 @@ def up(
     """Start Prefect server, Ray and flow worker, or what is missing of them."""
     from trinity_sync.orchestration import stack
 
-    settings = read_settings()
-    state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+    try:
+        settings = read_settings()
+        state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+    except BaseException:
+        if export:
+            typer.echo("false")  # the shell has only this: it is the exit code of eval "$(...)"
+        raise
     if export:
         typer.echo(_exports(state.environment))
         return
@@ -59,7 +66,8 @@ def down() -> None:
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Exit code 0 if all parts work and a worker is online, else 1.\n\n"
+    epilog="Exit code 0 if all parts work, a worker is online, and the environment names no other "
+    "server or Ray, else 1.\n\n"
     "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]",
 )
 def status(as_json: AsJson = False) -> None:
@@ -72,7 +80,7 @@ def status(as_json: AsJson = False) -> None:
     else:
         _print_status(found)
     works = all(part.state in ("running", "external") for part in found.parts[:2])
-    raise typer.Exit(0 if works and found.workers_online else 1)
+    raise typer.Exit(0 if works and found.workers_online and not found.elsewhere else 1)
 
 
 @app.command(
@@ -122,6 +130,8 @@ def _print_status(found: "StackStatus") -> None:
         table.add_row(part.name, part.state, pid, part.url, part.log)
     console = output()
     console.print(table)
+    for sentence in found.elsewhere:
+        console.print(sentence, highlight=False)
     if found.problem:
         console.print(found.problem, highlight=False)
     elif found.workers_online is not None:

@@ -58,6 +58,11 @@ def naming_of(folder: Path, names: list[str], *, trust_remote_code: bool = False
         ExportError: there is no config, or it is of a model that transformers cannot make.
         ConfigError: the model has source files of its own, and they are not trusted.
     """
+    if not (folder / "config.json").is_file():  # transformers would take the path for a hub's name
+        raise ExportError(
+            f"no {folder.name}/config.json in the step ({folder}); an export needs one: save with "
+            "metadata=FOLDER, which holds huggingface/config.json, as the FSDP manager does"
+        )
     from transformers import AutoConfig
 
     try:

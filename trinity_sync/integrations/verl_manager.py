@@ -1,5 +1,6 @@
 """The workers' side of veRL's trainers: the manager that their FSDP engines make."""
 
+import logging
 from pathlib import Path
 
 from trinity_sync.coordinator import CheckpointCoordinator
@@ -12,6 +13,8 @@ from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
 from trinity_sync.storage.steps import require_committed
+
+logger = logging.getLogger(__name__)
 
 DATA = "data.pt"
 """The PPO trainers' name for the dataloader's position, below the step's folder."""
@@ -29,6 +32,8 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
     trainer knows no roles: its ``<root>/global_step_<N>`` stands for the folder of the first role.
     """
 
+    _has_saved = False
+
     def save_checkpoint(
         self,
         local_path: str | None,
@@ -44,6 +49,15 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
             local_path = str(_in_role(Path(local_path)))
             root, role = self._place(local_path, global_step)
             coordinator = self._coordinator_of(root)
+            if self.rank == 0 and not self._has_saved:
+                self._has_saved = True
+                # a warning, because others do not show by default
+                logger.warning(
+                    "the %s's checkpoints are saved by trinity_sync, not by veRL; look at them "
+                    "with: trinity-sync ls %s",
+                    role,
+                    root,
+                )
             data = step_folder(root, global_step) / (position_file(self.rank) if of_sft else DATA)
             mine = (self.rank == 0 or of_sft) and role == coordinator.roles[0]
             if mine and self._is_new("checkpoint", global_step) and data.exists():

@@ -6,12 +6,13 @@ mistaken for it.
 """
 
 import os
+import re
 import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from trinity_sync.errors import StackError
 from trinity_sync.snapshot.receipt import process_fields, process_name
 
 POLL_S = 0.1
+TELLING = re.compile(r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE)
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _started: list[subprocess.Popen[bytes]] = []
 """Children of this process; they must be waited for, or they stay behind as zombies."""
@@ -32,6 +35,8 @@ class Daemon:
     """``pid/start time``."""
     log: str
     """File that it writes its output to."""
+    log_from: int = 0
+    """Bytes that were in it before this daemon."""
 
     @property
     def pid(self) -> int:
@@ -55,6 +60,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
     """Start a daemon; its output is appended to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
+        log_from = output.tell()
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -65,7 +71,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
             start_new_session=True,
         )
     _started.append(child)
-    return Daemon(process_name(child.pid), str(log))
+    return Daemon(process_name(child.pid), str(log), log_from)
 
 
 def yield_to_others(daemon: Daemon, nice: int) -> None:
@@ -74,22 +80,86 @@ def yield_to_others(daemon: Daemon, nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
 
 
-def await_ready(what: str, daemon: Daemon, ready: Callable[[], bool], deadline: float) -> None:
+class Patience:
+    """Seconds that several waits have together, and what took how many of them."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._began = time.monotonic()
+        self._took: list[tuple[str, float]] = []
+        self.deadline = self._began + timeout_s
+        """Of `time.monotonic`."""
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, not negative."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    @contextmanager
+    def spent_on(self, what: str) -> Iterator[None]:
+        """Count what a block takes under the name ``what``."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._took.append((what, time.monotonic() - began))
+
+    def in_words(self) -> str:
+        """Such as ``181 s since the start: the Prefect server 95 s, the Ray node 86 s``."""
+        took = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in self._took)
+        return f"{time.monotonic() - self._began:.0f} s since the start: {took}"
+
+
+def await_ready(
+    what: str,
+    daemon: Daemon,
+    ready: Callable[[], bool],
+    patience: Patience,
+    *,
+    at_least_s: float = 0.0,
+) -> None:
     """Ask ``ready`` until it says so.
 
+    Args:
+        what: the daemon, as a message names it.
+        daemon: who is waited for.
+        ready: asked again and again.
+        patience: how long; what this wait takes is counted there.
+        at_least_s: seconds that it gets, whatever others have left of the patience.
+
     Raises:
-        StackError: the daemon ended, or was not ready at ``deadline`` (monotonic).
+        StackError: the daemon ended, or was not ready in time.
     """
-    began = time.monotonic()
-    while not ready():
-        if not daemon.lives:
-            raise StackError(f"{what} ended while it started; its log {daemon.log} tells why.")
-        if time.monotonic() > deadline:
-            raise StackError(
-                f"{what} was not ready after {time.monotonic() - began:.0f} s. Look into its log "
-                f"{daemon.log}, or try again with a longer time-out."
-            )
-        _await_end([daemon.pid], POLL_S)
+    deadline = max(patience.deadline, time.monotonic() + at_least_s)
+    late = False
+    with patience.spent_on(what):
+        while not late and not ready():
+            if not daemon.lives:
+                last = telling_line(daemon)
+                raise StackError(
+                    f"{what} ended while it started"
+                    + (f": {last}. " if last else ". ")
+                    + f"Its log {daemon.log} has the rest. Mend that, and start it again."
+                )
+            late = time.monotonic() > deadline
+            _await_end([daemon.pid], POLL_S)
+    if late:
+        raise StackError(
+            f"{what} was not ready in time ({patience.in_words()}). Look into its log "
+            f"{daemon.log}, or try again with a longer time-out."
+        )
+
+
+def telling_line(daemon: Daemon) -> str:
+    """The last line of a daemon's output that speaks of an error, else its last one, or ""."""
+    try:
+        with Path(daemon.log).open("rb") as log:
+            log.seek(max(daemon.log_from, os.fstat(log.fileno()).st_size - 65536))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
+    found = [line for line in lines if TELLING.search(line)] or lines
+    return found[-1].rstrip(".") if found else ""
 
 
 def stop(daemon: Daemon, timeout_s: float) -> None:

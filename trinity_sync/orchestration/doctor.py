@@ -245,6 +245,10 @@ def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
     stale = [s.ticket for s in sealed if clock() - s.ticket.sealed_at > STALE_S]
     if bad:
         return Check(name, "fail", str(bad[0]), "remove that ticket")
+    if sealed and (job.root is None or not job.root.is_dir()):
+        found = f"{len(sealed)} wait for the job at {job.root or 'a root unknown'}, which is gone"
+        todo = f"bring the job's folder back, or let go of its images: rm -r {job.folder}"
+        return Check(name, "warn", found, todo)
     if stale:
         steps = sorted({ticket.step for ticket in stale})
         found = f"{len(stale)} of steps {steps} wait for more than {STALE_S / 60:.0f} minutes"

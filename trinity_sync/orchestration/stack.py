@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +17,14 @@ from typing import Any, Literal
 
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon, parts
-from trinity_sync.orchestration.daemon import Daemon
+from trinity_sync.orchestration.daemon import Daemon, Patience
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.locks import file_lock
 
 STATE_FILE = "stack.json"
+WORKER_S = 60.0
+"""Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class StackStatus:
     """Runs of the pool that no worker has taken yet; None as above."""
     problem: str = ""
     """Why the Prefect server does not answer."""
+    elsewhere: tuple[str, ...] = ()
+    """A sentence for each part in whose place this environment names another."""
 
 
 def up(
@@ -70,14 +73,15 @@ def up(
         num_cpus: CPUs of the Ray node; all of the machine's by default. Saves take none of them.
         object_store_mb: MB of shared memory for Ray's objects; saves need next to nothing.
         worker: whether to start the flow worker, too.
-        timeout_s: seconds that all of it may take.
+        timeout_s: seconds that all of it may take; the flow worker, which is last, has 60 of its
+            own if less is left.
 
     Raises:
         StackError: a part did not start, or one that was given cannot be reached. What this call
             had started is stopped again.
     """
     settings = settings or Settings()
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(timeout_s)
     with _locked(settings.home):
         before = _read(settings.home) or StackState()
         now = before
@@ -98,12 +102,12 @@ def up(
                 _write(settings.home, now)
             if now == before and now.lives and _works(now):
                 return now
-            now = _await_both(settings, now, deadline)
+            now = _await_both(settings, now, patience)
             moved = (now.environment, now.ray) != (before.environment, before.ray)
             if worker and (moved or not before.worker or not before.worker.lives):
                 if before.worker:
                     daemon.stop(before.worker, 15.0)
-                now = _start_worker(settings, now, deadline)
+                now = _start_worker(settings, now, patience)
             _write(settings.home, now)
         except BaseException:
             for started in (_read(settings.home), now):
@@ -150,7 +154,8 @@ def status(settings: Settings | None = None) -> StackStatus:
                 waiting = waiting_runs(client, settings.work_pool)
         except StackError as error:
             problem = str(error)
-    return StackStatus(found, settings.work_pool, online, waiting, problem)
+    elsewhere = tuple(_named_elsewhere(state))
+    return StackStatus(found, settings.work_pool, online, waiting, problem, elsewhere)
 
 
 def find(settings: Settings | None = None) -> StackState | None:
@@ -184,22 +189,22 @@ def _works(state: StackState) -> bool:
     return bool(state.server and state.ray and state.worker) and parts.server_answers(state)
 
 
-def _await_both(settings: Settings, state: StackState, deadline: float) -> StackState:
+def _await_both(settings: Settings, state: StackState, patience: Patience) -> StackState:
     """Until server and Ray work and the deployments are there; returns their final URLs."""
     if state.server:
         daemon.await_ready(
-            "the Prefect server", state.server, lambda: parts.server_answers(state), deadline
+            "the Prefect server", state.server, lambda: parts.server_answers(state), patience
         )
-    _deploy(settings, state, deadline)
+    _deploy(settings, state, patience)
     if state.ray:
         daemon.await_ready(
-            "the Ray node", state.ray, lambda: bool(parts.ray_answers(state)), deadline
+            "the Ray node", state.ray, lambda: bool(parts.ray_answers(state)), patience
         )
         return replace(state, ray_address=parts.ray_answers(state) or "")
     return state
 
 
-def _deploy(settings: Settings, state: StackState, deadline: float) -> None:
+def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
     """Apply prefect.yaml in a process of its own.
 
     The caller may be a user's script, with a ``flows`` and ``tasks`` of its own; and it must not
@@ -207,21 +212,26 @@ def _deploy(settings: Settings, state: StackState, deadline: float) -> None:
     """
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = parts.environment(settings, state)
-    left = max(deadline - time.monotonic(), 0.0)
     try:
-        done = subprocess.run(
-            command, env=env, cwd=settings.home, capture_output=True, text=True, timeout=left
-        )
+        with patience.spent_on("the deployments"):
+            done = subprocess.run(
+                command,
+                env=env,
+                cwd=settings.home,
+                capture_output=True,
+                text=True,
+                timeout=patience.left,
+            )
     except subprocess.TimeoutExpired:
         raise StackError(
-            f"the deployments were not registered at {state.api_url} in time; look at that server, "
-            "or try again with a longer time-out."
+            f"the deployments were not registered at {state.api_url} in time "
+            f"({patience.in_words()}); look at that server, or try again with a longer time-out."
         ) from None
     if done.returncode:
         raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
 
 
-def _start_worker(settings: Settings, state: StackState, deadline: float) -> StackState:
+def _start_worker(settings: Settings, state: StackState, patience: Patience) -> StackState:
     from trinity_sync.orchestration.server import heartbeats, server_client
 
     with server_client(state.api_url) as client:
@@ -233,7 +243,9 @@ def _start_worker(settings: Settings, state: StackState, deadline: float) -> Sta
         state = parts.start_worker(settings, state)
         _write(settings.home, state)
         assert state.worker is not None  # just started
-        daemon.await_ready("the flow worker", state.worker, is_online, deadline)
+        daemon.await_ready(
+            "the flow worker", state.worker, is_online, patience, at_least_s=WORKER_S
+        )
     return state
 
 
@@ -266,6 +278,17 @@ def _given(variable: str, own: Daemon | None, url: str, settings: Settings) -> s
             "one started here."
         )
     return value
+
+
+def _named_elsewhere(state: StackState) -> Iterator[str]:
+    """What trainers with this environment use instead of the stack's parts."""
+    for variable, url in (("PREFECT_API_URL", state.api_url), ("RAY_ADDRESS", state.ray_address)):
+        named = os.environ.get(variable, "")
+        if url and named and named.rstrip("/") != url:
+            yield (
+                f"{variable} is {named}, so what is started from here uses that and not this "
+                f"stack, whose is {url}. Unset it, or run trinity-sync down."
+            )
 
 
 def _part(name: str, process: Daemon | None, url: str) -> Part:

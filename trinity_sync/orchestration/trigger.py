@@ -60,6 +60,7 @@ class SaveTrigger:
         self._one_at_a_time = threading.Lock()
         self._deployment: tuple[str, UUID] | None = None
         self._away = False
+        self._url = ""
         self._refused: dict[str, str] = {}
 
     def submit(self, request: SaveRequest) -> None:
@@ -142,11 +143,10 @@ class SaveTrigger:
         if not self._away:
             self._away = True
             logger.warning(
-                "%s waits in the spool: the Prefect server cannot be asked for its flow run (%s: "
-                "%s). It is asked again until it can; see: trinity-sync status",
+                "%s waits in the spool: the Prefect server cannot be asked for its flow run (%s). "
+                "It is asked again until it can; see: trinity-sync status",
                 request.run_name,
-                type(error).__name__,
-                error,
+                _why(error, self._url),
             )
 
     @staticmethod
@@ -181,9 +181,25 @@ class SaveTrigger:
             raise ConnectionError(
                 "no server is configured; set PREFECT_API_URL or: trinity-sync up"
             )
+        self._url = url
         insistent = {"mounts": {"http://": InsistentTransport()}}
         with temporary_settings({PREFECT_API_URL: url}):
             return get_client(httpx_settings=insistent, sync_client=True)
+
+
+def _why(error: Exception, url: str) -> str:
+    """What is wrong with a server that was asked for a flow run, and what to do where it shows."""
+    from prefect.exceptions import ObjectNotFound
+
+    if not isinstance(error, ObjectNotFound):
+        return f"{type(error).__name__}: {error}" + (f", at {url}" if url else "")
+    answer = getattr(error.http_exc, "response", None)
+    if answer is not None and "Deployment not found" in answer.text:
+        return f"{url} has no deployment {SAVE_DEPLOYMENT}; run: trinity-sync deploy"
+    return (
+        f"{url} answers, but is not the API of a Prefect server; correct PREFECT_API_URL, which "
+        "ends with /api"
+    )
 
 
 def refusal_of(error: Exception) -> str:

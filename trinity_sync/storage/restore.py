@@ -91,12 +91,23 @@ def load_states(
 
     Args and errors are those of `load_shards`.
     """
+    shards_of_role = [
+        r for r in require_committed(root, step).files if r.role == role and r.is_shard
+    ]
     mine = {
         record.component: record.path
-        for record in require_committed(root, step).files
-        if (record.role, record.rank, record.world_size) == (role, rank, world_size)
-        and record.is_shard
+        for record in shards_of_role
+        if (record.rank, record.world_size) == (rank, world_size)
     }
+    saved_by = {record.world_size for record in shards_of_role}
+    if saved_by and world_size not in saved_by:
+        ranks = " and ".join(f"{number} rank(s)" for number in sorted(saved_by))
+        raise CommitError(
+            f"step {step} in {root}, role {role}, was saved by {ranks}, and this is rank {rank} of "
+            f"{world_size}; load it with as many. States of FSDP are resharded where "
+            "FSDPCheckpointManager.load_checkpoint loads them (docs/resharding.md), a replica of "
+            "DDP is that of any rank (docs/tutorials/ddp.md)."
+        )
     if not mine:
         raise CommitError(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "

@@ -55,7 +55,7 @@ def require_committed(root: str | Path, step: int) -> Manifest:
     if manifest is None:
         raise CommitError(
             f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
-            "Load a committed step (trinity-sync ls shows them)."
+            f"Name a committed step (trinity-sync ls {root} shows them)."
         )
     require_whole(root, manifest)
     return manifest
@@ -102,11 +102,11 @@ def require_whole(root: str | Path, manifest: Manifest) -> None:
             state = "is missing" if found is None else f"has {found:,} bytes"
             raise CommitError(
                 f"step {step} in {root} is damaged: {path} {state}, the manifest says "
-                f"{record.nbytes:,}. Load another step (trinity-sync ls shows them)."
+                f"{record.nbytes:,}. Take another step (trinity-sync ls shows them)."
             )
     if damage := damage_of(root, step):
         raise CommitError(
-            f"step {step} in {root} is damaged: {damage}. Load another step (trinity-sync ls shows "
+            f"step {step} in {root} is damaged: {damage}. Take another step (trinity-sync ls shows "
             f"them), or restore the files from a copy and run: trinity-sync verify {root} --step "
             f"{step}"
         )

@@ -160,6 +160,17 @@ def wait(trainer: Any) -> None:
     trainer.actor_rollout_wg.async_calls_finalize_fn_exec(blocking=True)
 
 
+def test_the_first_save_says_once_that_the_switch_is_on(
+    start: Start, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    for step in (1, 2):
+        train_to(trainer, step)
+    (said,) = [message for message in caplog.messages if "saved by trinity_sync" in message]
+    assert str(root) in said
+    wait(trainer)
+
+
 @pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
 def test_the_iteration_file_is_left_to_the_commit(start: Start, root: Path, kind: type) -> None:
     trigger = CommitsWhenTold()

@@ -1,0 +1,59 @@
+"""A daemon that does not get ready is reported with what its user needs to know."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.errors import StackError
+from trinity_sync.orchestration import daemon
+from trinity_sync.orchestration.daemon import Daemon, Patience
+
+RAY = """
+print("Local node IP: 127.0.0.1")
+print("\\x1b[31mException: The current node timed out during startup.\\x1b[39m")
+print("--------------------------")
+"""
+
+
+def start(code: str, folder: Path) -> Daemon:
+    return daemon.start([sys.executable, "-c", code], env={}, cwd=folder, log=folder / "one.log")
+
+
+def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
+    with pytest.raises(StackError) as caught:
+        daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, Patience(60))
+    said = str(caught.value)
+    assert said.startswith(
+        "the Ray node ended while it started: Exception: The current node timed out during startup."
+    )
+    assert str(tmp_path / "one.log") in said
+
+
+def test_one_that_ends_without_a_word_leaves_the_words_of_earlier_ones_out(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
+    with pytest.raises(StackError, match=r"ended while it started\. Its log"):
+        daemon.await_ready("the server", start("", tmp_path), lambda: False, Patience(60))
+
+
+def test_the_last_one_has_time_of_its_own_when_others_used_up_the_rest(tmp_path: Path) -> None:
+    patience = Patience(0)
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    try:
+        asked = iter([False, False, True])
+        daemon.await_ready("it", sleeper, lambda: next(asked), patience, at_least_s=60)
+    finally:
+        daemon.stop(sleeper, 5)
+
+
+def test_one_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) -> None:
+    patience = Patience(0)
+    with patience.spent_on("the Prefect server"):
+        pass
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    try:
+        with pytest.raises(StackError, match="since the start: the Prefect server 0 s, it 0 s"):
+            daemon.await_ready("it", sleeper, lambda: False, patience)
+    finally:
+        daemon.stop(sleeper, 5)
