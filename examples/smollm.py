@@ -52,7 +52,7 @@ def train(root: str, model_folder: str) -> None:
                 states = saves.load(done)
                 model.load_state_dict(states["model"])
                 optimizer.load_state_dict(states["optim"])
-                schedule.load_state_dict(states["schedule"])
+                schedule.load_state_dict(states["extra_state"]["schedule"])
         for step in range(done + 1, STEPS + 1):
             loss = model(input_ids=batches[step - 1], labels=batches[step - 1]).loss
             loss.backward()
@@ -64,7 +64,7 @@ def train(root: str, model_folder: str) -> None:
                 states = {
                     "model": model.state_dict(),
                     "optim": optimizer.state_dict(),
-                    "schedule": schedule.state_dict(),
+                    "extra_state": {"schedule": schedule.state_dict()},
                 }
                 start = time.perf_counter()
                 saves.save(step, states, overlap=True)
