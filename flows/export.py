@@ -2,13 +2,12 @@
 
 from prefect import flow
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_this_node, results
+from flows.on_ray import OnRay, on_this_node, results
 from tasks.export import export_model
 
 
-@flow(name="export", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="export", task_runner=OnRay(), persist_result=False, retries=0)
 async def export(
     root: str,
     step: int,

@@ -7,18 +7,59 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from typing import Any
+from uuid import uuid4
 
 import ray
+from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.context import serialize_context
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
+from prefect_ray.context import RemoteOptionsContext
+from prefect_ray.task_runners import PrefectRayFuture, RayTaskRunner
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
 from trinity_sync.settings import Settings
+
+
+@cache
+def _run_task() -> Any:
+    return ray.remote(RayTaskRunner._run_prefect_task)
+
+
+class OnRay(RayTaskRunner):
+    """Runs tasks on Ray as Prefect's runner does, all of them by one remote function.
+
+    Prefect's makes one a task. Ray keeps each for as long as the worker lives: its code in the head
+    node, what each process has imported, a class of tasks of its own in every scheduler.
+    """
+
+    def submit(
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Any = None,
+        dependencies: Any = None,
+    ) -> PrefectRayFuture[Any]:
+        """Hand a task to Ray with the options of the context; its parameters are values."""
+        run_id = uuid4()
+        started = (
+            _run_task()
+            .options(name=task.name, **RemoteOptionsContext.get().current_remote_options)
+            .remote(
+                task=task,
+                task_run_id=run_id,
+                parameters=parameters,
+                wait_for=wait_for,
+                dependencies=dependencies,
+                context=serialize_context(),
+            )
+        )
+        return PrefectRayFuture[Any](task_run_id=run_id, wrapped_future=started)
 
 
 def living_nodes() -> dict[str, str]:

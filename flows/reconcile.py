@@ -2,14 +2,13 @@
 
 from prefect import flow
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_this_node, results
+from flows.on_ray import OnRay, on_this_node, results
 from tasks.reconcile import mend_what_was_left
 from trinity_sync.orchestration.reconcile import GRACE_S
 
 
-@flow(name="reconcile", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="reconcile", task_runner=OnRay(), persist_result=False, retries=0)
 async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
     """Mend what was left half done: runs, images, pointers, temporary files, memory.
 

@@ -5,9 +5,8 @@ import logging
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import results
+from flows.on_ray import OnRay, results
 from tasks.replicate import replicate_step as send
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.remote import refuse_credentials
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "replicate-step/replicate-step"
 
 
-@flow(name="replicate-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="replicate-step", task_runner=OnRay(), persist_result=False, retries=0)
 async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
     """Copy one step.
 

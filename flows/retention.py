@@ -4,13 +4,12 @@ from datetime import datetime
 
 from prefect import flow
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_this_node, results
+from flows.on_ray import OnRay, on_this_node, results
 from tasks.prune import prune
 
 
-@flow(name="retention", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="retention", task_runner=OnRay(), persist_result=False, retries=0)
 async def retention(
     root: str | None = None,
     keep: str = "",

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 from ray.exceptions import RayError
 
-from flows.on_ray import living_nodes, on_node, outcomes, results
+from flows.on_ray import OnRay, living_nodes, on_node, outcomes, results
 from flows.replicate import ask_for_copy
 from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_wished
@@ -33,7 +32,7 @@ from trinity_sync.storage.placement import Share, await_shares
 from trinity_sync.storage.stored import store_of
 
 
-@flow(name="save-step", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="save-step", task_runner=OnRay(), persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> None:
     """Write one step's images and commit them; then export models, if that was asked for.
 

@@ -2,9 +2,8 @@
 
 from prefect import flow
 from prefect_ray.context import remote_options
-from prefect_ray.task_runners import RayTaskRunner
 
-from flows.on_ray import on_this_node, results
+from flows.on_ray import OnRay, on_this_node, results
 from tasks.verify import choose_files, judge_steps, read_files
 from trinity_sync.storage.verify import shares
 
@@ -12,7 +11,7 @@ READERS = 4
 """Tasks that read at a time."""
 
 
-@flow(name="verify", task_runner=RayTaskRunner(), persist_result=False, retries=0)
+@flow(name="verify", task_runner=OnRay(), persist_result=False, retries=0)
 async def verify(
     root: str | None = None,
     step: int | None = None,

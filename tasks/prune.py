@@ -15,10 +15,10 @@ from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.orchestration.roots import require_allowed, roots_of
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.storage.aside import let_go_of_aside
 from trinity_sync.storage.policies import All, LastN, parse_policy
 from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey, verdicts
-from trinity_sync.storage.rewind import let_go_of_aside
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,17 @@ would make that start the run of the one before, whose steps would pass for its 
 where it shows.
 """
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import steps_on_disk
+from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.storage.manifest import is_committed, run_of
 from trinity_sync.storage.runs import Run, newest_run, open_run
+from trinity_sync.storage.steps import newest
+
+logger = logging.getLogger(__name__)
 
 
 class OwnRun:
@@ -32,7 +36,10 @@ class OwnRun:
     def begun(self) -> Run:
         """The run; it begins at step 0 if none of its processes has begun it yet."""
         if self._run is None:
+            before = newest_run(self._root)
             self._run = open_run(self._root, self._key, 0)
+            if before and before.number < self._run.number:
+                self._warn_of_earlier_steps(self._run)
         return self._run
 
     def begin_at(self, step: int) -> None:
@@ -84,6 +91,20 @@ class OwnRun:
                 f"{run.key!r} this one has; give TRINITY_SYNC_RUN a new value at each start"
             )
         self._has_saved = True
+
+    def _warn_of_earlier_steps(self, run: Run) -> None:
+        if found := newest(self._root):
+            logger.warning(
+                "RUN %d BEGINS AT STEP 0 in %s, which has steps of earlier runs, the newest is %d. "
+                "From this run's first commit on, that is what a resume finds; what it replaces is "
+                "kept in %s. If you meant to go on, stop and load step %d first "
+                "(coordinator.latest and load); a training of another kind wants another root.",
+                run.number,
+                self._root,
+                found.step,
+                self._root / PRIVATE_FOLDER / "aside",
+                found.step,
+            )
 
     def _has_committed(self, run: Run) -> bool:
         return any(run_of(self._root, step) == run.number for step in steps_on_disk(self._root))

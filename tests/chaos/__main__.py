@@ -1,4 +1,4 @@
-"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED (any)."""
+"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED (any); docs/chaos.md has the rest."""
 
 import os
 import secrets
@@ -21,7 +21,7 @@ def main() -> int:
     print(f"CHAOS_SEED={seed} CHAOS_MINUTES={minutes:g}", flush=True)
     report, output = Report(seed, minutes), Path("chaos-output")
     try:
-        campaign(report, kinds)
+        campaign(report, kinds, on_postgres=os.environ.get("CHAOS_DATABASE") == "postgresql")
     finally:  # what is there, if it is broken off
         print(f"\n{report}")
         output.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from random import Random
 import httpx
 from prefect.client.schemas.objects import FlowRun
 
-from tests.chaos.faults import FAULTS, NEED_ROOM_OF_THEIR_OWN
+from tests.chaos.faults import FAULTS, NEEDS
 from tests.chaos.invariants import Commit, Fates, Ledger, fates, violations
 from tests.chaos.report import Report
 from tests.chaos.training import RANKS
@@ -22,17 +22,19 @@ RECONCILED_EVERY = 8
 """Faults, after which the flow runs that is scheduled by the hour: what died has left files."""
 
 
-def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
+def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = False) -> None:
     """Run what a report is for, and fill it in.
 
     Args:
         report: says seed and minutes.
         kinds: all faults by default; they come in an order by chance, each as often.
+        on_postgres: have Prefect's database there, if it is installed.
     """
     random, began = Random(report.seed), time.monotonic()
     minutes, ledger = report.minutes, Ledger()
-    with World.running() as world:
-        possible = sorted(set(kinds or FAULTS) - (set() if world.small else NEED_ROOM_OF_THEIR_OWN))
+    with World.running(on_postgres=on_postgres) as world:
+        here = {"", *world.possible}
+        possible = sorted(kind for kind in kinds or FAULTS if NEEDS[kind] in here)
         report.skipped = sorted(set(kinds or FAULTS) - set(possible))
         waiting: list[str] = []
         try:
@@ -43,7 +45,7 @@ def campaign(report: Report, kinds: Sequence[str] = ()) -> None:
                 since = time.monotonic() - began
                 print(f"{since:4.0f} s  {kind}", end="", flush=True)
                 FAULTS[kind](world, random)
-                over = time.time()
+                over = time.monotonic()
                 world.mend()
                 seconds = world.await_commit(over) - over
                 report.recoveries[kind].append(seconds)

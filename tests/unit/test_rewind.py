@@ -11,11 +11,12 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import Abandoned, CommitError, StepClaimed
 from trinity_sync.layout import Kind
+from trinity_sync.storage.aside import let_go_of_aside
 from trinity_sync.storage.claims import pin, pins, tag, tags, take_lease
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.policies import All, parse_policy
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
-from trinity_sync.storage.rewind import let_go_of_aside, rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.weights.committed import newest_version

@@ -45,10 +45,10 @@ def prune(
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are whole."""
     from trinity_sync.catalog.mirror import try_mirror
+    from trinity_sync.storage.aside import let_go_of_aside
     from trinity_sync.storage.policies import parse_policy
     from trinity_sync.storage.recycling import recycles
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
-    from trinity_sync.storage.rewind import let_go_of_aside
 
     settings = read_settings()
     rules = Rules(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 from packaging.requirements import Requirement
@@ -23,8 +24,14 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
 from trinity_sync.storage.mounts import mount_of
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
+
 STALE_S = 600.0
 SKEW_S = 5.0
+PLANNED_WITHIN_S = 120.0
+"""Seconds after which a server has planned the runs of a new schedule; its loop takes 60."""
 
 
 def examine(
@@ -135,6 +142,7 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
                 + (f"; not deployed: {', '.join(missing)}" if missing else ""),
                 "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
             )
+            yield _schedules(client, there, clock)
             online, waiting = heartbeats(client, pool.name), waiting_runs(client, pool.name)
             yield Check(
                 "worker",
@@ -147,6 +155,35 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
         yield Check("prefect server", "fail", str(error), todo)
 
 
+def _schedules(
+    client: "SyncPrefectClient",
+    deployments: "list[DeploymentResponse]",
+    clock: Callable[[], float],
+) -> Check:
+    """Whether the server plans the runs that the schedules ask for."""
+    planned = [
+        each
+        for each in deployments
+        if any(schedule.active for schedule in each.schedules)
+        and each.updated
+        and clock() - each.updated.timestamp() > PLANNED_WITHIN_S
+    ]
+    if not planned:
+        return Check("schedules", "ok", "no flow has had an active one for long")
+    ids = [each.id for each in planned]
+    coming = {run.deployment_id for run in client.get_scheduled_flow_runs_for_deployments(ids)}
+    silent = sorted(each.name for each in planned if each.id not in coming)
+    if not silent:
+        return Check("schedules", "ok", f"{len(planned)} flows have runs ahead of them")
+    return Check(
+        "schedules",
+        "fail",
+        f"no run is ahead of {', '.join(silent)}, although their schedules are active",
+        "look for errors of the scheduler in the Prefect server's log, and at its SQLAlchemy "
+        "(Prefect 3.8 needs one below 2.1)",
+    )
+
+
 def _skew(date: str | None, before: float, after: float) -> Check:
     """The server's clock, to the second, against this node's."""
     if not date:
@@ -155,7 +192,7 @@ def _skew(date: str | None, before: float, after: float) -> Check:
     skew = max(theirs - after, before - (theirs + 1), 0.0)
     if skew <= SKEW_S:
         return Check("clock", "ok", "as the server's")
-    found = f"{skew:.0f} s off the server's; late runs and leases are judged by the clock"
+    found = f"{skew:.0f} s off the server's; when runs are due, and leases, go by the clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 

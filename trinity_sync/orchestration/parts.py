@@ -21,6 +21,7 @@ from trinity_sync.orchestration.daemon import Daemon
 from trinity_sync.settings import Settings
 
 WORKER_MODULE = "trinity_sync.orchestration.serve"
+SERVER_MODULE = "trinity_sync.orchestration.prefect_server"
 
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -78,7 +79,7 @@ def start_server(settings: Settings, state: StackState) -> StackState:
     """Start a Prefect server, at the URL of ``state`` if its port is free."""
     port = _free_port(state.api_url)
     state = replace(state, api_url=f"http://127.0.0.1:{port}/api", server=None)
-    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = ["-m", SERVER_MODULE, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
     env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
     server = _start("server", command, settings, env)

@@ -72,13 +72,16 @@ class SaveTrigger:
 
     def outcome(self, request: SaveRequest) -> Outcome:
         """What became of the save's flow run, whoever asked for it."""
-        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
-
         if request.key in self._refused:
             return Outcome("failed", self._refused[request.key])
-        wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
         try:
-            with self._connected() as client:
+            with self._connected() as client:  # one thread at a time imports Prefect
+                from prefect.client.schemas.filters import (
+                    FlowRunFilter,
+                    FlowRunFilterIdempotencyKey,
+                )
+
+                wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
                 runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(idempotency_key=wanted))
                 url = str(client.api_url).removesuffix("/").removesuffix("/api")
         except Exception as error:

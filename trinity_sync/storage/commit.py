@@ -7,7 +7,6 @@ again after a crash, and one lock a root keeps commits from crossing each other.
 
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,6 @@ from trinity_sync.layout import (
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
-    PRIVATE_FOLDER,
     SERVES_AS,
     job_id,
     step_folder,
@@ -28,6 +26,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import (
     TEMPORARY_SUFFIX,
@@ -48,7 +47,6 @@ from trinity_sync.storage.manifest import (
 )
 from trinity_sync.storage.persist import Save, Written
 from trinity_sync.storage.placement import named
-from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.writer import digest_of
 
@@ -305,8 +303,9 @@ def _replace_step(
 
     Files that the earlier commit does not name (a dataloader's, say) move along.
     """
-    fresh = Path(save.root) / PRIVATE_FOLDER / "replacing" / save.folder.name
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = step_folder(replacing_folder(save.root), save.step)
+    if fresh.exists():  # an earlier attempt died
+        let_go_of_replaced(save.root, save.step)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
     official = {record.path for record in earlier.files} | {
@@ -332,7 +331,15 @@ def _replace_step(
     write_manifest_into(fresh, manifest)
     take_place(fresh, save.folder)
     sync_folder(Path(save.root))
-    remove_folder(save.root, fresh, keep=manifest.nbytes if recycle else 0)
+    keep = manifest.nbytes if recycle else 0
+    if aside := let_go_of_replaced(save.root, save.step, keep=keep):
+        logger.warning(
+            "%s replaces that of run %d, which is kept in %s, since run %d had begun at step 0",
+            save,
+            earlier.run,
+            aside,
+            save.run,
+        )
 
 
 def take_place(fresh: Path, current: Path) -> None:

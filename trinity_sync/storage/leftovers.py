@@ -25,6 +25,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.aside import let_go_of_replaced
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
@@ -76,6 +77,11 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 aside.rename(current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "mended", "was put back in its place")
+        for step in steps_on_disk(replacing):
+            name = step_folder(replacing, step).relative_to(root).as_posix()
+            kept = let_go_of_replaced(root, step)
+            why = f"set aside in {kept.parent}" if kept else "removed"
+            yield Finding(str(root), name, "mended", f"left by a step that was replaced; {why}")
         yield from _removed(root, replacing, "left by a step that was replaced")
 
 

@@ -197,7 +197,8 @@ def _gather(
             lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
             raise MissingShards(
                 f"{save} is not committed: {component} of {lacking} was not handed over on node "
-                f"{share.node} within {gather_s:g} s. Did that process die? Its images are in "
+                f"{share.node} within {gather_s:g} s. Did that process die, or did its "
+                "image give way to a later step, as its log then says? What was handed over is in "
                 f"{spool.folder}; the next save goes on without this one."
             )
         time.sleep(0.01)

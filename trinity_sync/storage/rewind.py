@@ -20,9 +20,7 @@ the same call again: it finds its own run record, and sets aside what is left. W
 stays until a policy lets go of it (``TRINITY_SYNC_KEEP_ASIDE``), or somebody removes the folder.
 """
 
-import calendar
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +29,18 @@ from trinity_sync.errors import ConfigError, StepClaimed
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
-    PRIVATE_FOLDER,
     Kind,
     step_folder,
     steps_on_disk,
 )
+from trinity_sync.storage.aside import fresh_folder
 from trinity_sync.storage.claims import Pin, leases, nobody_claims, pins, unpin
-from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.durable import replace_file, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, run_of
-from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed
 from trinity_sync.storage.stored import store_of
-
-_TIME = "%Y%m%dT%H%M%SZ"
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def rewind(
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
         _point_at(base, target, newer)
-        folder = _fresh_folder(base, clock()) if newer else None
+        folder = fresh_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer ones
             step_folder(base, other).rename(step_folder(folder, other))
@@ -120,52 +115,6 @@ def rewind(
         for pin in pinned:
             unpin(base, pin.name or pin.step)
     return Rewound(step, run.number, tuple(newer), folder)
-
-
-def let_go_of_aside(
-    root: str | Path, policy: Policy, now: float, *, dry_run: bool = False
-) -> list[str]:
-    """Take away what earlier rewinds set aside, as far as a policy does not keep it.
-
-    What is let go of moves to ``.trinity_sync/trash`` in one rename each; its files go with the
-    next `retention.carry_out`.
-
-    Args:
-        root: the job's root.
-        policy: such as ``newer=30d`` or ``last=2``; a rewind counts as a step of its time.
-        now: seconds since the epoch.
-        dry_run: touch nothing.
-
-    Returns:
-        Names of the folders, oldest first.
-    """
-    private = Path(root) / PRIVATE_FOLDER
-    if not (private / "aside").is_dir():
-        return []
-    with one_change_at_a_time(root):  # no rewind fills one meanwhile
-        folders = sorted((private / "aside").iterdir(), key=lambda folder: folder.name)
-        ages = [
-            StepInfo(number, 0, KINDS, at, 0)
-            for number, folder in enumerate(folders)
-            if (at := _time_of(folder)) is not None
-        ]
-        kept = policy.keeps(ages, now)
-        gone = [folders[each.step] for each in ages if each.step not in kept]
-        if gone and not dry_run:
-            make_folder(private / "trash")
-            for folder in gone:
-                folder.rename(private / "trash" / f"aside-{folder.name}.{uuid.uuid4().hex}")
-            sync_folder(private / "trash")
-            sync_folder(private / "aside")
-    return [folder.name for folder in gone]
-
-
-def _time_of(folder: Path) -> float | None:
-    """When a rewind made it; None for a folder of another name, which is somebody's own."""
-    try:
-        return calendar.timegm(time.strptime(folder.name.rstrip("_"), _TIME))
-    except ValueError:
-        return None
 
 
 def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
@@ -201,12 +150,3 @@ def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:
 def _newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
     kept = [m for m in committed_steps(root) if m.step not in newer and kind in m.kinds]
     return max(((m.run, m.step) for m in kept), default=(0, None))[1]
-
-
-def _fresh_folder(root: Path, now: float) -> Path:
-    name = time.strftime(_TIME, time.gmtime(now))
-    folder = root / PRIVATE_FOLDER / "aside" / name
-    while folder.exists():
-        folder = folder.with_name(folder.name + "_")
-    make_folder(folder)
-    return folder

@@ -63,6 +63,15 @@ def newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
+def began_anew(root: str | Path, number: int) -> float | None:
+    """When the run began, in seconds since the epoch, if it did so at step 0; else None."""
+    path = _folder(root) / f"{number}.json"
+    if not path.exists():
+        return None
+    run = _read(path)
+    return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
+
+
 def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
     """Let nothing of a run be committed that a later run has left behind.
 
@@ -84,7 +93,8 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
     if later := left_behind_by(all_runs(root), run, step):
         raise Abandoned(
             f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
-            f"step {later.resumed_from}, which leaves this save behind. Nothing is to be done."
+            f"step {later.resumed_from}, which leaves this save behind. If that was a mistake, end "
+            "that run and start this one again; else nothing is to be done."
         )
 
 

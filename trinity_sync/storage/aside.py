@@ -1,0 +1,118 @@
+"""Where steps go that are in somebody's way and that nobody asked to remove.
+
+::
+
+    root/.trinity_sync/aside/20260102T030405Z/
+      global_step_50/                   as it was; rename it back to undo
+
+A rewind sets aside what is newer than the step that it goes back to, a folder a rewind. A run that
+began at step 0 although there were steps already sets aside what its own commits replace, in a
+folder of the time when it began: whoever started it may have forgotten to load, or named the root
+of another training. A run that loaded a step has said what it leaves behind; what that replaces is
+removed.
+"""
+
+import calendar
+import time
+import uuid
+from pathlib import Path
+
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.manifest import run_of
+from trinity_sync.storage.policies import Policy, StepInfo
+from trinity_sync.storage.recycling import remove_folder
+from trinity_sync.storage.runs import began_anew
+
+_TIME = "%Y%m%dT%H%M%SZ"
+
+
+def replacing_folder(root: str | Path) -> Path:
+    """Where a step is made that is to replace another one, and where that one lies afterwards."""
+    return Path(root) / PRIVATE_FOLDER / "replacing"
+
+
+def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Set aside or remove what lies in `replacing_folder` of a step; under the commit lock.
+
+    Args:
+        root: the job's root.
+        step: which one.
+        keep: bytes of files to keep for the next saves, if it is removed.
+
+    Returns:
+        Where it lies now; None if it was removed.
+    """
+    folder = step_folder(replacing_folder(root), step)
+    before, now = run_of(replacing_folder(root), step), run_of(root, step)
+    if 0 < before < now and (began := began_anew(root, now)):
+        place = step_folder(_folder_of(root, began), step)
+        if not place.exists():
+            make_folder(place.parent)
+            for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # of the save that replaced it
+                path.unlink()
+            folder.rename(place)
+            sync_folder(place.parent)
+            return place
+    remove_folder(root, folder, keep=keep)
+    return None
+
+
+def fresh_folder(root: Path, now: float) -> Path:
+    """A new folder for what is set aside now."""
+    folder = _folder_of(root, now)
+    while folder.exists():
+        folder = folder.with_name(folder.name + "_")
+    make_folder(folder)
+    return folder
+
+
+def let_go_of_aside(
+    root: str | Path, policy: Policy, now: float, *, dry_run: bool = False
+) -> list[str]:
+    """Take away what was set aside, as far as a policy does not keep it.
+
+    What is let go of moves to ``.trinity_sync/trash`` in one rename each; its files go with the
+    next `retention.carry_out`.
+
+    Args:
+        root: the job's root.
+        policy: such as ``newer=30d`` or ``last=2``; a folder counts as a step of its time.
+        now: seconds since the epoch.
+        dry_run: touch nothing.
+
+    Returns:
+        Names of the folders, oldest first.
+    """
+    private = Path(root) / PRIVATE_FOLDER
+    if not (private / "aside").is_dir():
+        return []
+    with one_change_at_a_time(root):  # no rewind fills one meanwhile
+        folders = sorted((private / "aside").iterdir(), key=lambda folder: folder.name)
+        ages = [
+            StepInfo(number, 0, KINDS, at, 0)
+            for number, folder in enumerate(folders)
+            if (at := _time_of(folder)) is not None
+        ]
+        kept = policy.keeps(ages, now)
+        gone = [folders[each.step] for each in ages if each.step not in kept]
+        if gone and not dry_run:
+            make_folder(private / "trash")
+            for folder in gone:
+                folder.rename(private / "trash" / f"aside-{folder.name}.{uuid.uuid4().hex}")
+            sync_folder(private / "trash")
+            sync_folder(private / "aside")
+    return [folder.name for folder in gone]
+
+
+def _time_of(folder: Path) -> float | None:
+    """When it was made; None for a folder of another name, which is somebody's own."""
+    try:
+        return calendar.timegm(time.strptime(folder.name.rstrip("_"), _TIME))
+    except ValueError:
+        return None
+
+
+def _folder_of(root: str | Path, at: float) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "aside" / time.strftime(_TIME, time.gmtime(at))
