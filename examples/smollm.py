@@ -157,9 +157,8 @@ def story() -> int:
     expected = {said["step"]: said["loss"] for said in undisturbed if "loss" in said}
     ends += [said["digest"] for said in undisturbed if "digest" in said]
     equal = losses == expected and len(ends) == 2 and ends[0] == ends[1]
-    print(
-        f"\nlosses, weights and optimizer state are {'equal to the last bit' if equal else 'NOT'}"
-    )
+    verdict = "equal to the last bit" if equal else "NOT those of an undisturbed training"
+    print(f"\nlosses, weights and optimizer state are {verdict}")
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

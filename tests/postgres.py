@@ -6,7 +6,6 @@ one is the system's.
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,13 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from tests.ports import free_port
+
 PASSWORD = "neither-is-this"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Postgres:

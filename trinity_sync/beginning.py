@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.storage.aside import aside_folder
 from trinity_sync.storage.manifest import is_committed, run_of
 from trinity_sync.storage.runs import Run, newest_run, open_run
 from trinity_sync.storage.steps import newest
@@ -102,7 +103,7 @@ class OwnRun:
                 run.number,
                 self._root,
                 found.step,
-                self._root / PRIVATE_FOLDER / "aside",
+                aside_folder(self._root),
                 found.step,
             )
 

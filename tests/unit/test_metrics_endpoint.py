@@ -10,6 +10,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.ports import free_port
 from tests.unit.job import Job
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.metrics import WorkerMetrics
@@ -17,12 +18,6 @@ from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Part
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:

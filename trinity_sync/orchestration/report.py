@@ -13,6 +13,7 @@ from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
 from trinity_sync.orchestration.server import server_client
 from trinity_sync.orchestration.trigger import api_url_for
 from trinity_sync.settings import Settings
+from trinity_sync.storage.aside import aside_folder
 from trinity_sync.storage.claims import Lease, Pin, leases, pins
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -63,7 +64,7 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
     root = root.resolve()
     runs, retention, problem = _asked(settings, root)
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
-    aside = sorted((root / PRIVATE_FOLDER / "aside").glob("*/global_step_*"))
+    aside = sorted(aside_folder(root).glob("*/global_step_*"))
     return JobFacts(
         root=str(root),
         job=job_id(root),

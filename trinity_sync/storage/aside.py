@@ -28,6 +28,11 @@ from trinity_sync.storage.runs import began_anew
 _TIME = "%Y%m%dT%H%M%SZ"
 
 
+def aside_folder(root: str | Path) -> Path:
+    """Where all lies that was set aside, a folder a rewind or run."""
+    return Path(root) / PRIVATE_FOLDER / "aside"
+
+
 def replacing_folder(root: str | Path) -> Path:
     """Where a step is made that is to replace another one, and where that one lies afterwards."""
     return Path(root) / PRIVATE_FOLDER / "replacing"
@@ -85,11 +90,11 @@ def let_go_of_aside(
     Returns:
         Names of the folders, oldest first.
     """
-    private = Path(root) / PRIVATE_FOLDER
-    if not (private / "aside").is_dir():
+    aside, trash = aside_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
+    if not aside.is_dir():
         return []
     with one_change_at_a_time(root):  # no rewind fills one meanwhile
-        folders = sorted((private / "aside").iterdir(), key=lambda folder: folder.name)
+        folders = sorted(aside.iterdir(), key=lambda folder: folder.name)
         ages = [
             StepInfo(number, 0, KINDS, at, 0)
             for number, folder in enumerate(folders)
@@ -98,11 +103,11 @@ def let_go_of_aside(
         kept = policy.keeps(ages, now)
         gone = [folders[each.step] for each in ages if each.step not in kept]
         if gone and not dry_run:
-            make_folder(private / "trash")
+            make_folder(trash)
             for folder in gone:
-                folder.rename(private / "trash" / f"aside-{folder.name}.{uuid.uuid4().hex}")
-            sync_folder(private / "trash")
-            sync_folder(private / "aside")
+                folder.rename(trash / f"aside-{folder.name}.{uuid.uuid4().hex}")
+            sync_folder(trash)
+            sync_folder(aside)
     return [folder.name for folder in gone]
 
 
@@ -115,4 +120,4 @@ def _time_of(folder: Path) -> float | None:
 
 
 def _folder_of(root: str | Path, at: float) -> Path:
-    return Path(root) / PRIVATE_FOLDER / "aside" / time.strftime(_TIME, time.gmtime(at))
+    return aside_folder(root) / time.strftime(_TIME, time.gmtime(at))

@@ -25,7 +25,7 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.aside import let_go_of_replaced
+from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
@@ -67,7 +67,7 @@ def settle_pointers(root: Path) -> Iterator[Finding]:
 
 def remove_replaced(root: Path) -> Iterator[Finding]:
     """Remove what the replacing of a step has left; put back a step that has lost its name."""
-    replacing = root / PRIVATE_FOLDER / "replacing"
+    replacing = replacing_folder(root)
     if not replacing.is_dir():
         return
     with one_change_at_a_time(root):  # who replaces a step holds it, so these are nobody's
