@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,14 +43,14 @@ class Turn:
 def _model(mib: int) -> dict[str, torch.Tensor]:
     """Names and shapes of a Qwen2 of half a billion, with as many layers as fit."""
     left, made = mib << 19, dict[str, torch.Tensor]()
-    shapes = iter([("embedding", EMBEDDING)])
+    shapes: Iterable[tuple[str, tuple[int, ...]]] = [("embedding", EMBEDDING)]
     while left > 0:
         for name, shape in shapes:
             count = min(left, int(torch.Size(shape).numel()))
             full = count == torch.Size(shape).numel()
             made[f"{len(made)}.{name}"] = torch.ones(shape if full else count, dtype=torch.bfloat16)
             left -= count
-        shapes = iter(LAYER.items() if left > 0 else [])
+        shapes = LAYER.items() if left > 0 else []
     return {name: tensor for name, tensor in made.items() if tensor.numel()}
 
 

@@ -52,7 +52,7 @@ def _xor(old: Bits, new: Bits) -> tuple[Bits, ...]:
 
 
 def _from_xor(into: Bits, packed: Bits) -> None:
-    into ^= np.frombuffer(zlib.decompress(packed), into.dtype)
+    into ^= np.frombuffer(zlib.decompress(packed.data), into.dtype)
 
 
 ALTERNATIVES: dict[str, tuple[Callable[..., tuple[Bits, ...]], Callable[..., None]]] = {

@@ -83,8 +83,13 @@ class Side:
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.spool.mkdir(mode=0o700, exist_ok=True)
         state = self.state = parts.start_server(settings, parts.StackState())
-        answers, limit = lambda: parts.server_answers(state), time.monotonic() + 300
-        daemon.await_ready("the Prefect server", state.server, answers, limit)
+        assert state.server
+        daemon.await_ready(
+            "the Prefect server",
+            state.server,
+            lambda: parts.server_answers(state),
+            daemon.Patience(300),
+        )
         took = time.perf_counter() - began
         deploy(settings, state.api_url)
         self.pipe, theirs = SPAWN.Pipe()
@@ -116,8 +121,9 @@ class Side:
             try:
                 if settled:
                     _settled(self.database)
-                self.pipe.send(None)
-                self.asking.join()
+                if self.asking:
+                    self.pipe.send(None)
+                    self.asking.join()
             except OSError:
                 pass  # it has ended
             finally:

@@ -147,9 +147,9 @@ def main() -> None:
             trainer = Trainer(synchronizer, Path(root), Path(spool), mib, percent / 100)
             for name, (node, deltas) in READERS.items():
                 there = NodeAffinitySchedulingStrategy(nodes[node], soft=False)
-                reader = Reader.options(scheduling_strategy=there).remote(
-                    synchronizer, name, mib, deltas=deltas
-                )
+                reader = Reader.options(  # type: ignore[attr-defined]
+                    scheduling_strategy=there
+                ).remote(synchronizer, name, mib, deltas=deltas)
                 found = measure(trainer, reader)
                 ray.kill(reader)
                 shown = [

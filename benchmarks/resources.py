@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 INTERVAL_S = 0.02
 

@@ -224,7 +224,7 @@ def here(flow: Any) -> Any:
 
     nodes = {f"node{number}": "" for number in range(MOST_NODES)}
     flows.save.living_nodes = lambda: nodes  # type: ignore[attr-defined]
-    flows.save.on_node = lambda name, alive=None: {}  # type: ignore[attr-defined, assignment]
+    flows.save.on_node = lambda name, alive=None: {}  # type: ignore[attr-defined]
     return flow.with_options(task_runner=ThreadPoolTaskRunner(max_workers=8))
 
 
@@ -296,7 +296,7 @@ def _server(folder: Path) -> Iterator[int]:
             "the Prefect server",
             state.server,
             lambda: parts.server_answers(state),
-            time.monotonic() + 180,
+            daemon.Patience(180),
         )
         os.environ["PREFECT_API_URL"] = state.api_url
         from prefect.context import refresh_global_settings_context

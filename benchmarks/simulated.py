@@ -7,7 +7,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-COMPONENTS = ("model", "optim", "extra_state")
+from trinity_sync.layout import Component
+
+COMPONENTS: tuple[Component, ...] = ("model", "optim", "extra_state")
 
 
 class Job:
