@@ -8,6 +8,7 @@ from prefect_ray.context import remote_options
 
 from flows.on_ray import OnRay, results
 from tasks.replicate import replicate_step as send
+from trinity_sync.orchestration.server_time import due
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.remote import refuse_credentials
 
@@ -43,6 +44,7 @@ async def ask_for_copy(request: SaveRequest, url: str) -> None:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
             await client.create_flow_run_from_deployment(
                 deployment.id,
+                state=due(),
                 parameters={"root": request.root, "step": request.step, "url": url},
                 name=f"replicate step {request.step}",
                 tags=request.tags,

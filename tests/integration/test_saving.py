@@ -4,18 +4,21 @@ import asyncio
 import logging
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, Crashed
 
 from tests.integration.prefect_api import Api, key_of, until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
 from trinity_sync.layout import Kind, step_folder
+from trinity_sync.orchestration.mend import begin_again
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
@@ -193,6 +196,29 @@ def test_saves_by_functions_alone_commit_once_they_are_registered(
     again = until(lambda: (r := api.ended(run.id)).run_count > 1 and r, "the end of the retry")
     assert again.state.is_completed(), again.state.message
     assert require_committed(root, 8).files == manifest.files
+
+
+def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
+    saves: CheckpointCoordinator,
+    api: Api,
+    stack_settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later = datetime.now(timezone.utc) + timedelta(hours=1)
+    monkeypatch.setattr("prefect.states.now", lambda: later)
+    saves.save(3, {"model": STATE})
+    saves.wait_all(90)
+
+    run = api.ended(api.run_of(key(saves, 3)).id)
+
+    async def crash_and_begin_again() -> None:
+        async with get_client() as client:
+            await client.set_flow_run_state(run.id, Crashed(), force=True)
+            await begin_again(client, run.id, f"{stack_settings.node}/1/1")
+
+    asyncio.run(crash_and_begin_again())
+    again = until(lambda: (r := api.ended(run.id)).run_count > 1 and r, "the end of the retry")
+    assert again.state.is_completed(), again.state.message
 
 
 def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(

@@ -53,6 +53,15 @@ def test_a_lease_ends_by_itself_unless_it_is_renewed(committed: Job) -> None:
         lease.renew()
 
 
+def test_a_node_whose_clock_is_a_day_ahead_takes_no_lease_for_ended(
+    committed: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: later)
+    with take_lease(committed.root, 4, "explorer 1"):
+        assert [lease.holder for lease in leases(committed.root)] == ["explorer 1"]
+
+
 def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> None:
     script = (
         "import os, signal\nfrom trinity_sync.storage.claims import take_lease\n"

@@ -9,7 +9,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from trinity_sync.errors import StackError
 from trinity_sync.orchestration import parts, stack
 from trinity_sync.orchestration.deploy import deployments
 from trinity_sync.orchestration.doctor_job import Check, examine_root
+from trinity_sync.orchestration.server_time import ahead_s
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
 from trinity_sync.storage.mounts import mount_of
@@ -188,11 +188,10 @@ def _skew(date: str | None, before: float, after: float) -> Check:
     """The server's clock, to the second, against this node's."""
     if not date:
         return Check("clock", "ok", "the server does not tell the time")
-    theirs = parsedate_to_datetime(date).timestamp()
-    skew = max(theirs - after, before - (theirs + 1), 0.0)
+    skew = abs(ahead_s(date, before, after))
     if skew <= SKEW_S:
         return Check("clock", "ok", "as the server's")
-    found = f"{skew:.0f} s off the server's; when runs are due, and leases, go by the clock"
+    found = f"{skew:.0f} s off the server's; leases, and ages in reports, go by this clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 

@@ -36,6 +36,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 
+from trinity_sync.orchestration.server_time import due, server_now
 from trinity_sync.orchestration.sweep import let_give_way
 from trinity_sync.snapshot.receipt import process_lives
 from trinity_sync.snapshot.spool import own_folder
@@ -138,10 +139,10 @@ async def begin_again(
         return
     if _owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
         crashed_for_s = max(crashed_for_s, LATE_S)
-    age = datetime.now(timezone.utc) - run.state.timestamp
-    if age >= timedelta(seconds=crashed_for_s):
+    age = await server_now(client) - run.state.timestamp
+    if not crashed_for_s or age >= timedelta(seconds=crashed_for_s):
         logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
-        await client.set_flow_run_state(run_id, AwaitingRetry(), force=True)
+        await client.set_flow_run_state(run_id, due(AwaitingRetry), force=True)
 
 
 async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:

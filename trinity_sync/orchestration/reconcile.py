@@ -26,6 +26,7 @@ from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.orchestration.server_time import due
 from trinity_sync.orchestration.sweep import stranded
 from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -128,7 +129,9 @@ async def _ask_for_runs(
     found = []
     for request in requests:
         try:
-            run = await client.create_flow_run_from_deployment(deployment.id, **request.flow_run)
+            run = await client.create_flow_run_from_deployment(
+                deployment.id, state=due(), **request.flow_run
+            )
         except httpx.HTTPStatusError as error:
             why = refusal_of(error) or str(error)
             found.append(Finding(request.root, request.run_name, "left", why))

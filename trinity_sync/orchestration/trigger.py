@@ -130,11 +130,15 @@ class SaveTrigger:
                     break
 
     def _ask(self, client: "SyncPrefectClient", request: SaveRequest) -> None:
+        from trinity_sync.orchestration.server_time import due
+
         url = str(client.api_url)
         if self._deployment is None or self._deployment[0] != url:
             self._deployment = url, client.read_deployment_by_name(SAVE_DEPLOYMENT).id
         try:
-            client.create_flow_run_from_deployment(self._deployment[1], **request.flow_run)
+            client.create_flow_run_from_deployment(
+                self._deployment[1], state=due(), **request.flow_run
+            )
         except Exception:
             self._deployment = None  # it may have been deployed anew: look it up at the next try
             raise

@@ -28,6 +28,7 @@ from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNam
 from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.flows import Flow
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Pending
 from prefect.utilities.engine import propose_state
 from prefect.workers.base import (
@@ -49,6 +50,7 @@ from trinity_sync.orchestration.mend import (
     runs_in,
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
+from trinity_sync.orchestration.server_time import due, server_ahead_s
 from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
 from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
@@ -205,7 +207,8 @@ class TrinitySyncWorker(
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
         assert self._runs_task_group is not None  # made by the base class
-        services = (self._listen, partial(self._poll, self.mend), partial(self._poll, self.sweep))
+        services: list[Callable[[], Any]] = [self._listen]
+        services += [partial(self._poll, work) for work in (self.set_clock, self.mend, self.sweep)]
         for service in services:
             scope = anyio.CancelScope()
             self._scheduled_task_scopes.add(scope)
@@ -228,6 +231,11 @@ class TrinitySyncWorker(
     async def _sync_and_initialize(self) -> None:
         with self._server_may_be_away():
             await super()._sync_and_initialize()
+
+    async def set_clock(self) -> None:
+        """Take runs when they are due by the server's clock, however far this node's is off."""
+        usual_s = get_current_settings().worker.prefetch_seconds
+        self._prefetch_seconds = usual_s + await server_ahead_s(self.client)
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:
@@ -312,7 +320,7 @@ class TrinitySyncWorker(
         for request in requests:
             try:
                 run = await self.client.create_flow_run_from_deployment(
-                    deployment.id, **request.flow_run
+                    deployment.id, state=due(), **request.flow_run
                 )
             except httpx.HTTPStatusError as error:  # the others have their turn
                 if not (refusal := refusal_of(error)):

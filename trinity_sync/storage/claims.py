@@ -31,6 +31,7 @@ from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.steps import require_committed
 
@@ -117,10 +118,15 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
         return lease
 
 
-def leases(root: str | Path, *, clock: Callable[[], float] = time.time) -> list[Lease]:
-    """The leases that hold; those that ended, or whose process is gone, are removed."""
+def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
+    """The leases that hold; those that ended, or whose process is gone, are removed.
+
+    The clock is that of the root's file system unless another is given.
+    """
     found = []
-    for path in sorted((Path(root) / PRIVATE_FOLDER / "leases").glob("[0-9]*.json")):
+    paths = sorted((Path(root) / PRIVATE_FOLDER / "leases").glob("[0-9]*.json"))
+    now = clock() if clock else file_time(root) if paths else 0.0
+    for path in paths:
         try:
             taken_at = path.stat().st_mtime
             lease = Lease(**json.loads(path.read_text()), path=path)
@@ -130,7 +136,7 @@ def leases(root: str | Path, *, clock: Callable[[], float] = time.time) -> list[
             step, _, _ = path.name.partition(".")
             lease = Lease(int(step), "unknown (its file is torn)", "", "", LEASE_S, path)
         gone = lease.host == process_home() and not process_lives(lease.process)
-        if gone or clock() > taken_at + lease.ttl_s:
+        if gone or now > taken_at + lease.ttl_s:
             path.unlink(missing_ok=True)
         else:
             found.append(lease)

@@ -7,10 +7,9 @@ Its files are removed afterwards, without a lock, so whatever dies when, a step 
 committed or it is not there. What a crash left in the trash goes with the next retention.
 """
 
-import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
@@ -184,7 +184,6 @@ def carry_out(
     *,
     spool: Path | None = None,
     recycle: bool = True,
-    clock: Callable[[], float] = time.time,
 ) -> Removal:
     """Remove what a plan says, as far as it is still true, and what an earlier crash left behind.
 
@@ -196,7 +195,6 @@ def carry_out(
         spool: this node's spool, in which images may wait that need a step's files.
         recycle: keep large files for the next saves to write over, as many bytes as the newest
             checkpoint has.
-        clock: seconds since the epoch.
 
     Raises:
         OSError: something cannot be removed; steps before it are gone.
@@ -205,7 +203,7 @@ def carry_out(
     job = JobSpool(spool / job_id(root)) if spool else None
     for each in plan.removed:
         with one_change_at_a_time(root), nobody_claims(root):
-            reason = _reason_to_stay(Path(root), each, plan, job, clock())
+            reason = _reason_to_stay(Path(root), each, plan, job)
             if reason:
                 done.spared.append((each, reason))
             elif reason is None:
@@ -236,7 +234,7 @@ def _held(root: str | Path) -> dict[int, list[str]]:
 
 
 def _reason_to_stay(
-    root: Path, planned: StepInfo, plan: Plan, spool: JobSpool | None, now: float
+    root: Path, planned: StepInfo, plan: Plan, spool: JobSpool | None
 ) -> str | None:
     """Why a step may not go after all; None if it may, and an empty text if it is gone."""
     try:
@@ -252,7 +250,7 @@ def _reason_to_stay(
         return "; ".join(held)
     if must_be_sent(root, manifest):
         return NOT_STORED
-    if _is_being_saved(root, planned, spool, now):
+    if _is_being_saved(root, planned, spool):
         return "a save of it is under way"
     for kind in manifest.kinds:
         successor = plan.newest[kind]
@@ -265,10 +263,10 @@ def _reason_to_stay(
     return None
 
 
-def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None, now: float) -> bool:
+def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None) -> bool:
     """Whether another save of the step, by any run, may rely on files of it."""
     for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
-        if path.lstat().st_mtime > now - UNDER_WAY_S:
+        if path.lstat().st_mtime > file_time(root) - UNDER_WAY_S:
             return True
     if spool is None:
         return False

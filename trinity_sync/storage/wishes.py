@@ -11,13 +11,12 @@ import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.manifest import Manifest
 
 COMPONENT = "hf_model"
@@ -78,12 +77,13 @@ def give_up(root: str | Path, wish: Wish) -> None:
     make_wish(root, replace(wish, failed=True))
 
 
-def awaited(root: str | Path, *, clock: Callable[[], float] = time.time) -> dict[int, list[str]]:
+def awaited(root: str | Path) -> dict[int, list[str]]:
     """The steps whose export is still to come, with the roles."""
     found: dict[int, list[str]] = {}
     for wish in wishes(root):
+        path = _path(root, wish.step, wish.role)
         try:
-            age = clock() - _path(root, wish.step, wish.role).stat().st_mtime
+            age = file_time(root) - path.stat().st_mtime
         except FileNotFoundError:
             continue  # granted meanwhile
         if not wish.failed and age < AWAITED_S:
