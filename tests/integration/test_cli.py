@@ -109,6 +109,10 @@ def test_ls_tells_committed_damaged_and_uncommitted_steps_apart(
 
     table = run("ls", root).stdout
     assert all(word in table for word in ("damaged", "not committed", "2.0 kB", "2023-11"))
+    table = run("ls", root, "--last", "2").stdout
+    assert "3 lower steps are not shown" in table
+    assert "not committed" in table
+    assert "damaged" not in table
 
 
 def test_ls_of_an_empty_root_says_so(root: Path) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -24,6 +24,10 @@ from trinity_sync.errors import CommitError, ManifestError
 if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest
 
+T = TypeVar("T")
+SHOWN = 100
+"""Steps in a table, unless more are asked for: a terminal takes a millisecond for each."""
+
 
 @app.command(
     "ls",
@@ -36,9 +40,23 @@ def list_steps(
         str, typer.Argument(help="The job's folder, or the URL of its copies in a store.")
     ],
     as_json: AsJson = False,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"So many of the highest steps; {SHOWN} by default, and all with --json."
+        ),
+    ] = None,
 ) -> None:
     """List the steps of a job: what is committed, whole, and pointed at."""
-    rows = _remote_steps(root) if "://" in root else _steps(existing(Path(root)))
+    from trinity_sync.layout import steps_on_disk
+
+    shown = last or (None if as_json else SHOWN)
+    if "://" in root:
+        rows = _remote_steps(root)
+        left_out, rows = _without(rows, shown)
+    else:
+        left_out, steps = _without(steps_on_disk(existing(Path(root))), shown)
+        rows = _steps(Path(root), steps)
     in_store = any(row["stored"] is not None for row in rows)
     if as_json:
         print_json(rows)
@@ -64,6 +82,8 @@ def list_steps(
             row["state"],
         )
     output().print(table)
+    if left_out:
+        typer.echo(f"{left_out:,} lower steps are not shown; --last shows more")
 
 
 @app.command(
@@ -120,8 +140,14 @@ def show(
         console.print(receipts)
 
 
-def _steps(root: Path) -> list[dict[str, Any]]:
-    from trinity_sync.layout import KINDS, steps_on_disk
+def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
+    """How many of the first are left out, and the others."""
+    left_out = max(len(sorted_ones) - shown, 0) if shown else 0
+    return left_out, sorted_ones[left_out:]
+
+
+def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
+    from trinity_sync.layout import KINDS
     from trinity_sync.storage.claims import claimed, tags
     from trinity_sync.storage.iteration import read_iteration
     from trinity_sync.storage.manifest import read_manifest
@@ -131,7 +157,7 @@ def _steps(root: Path) -> list[dict[str, Any]]:
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
     claims, tagged = claimed(root), tags(root).values()
     rows = []
-    for step in steps_on_disk(root):
+    for step in steps:
         try:
             manifest = read_manifest(root, step)
             state = _state(root, manifest) if manifest else "not committed"

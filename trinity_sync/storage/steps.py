@@ -30,18 +30,13 @@ def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
 
     Manifests decide, not the iteration file: that may lag behind them after a crash.
     """
-    best: Manifest | None = None
-    for manifest in committed_steps(root):
-        if kind not in manifest.kinds:
-            continue
-        if best is None or (manifest.run, manifest.step) > (best.run, best.step):
-            try:
-                require_committed(root, manifest.step)
-            except CommitError as error:
-                logger.warning("%s", error)
-                continue
-            best = manifest
-    return best
+    ages = [(each.run, each.step) for each in committed_steps(root) if kind in each.kinds]
+    for _, step in sorted(ages, reverse=True):
+        try:
+            return require_committed(root, step)
+        except CommitError as error:
+            logger.warning("%s", error)
+    return None
 
 
 def require_committed(root: str | Path, step: int) -> Manifest:
