@@ -1,8 +1,10 @@
-"""The garbage of a server that waits for its database does not stop it."""
+"""What stands in the way of a server on SQLite: its garbage, and its vacuum."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.conftest import environment
 
 STORY = """
 import sqlite3, sys, threading
@@ -53,3 +55,52 @@ def test_a_transaction_ends_although_others_wait_and_garbage_is_collected(tmp_pa
 def test_python_s_own_collector_stands_in_the_way(tmp_path: Path) -> None:
     """If this fails, `trinity_sync.orchestration.prefect_server` is not needed any more."""
     assert story(tmp_path, "as it comes") == "database is locked"
+
+
+VACUUM = """
+import asyncio, sqlite3, sys
+from datetime import datetime, timedelta, timezone
+from uuid import uuid4
+from prefect.server.database import provide_database_interface
+from prefect.server.services import db_vacuum
+from trinity_sync.orchestration.prefect_server import let_others_write
+
+let_others_write()
+old, found, sleep = datetime.now(timezone.utc) - timedelta(days=2), [], asyncio.sleep
+
+async def looked_at(seconds):
+    if seconds > 0.1:  # as long as SQLite waits between two tries
+        with sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None) as other:
+            other.execute("BEGIN IMMEDIATE")
+            found.append(*other.execute("SELECT count(*) FROM event_resources").fetchone())
+            other.execute("ROLLBACK")
+    await sleep(0)
+
+async def story():
+    db = provide_database_interface()
+    engine = await db.engine()
+    async with engine.begin() as connection:
+        await connection.run_sync(db.EventResource.__table__.create)
+        row = {"occurred": old, "resource_id": "x", "resource_role": "x", "resource": {}}
+        rows = [{**row, "event_id": uuid4()} for _ in range(15)]
+        await connection.execute(db.EventResource.__table__.insert(), rows)
+    asyncio.sleep = looked_at
+    too_old = db.EventResource.occurred < old + timedelta(days=1)
+    await db_vacuum._batch_delete(db, db.EventResource, too_old, 5)
+    await engine.dispose()
+
+asyncio.run(story())
+print(*found)
+"""
+
+
+def test_between_two_batches_of_the_vacuum_others_may_write(tmp_path: Path) -> None:
+    path = tmp_path / "prefect.db"
+    env = {
+        "PREFECT_HOME": str(tmp_path),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}",
+    }
+    with environment(env):
+        command = [sys.executable, "-c", VACUUM, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["10", "5", "0", "0"], done.stderr
