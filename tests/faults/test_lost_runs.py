@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from uuid import UUID
 
+import psutil
 import pytest
 import torch
 from prefect.client.orchestration import get_client
@@ -32,6 +33,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running
 
+from tests.conftest import left_of
 from tests.faults.slow_save import (
     SIZE,
     assert_committed,
@@ -326,6 +328,23 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
     until(lambda: read_manifest(root, 2), "the commit of step 2, once it is taken")
     for stager in job.stagers.values():
         stager.close()
+
+
+def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
+    stack: StackState, stack_settings: Settings, saves: CheckpointCoordinator, root: Path
+) -> None:
+    begin_slow_save(saves, root, 2)
+    node = stack_module.find(stack_settings).ray
+    processes = psutil.Process(node.pid).children(recursive=True)
+    for process in processes:
+        if process.name() == "raylet":
+            process.kill()
+    until(lambda: not node.lives, "the end of the node")
+    stack_module.up(stack_settings)
+    assert not left_of(processes)
+    saves.save(3, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(90)
+    assert read_manifest(root, 3)
 
 
 def await_cancelled(api: Api, run_id: UUID) -> None:

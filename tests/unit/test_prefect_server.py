@@ -94,13 +94,78 @@ print(*found)
 """
 
 
-def test_between_two_batches_of_the_vacuum_others_may_write(tmp_path: Path) -> None:
-    path = tmp_path / "prefect.db"
+def told(story: str, tmp_path: Path, argument: str) -> str:
+    """What a story on a database of Prefect's ends with."""
     env = {
         "PREFECT_HOME": str(tmp_path),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}",
     }
     with environment(env):
-        command = [sys.executable, "-c", VACUUM, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.split() == ["10", "5", "0", "0"], done.stderr
+        command = [sys.executable, "-c", story, argument]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_between_two_batches_of_the_vacuum_others_may_write(tmp_path: Path) -> None:
+    assert told(VACUUM, tmp_path, str(tmp_path / "prefect.db")) == "10 5 0 0"
+
+
+WRITERS = """
+import asyncio, sys
+from datetime import datetime, timezone
+from uuid import uuid4
+from prefect.server.database import provide_database_interface
+from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.sql.functions import count
+from trinity_sync.orchestration.prefect_server import write_in_turn
+
+if sys.argv[1] == "in turn":
+    write_in_turn()
+
+async def story():
+    db = provide_database_interface()
+    engine = await db.engine()
+    async with engine.begin() as connection:
+        await connection.run_sync(db.EventResource.__table__.create)
+    has_read, other_is_done = asyncio.Event(), asyncio.Event()
+    how_many = select(count()).select_from(db.EventResource)
+
+    def row():
+        now = datetime.now(timezone.utc)
+        return db.EventResource(
+            occurred=now, resource_id="x", resource_role="x", resource={}, event_id=uuid4())
+
+    async def slow():
+        async with db.session_context(begin_transaction=True) as session:
+            await session.scalar(how_many)
+            has_read.set()
+            await asyncio.wait([asyncio.create_task(other_is_done.wait())], timeout=1)
+            session.add(row())
+
+    async def quick():
+        await has_read.wait()
+        async with db.session_context(begin_transaction=True) as session:
+            session.add(row())
+        other_is_done.set()
+
+    try:
+        await asyncio.gather(slow(), quick())
+        async with db.session_context() as session:
+            print("rows", await session.scalar(how_many))
+    except OperationalError as error:
+        print(error.orig)
+    await engine.dispose()
+
+asyncio.run(story())
+"""
+
+
+def test_who_reads_and_then_writes_is_not_refused_because_another_one_was_quicker(
+    tmp_path: Path,
+) -> None:
+    assert told(WRITERS, tmp_path, "in turn") == "rows 2"
+
+
+def test_prefect_s_own_transactions_refuse_the_slower_one(tmp_path: Path) -> None:
+    """If this fails, `write_in_turn` is not needed any more."""
+    assert told(WRITERS, tmp_path, "as they come") == "database is locked"

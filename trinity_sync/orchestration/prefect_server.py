@@ -9,6 +9,10 @@ that nobody waits for.
 Its vacuum removes old rows batch after batch, in one transaction each. Whoever else wants to write
 asks every tenth of a second whether the database is free, and hardly ever hits the instant between
 two of them. So the vacuum stands back after each batch for as long as that took.
+
+A transaction that reads before it writes is refused at once if another one has written in between:
+a call is answered with 503, a worker's heartbeat is not noted, an event reaches no automation. So
+each transaction takes its turn as it begins.
 """
 
 import asyncio
@@ -56,7 +60,20 @@ def let_others_write() -> None:
     db_vacuum._maintenance_session = stands_back
 
 
+def write_in_turn() -> None:
+    """Have this process's transactions wait for each other as they begin."""
+    from prefect.server.database.configurations import AioSqliteConfiguration
+
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def at_once(self: Any, session: Any, with_for_update: bool = False) -> Any:
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = at_once  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     collect_in_a_thread()
+    write_in_turn()
     let_others_write()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -91,11 +91,13 @@ def up(
             if url:
                 now = replace(now, api_url=url)
             elif not before.server or not before.server.lives:
+                _end_what_is_left_of(before.server)
                 now = parts.start_server(settings, now)
                 _write(settings.home, now)
             if address:
                 now = replace(now, ray_address=address)
             elif not before.ray or not before.ray.lives:
+                _end_what_is_left_of(before.ray)
                 now = parts.start_ray(
                     settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb
                 )
@@ -183,6 +185,16 @@ def running(settings: Settings | None = None, **arguments: Any) -> Iterator[Stac
     finally:
         if ours:
             down(settings)
+
+
+def _end_what_is_left_of(dead: Daemon | None) -> None:
+    """Processes that a killed part had started, and that would get in the way of the next one.
+
+    Ray's workers outlive a raylet that was killed, and ask the next one, at the same address, for
+    their place again and again: six of them took a core and a half.
+    """
+    if dead:
+        daemon.stop(dead, 15.0)
 
 
 def _works(state: StackState) -> bool:
