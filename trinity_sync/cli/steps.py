@@ -52,8 +52,7 @@ def list_steps(
 
     shown = last or (None if as_json else SHOWN)
     if "://" in root:
-        rows = _remote_steps(root)
-        left_out, rows = _without(rows, shown)
+        left_out, rows = _without(_remote_steps(root), shown)
     else:
         left_out, steps = _without(steps_on_disk(existing(Path(root))), shown)
         rows = _steps(Path(root), steps)
