@@ -30,16 +30,17 @@ def campaign(report: Report, kinds: Sequence[str] = (), *, on_postgres: bool = F
         kinds: all faults by default; they come in an order by chance, each as often.
         on_postgres: have Prefect's database there, if it is installed.
     """
-    random, began = Random(report.seed), time.monotonic()
-    minutes, ledger = report.minutes, Ledger()
+    random, minutes, ledger = Random(report.seed), report.minutes, Ledger()
     with World.running(on_postgres=on_postgres) as world:
         here = {"", *world.possible}
         possible = sorted(kind for kind in kinds or FAULTS if NEEDS[kind] in here)
         report.skipped = sorted(set(kinds or FAULTS) - set(possible))
         waiting: list[str] = []
+        began = time.monotonic()
         try:
             world.await_commit(0.0)
-            while time.monotonic() - began < 60 * minutes - AT_THE_END_S:
+            end = began + 60 * minutes - AT_THE_END_S
+            while time.monotonic() < end or not report.recoveries:
                 waiting = waiting or random.sample(possible, len(possible))
                 kind = waiting.pop()
                 since = time.monotonic() - began
