@@ -13,6 +13,7 @@ from trinity_sync.storage.steps import committed_steps, require_committed
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
     stack: StackState, tmp_path: Path

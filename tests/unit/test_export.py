@@ -306,7 +306,7 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
         max_bytes=20 << 20,
     )
     assert len(seen) == 10
-    assert max(seen) < 40 << 20
+    assert max(seen) < 100 << 20  # of 200, in files of 20
 
 
 @pytest.mark.parametrize("broken_off", [False, True])
