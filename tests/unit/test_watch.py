@@ -33,3 +33,17 @@ def test_an_error_of_the_file_system_ends_no_watch(
         assert watch.wait(time.monotonic() + 30) == []
     watch.close()
     assert len([each for each in caplog.records if "cannot be followed" in each.message]) == 1
+
+
+def test_who_waits_for_long_is_told_once_what_for(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.orchestration.watch.SAY_S", 0.1)
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"))
+    watch.add(SaveRequest(root=str(job.root), step=4, run=1))
+    with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeout):
+        watch.wait(time.monotonic() + 0.5)
+    watch.close()
+    (said,) = [each.message for each in caplog.records if "still waiting" in each.message]
+    assert "save actor step 4" in said

@@ -6,6 +6,7 @@ the trainer asks.
 """
 
 import logging
+import math
 import threading
 import time
 from contextlib import suppress
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 ASK_S = 1.0
+SAY_S = 15.0
+"""Seconds after which who waits is told what for."""
 
 
 @dataclass
@@ -68,15 +71,25 @@ class SaveWatch:
         Raises:
             SaveTimeout: something still is at ``deadline`` (monotonic).
         """
+        say_at = time.monotonic() + SAY_S
+        end = math.inf if deadline is None else deadline
         with self._changed:
             while self._pending:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                now = time.monotonic()
+                if now >= end:
                     waiting = ", ".join(sorted(self._pending))
                     raise SaveTimeout(
                         f"not committed yet: {waiting}. They may still commit; see the Prefect UI."
                     )
-                self._changed.wait(left)
+                if now >= say_at:
+                    say_at = math.inf
+                    logger.warning(
+                        "still waiting for the commit of %s. They commit without this process, "
+                        "too; see the Prefect UI, or: trinity-sync status",
+                        ", ".join(pending.request.run_name for pending in self._pending.values()),
+                    )
+                until = min(end, say_at)
+                self._changed.wait(None if until == math.inf else until - now)
             failures, self._failures = self._failures, []
             return failures
 
