@@ -1,4 +1,4 @@
-"""What stands in the way of a server on SQLite: its garbage, and its vacuum."""
+"""What stands in the way of a server on SQLite: its garbage, its vacuum, its transactions."""
 
 import subprocess
 import sys

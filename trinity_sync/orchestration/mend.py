@@ -139,10 +139,12 @@ async def begin_again(
         return
     if _owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
         crashed_for_s = max(crashed_for_s, LATE_S)
-    age = await server_now(client) - run.state.timestamp
-    if not crashed_for_s or age >= timedelta(seconds=crashed_for_s):
-        logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
-        await client.set_flow_run_state(run_id, due(AwaitingRetry), force=True)
+    if crashed_for_s:
+        age = await server_now(client) - run.state.timestamp
+        if age < timedelta(seconds=crashed_for_s):
+            return
+    logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
+    await client.set_flow_run_state(run_id, due(AwaitingRetry), force=True)
 
 
 async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:

@@ -91,13 +91,13 @@ def up(
             if url:
                 now = replace(now, api_url=url)
             elif not before.server or not before.server.lives:
-                _end_what_is_left_of(before.server)
+                _end(before.server)
                 now = parts.start_server(settings, now)
                 _write(settings.home, now)
             if address:
                 now = replace(now, ray_address=address)
             elif not before.ray or not before.ray.lives:
-                _end_what_is_left_of(before.ray)
+                _end(before.ray)
                 now = parts.start_ray(
                     settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb
                 )
@@ -107,8 +107,7 @@ def up(
             now = _await_both(settings, now, patience)
             moved = (now.environment, now.ray) != (before.environment, before.ray)
             if worker and (moved or not before.worker or not before.worker.lives):
-                if before.worker:
-                    daemon.stop(before.worker, 15.0)
+                _end(before.worker)
                 now = _start_worker(settings, now, patience)
             _write(settings.home, now)
         except BaseException:
@@ -187,14 +186,14 @@ def running(settings: Settings | None = None, **arguments: Any) -> Iterator[Stac
             down(settings)
 
 
-def _end_what_is_left_of(dead: Daemon | None) -> None:
-    """Processes that a killed part had started, and that would get in the way of the next one.
+def _end(part: Daemon | None) -> None:
+    """End a part before the next one of its kind, and all that it has left if it was killed.
 
     Ray's workers outlive a raylet that was killed, and ask the next one, at the same address, for
     their place again and again: six of them took a core and a half.
     """
-    if dead:
-        daemon.stop(dead, 15.0)
+    if part:
+        daemon.stop(part, 15.0)
 
 
 def _works(state: StackState) -> bool:

@@ -80,10 +80,11 @@ def give_up(root: str | Path, wish: Wish) -> None:
 def awaited(root: str | Path) -> dict[int, list[str]]:
     """The steps whose export is still to come, with the roles."""
     found: dict[int, list[str]] = {}
-    for wish in wishes(root):
-        path = _path(root, wish.step, wish.role)
+    waiting = wishes(root)
+    now = file_time(root) if waiting else 0.0
+    for wish in waiting:
         try:
-            age = file_time(root) - path.stat().st_mtime
+            age = now - _path(root, wish.step, wish.role).stat().st_mtime
         except FileNotFoundError:
             continue  # granted meanwhile
         if not wish.failed and age < AWAITED_S:
