@@ -5,8 +5,9 @@ saved, keeps what is pinned, refuses what was left behind; or it says in an erro
 wrong. Shards are altered at many places and are found by verify and by every load.
 """
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 
@@ -158,3 +159,21 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
             jobs(engine)
             differences(engine, root)
         assert newest(root).step == 3
+
+
+def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: Path) -> None:
+    database = tmp_path / "catalog.db"
+    url = f"sqlite:///{database}"
+    with opened(url) as engine:
+        mirror(engine, root, [3])
+    for alter in (
+        "UPDATE sqlite_master SET sql = replace(sql, 'kinds TEXT NOT NULL', 'kinds TEXT')",
+        "UPDATE steps SET kinds = NULL",
+    ):
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("PRAGMA writable_schema=ON")
+            assert connection.execute(alter).rowcount
+            connection.commit()
+    for question in (jobs, lambda engine: differences(engine, root)):
+        with pytest.raises(CatalogError, match=r"steps\.kinds is None"), opened(url) as engine:
+            question(engine)

@@ -100,6 +100,24 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
+def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.Row[Any]]:
+    """Rows whose values are what their columns hold; a damaged file may have anything there.
+
+    Raises:
+        CatalogError: a value is of another type, or none where there has to be one.
+    """
+    columns = [(each, each.type.python_type) for each in wanted.selected_columns.values()]
+    for row in connection.execute(wanted):
+        for (column, kind), value in zip(columns, row, strict=True):
+            if not isinstance(value, kind) and not (value is None and column.nullable):
+                where = connection.engine.url.render_as_string(hide_password=True)
+                raise CatalogError(
+                    f"the catalog {where} is damaged: {column} is {value!r} in a row. Saves go on "
+                    "without it; remove it, then: trinity-sync catalog rebuild ROOT"
+                )
+        yield row
+
+
 def _schema(engine: sa.Engine) -> int | None:
     """Number of the database's schema; None for an empty database."""
     with reading(engine) as connection:

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from trinity_sync.catalog.database import opened, reading, url_of
+from trinity_sync.catalog.database import opened, read_rows, reading, url_of
 from trinity_sync.catalog.models import (
     Base,
     Claim,
@@ -140,7 +140,7 @@ def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> 
                 continue
             columns = [c for c in model.__table__.columns if c.name not in ("job", "flow_run")]
             of_job = model.__table__.columns["job"] == job
-            have = {tuple(row) for row in connection.execute(sa.select(*columns).where(of_job))}
+            have = {tuple(row) for row in read_rows(connection, sa.select(*columns).where(of_job))}
             want = {tuple(row[column.name] for column in columns) for row in rows}
             for what, some in (("lacks", want - have), ("has too much:", have - want)):
                 if some:

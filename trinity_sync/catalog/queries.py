@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from trinity_sync.catalog.database import reading
+from trinity_sync.catalog.database import read_rows, reading
 from trinity_sync.catalog.models import Claim, Job, Metric, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.storage.policies import StepInfo
@@ -54,16 +54,16 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
     versions: dict[str, list[Handed]] = defaultdict(list)
     with reading(engine) as connection:
         of_job = [] if job is None else [Metric.job == job]
-        for each in connection.execute(sa.select(Metric.__table__).where(*of_job)):
+        for each in read_rows(connection, sa.select(Metric.__table__).where(*of_job)):
             metrics[each.job, each.step][each.name] = each.value
         of_job = [] if job is None else [Claim.job == job]
-        for each in connection.execute(sa.select(Claim.__table__).where(*of_job)):
+        for each in read_rows(connection, sa.select(Claim.__table__).where(*of_job)):
             held[each.job, each.step].append(
                 f"{WORDS.get(each.kind, each.kind)} {each.holder}".strip()
             )
         of_job = [] if job is None else [Step.job == job]
         wanted = sa.select(Step.__table__).where(*of_job).order_by(Step.run, Step.step)
-        for each in connection.execute(wanted):
+        for each in read_rows(connection, wanted):
             key = each.job, each.step
             if each.flow_run:
                 flow_runs[each.job][each.step] = each.flow_run
@@ -82,7 +82,7 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
         of_job = [] if job is None else [WeightVersion.job == job]
         order = WeightVersion.run, WeightVersion.step, WeightVersion.source
         versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
-        for each in connection.execute(versioned):
+        for each in read_rows(connection, versioned):
             seen = Handed(each.step, each.run, each.source, each.published_at)
             versions[each.job].append(seen)
         of_job = [] if job is None else [Job.id == job]
@@ -95,7 +95,7 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
                 flow_runs[each.id],
                 tuple(versions[each.id]),
             )
-            for each in connection.execute(
-                sa.select(Job.__table__).where(*of_job).order_by(Job.root)
+            for each in read_rows(
+                connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
             )
         ]
