@@ -11,7 +11,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm test unit integration faults e2e chaos lint audit bench scale history verl trinity trainers tutorials docs clean
+.PHONY: help demo smollm test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -47,8 +47,8 @@ audit: $(READY) ## known vulnerabilities of what is installed; needs the network
 scale: $(READY) ## what a save costs Prefect and the catalog, from 1 rank to 1,024 on 128 nodes
 	$(BIN)/python -m benchmarks.scale
 
-history: $(READY) ## what 10,000 earlier saves cost server, catalog and commands, and what retention leaves
-	$(BIN)/python -m benchmarks.history
+history: $(READY) ## what 10,000 earlier saves cost server, catalog and commands, and what retention leaves (POSTGRES=1 on PostgreSQL)
+	$(BIN)/python -m benchmarks.history $(if $(POSTGRES),--postgres)
 
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
 	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
@@ -60,6 +60,9 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 
 trinity: $(TRINITY)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	$(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
+
+nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
+	$(BIN)/python -m tests.nfs
 
 trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
 	$(BIN)/python -m pytest tests/trainers/callbacks.py

@@ -21,7 +21,7 @@ from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.storage.abilities import require_able
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, look_anew
 from trinity_sync.storage.locks import file_lock, file_lock_if_free
 from trinity_sync.storage.mounts import mount_of
 from trinity_sync.storage.placement import Place, places_of
@@ -160,6 +160,11 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
     try:
         if why := _why_not_seen(proof, theirs, mine) or _why_not_locked(proof, theirs, mine):
             return why
+        if late := (mount := mount_of(proof.parent)).sees_late:
+            return (
+                f"node {mine} has mounted {mount.point} with the option {late}, and so would see "
+                "late what other nodes commit and remove; mount it without"
+            )
         require_able(proof.parent)
     except Exception as error:
         return f"on node {mine}: {error}"
@@ -170,6 +175,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
     deadline = time.monotonic() + VISIBLE_S
     root = proof.parent
     while not proof.exists():
+        look_anew(root)
         if time.monotonic() > deadline:
             return (
                 f"node {mine} does not see in {root} ({mount_of(root)}) what rank 0 has written "

@@ -22,7 +22,7 @@ from trinity_sync.storage.runs import open_run
 MOUNTS = r"""
 21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 21 0:40 / /data rw - nfs4 server:/data rw,vers=4.2,local_lock=none
-31 30 0:41 / /data/two\040words rw - nfs server:/old rw,vers=3,nolock,local_lock=all
+31 30 0:41 / /data/two\040words rw - nfs server:/old rw,vers=3,nocto,nolock,local_lock=all
 32 21 0:42 / /lustre rw - lustre mgs:/fs rw,localflock
 33 21 0:43 / /over rw - tmpfs tmpfs rw
 34 21 0:44 / /over rw - fuse.s3fs s3fs rw
@@ -132,6 +132,8 @@ def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> No
     options = {path: mount_of(path, MOUNTS).keeps_locks_here for path in ("/data", "/lustre")}
     assert options == {"/data": "", "/lustre": "localflock"}
     assert mount_of("/data/two words", MOUNTS).keeps_locks_here == "nolock"
+    late = [mount_of(path, MOUNTS).sees_late for path in ("/data", "/data/two words")]
+    assert late == ["", "nocto"]
 
 
 def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(

@@ -83,13 +83,14 @@ def _disk(root: Path, step_bytes: int) -> Check:
 def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
     """What the root's file system can do, and what is done where it cannot."""
     mount = found.mount
-    here = mount.keeps_locks_here
+    locks, late = mount.keeps_locks_here, mount.sees_late
+    wrong = f"; the option {locks} keeps locks on this node" if locks else ""
+    wrong += f"; with the option {late}, what other nodes change is seen late" if late else ""
     yield Check(
         "file system",
-        "warn" if here else "ok",
-        f"{mount}, {'which other nodes may see' if mount.shared else 'of this node alone'}"
-        + (f"; the option {here} keeps locks on this node" if here else ""),
-        "mount it without that option before ranks are on several nodes" if here else "",
+        "warn" if wrong else "ok",
+        f"{mount}, {'which other nodes may see' if mount.shared else 'of this node alone'}{wrong}",
+        "mount it without that option before ranks are on several nodes" if wrong else "",
     )
     for each in found.each:
         state: Literal["ok", "fail"] = "fail" if each.why_not and each.needed else "ok"

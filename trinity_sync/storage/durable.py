@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -77,6 +78,27 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def read_anew(path: Path) -> bytes:
+    """The content of a file that another node may have made or replaced just now.
+
+    Raises:
+        OSError: as ``Path.read_bytes``.
+    """
+    look_anew(path.parent.parent)
+    look_anew(path.parent)
+    return path.read_bytes()
+
+
+def look_anew(folder: Path) -> None:
+    """Let names in ``folder``, if it is there, be looked up as they are now.
+
+    An NFS client goes for up to a minute (``acdirmax``) by what it has seen of a folder, also by a
+    name that was not there. When a folder is opened, it asks the server (close-to-open, nfs(5)).
+    """
+    with suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def make_folder(folder: Path) -> None:

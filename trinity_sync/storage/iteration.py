@@ -11,7 +11,7 @@ from pathlib import Path
 from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, Kind, step_folder
 from trinity_sync.storage.damage import damage_of
-from trinity_sync.storage.durable import replace_file
+from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def read_iteration(root: str | Path, kind: Kind) -> int | None:
     """The step that the iteration file names; None if it is missing, empty or torn."""
     try:
-        text = (Path(root) / ITERATION_FILES[kind]).read_text().strip()
+        text = read_anew(Path(root) / ITERATION_FILES[kind]).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None

@@ -29,7 +29,7 @@ from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
-from trinity_sync.storage.recycling import is_ours_alone
+from trinity_sync.storage.recycling import is_ours_alone, remove_tree
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.wishes import exported_steps, exports_of, forget_exports
 
@@ -179,11 +179,12 @@ def _all_alone(slots: list[Path]) -> Iterator[bool]:
 
 def _removed(root: Path, folder: Path, why: str) -> Iterator[Finding]:
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
         name = path.relative_to(root).as_posix()
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+        elif not remove_tree(path):
+            yield Finding(str(root), name, "left", f"{why}; a process of this node reads it")
+            continue
         yield Finding(str(root), name, "mended", f"{why}; removed")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_sync.errors import ManifestError
 from trinity_sync.layout import MANIFEST, Kind, shard_file, step_folder
-from trinity_sync.storage.durable import replace_file
+from trinity_sync.storage.durable import read_anew, replace_file
 
 VERSION = 1
 
@@ -116,7 +116,7 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
     """
     path = step_folder(root, step) / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_anew(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return parse_manifest(content, path, step)

@@ -46,6 +46,11 @@ class Mount:
         """The option with which other nodes do not hear of locks; empty if there is none."""
         return next((each for each in self.options if _LOCKS_OF_THIS_NODE.fullmatch(each)), "")
 
+    @property
+    def sees_late(self) -> str:
+        """The option with which it is not asked anew what others have changed; empty without it."""
+        return "nocto" if "nocto" in self.options else ""
+
     def __str__(self) -> str:
         return f"{self.kind}, mounted at {self.point}"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShards, SaveError
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import make_folder, read_anew, replace_file
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     """
     path = _path(root, run, role)
     try:
-        body = json.loads(path.read_text())
+        body = json.loads(read_anew(path))
         places = [
             Place(node, spool, ranks_in(text))
             for spool, nodes in body["spools"].items()

@@ -52,7 +52,25 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
             make_folder(spare.parent)
             path.rename(spare)
             room -= nbytes
-    shutil.rmtree(folder)
+    remove_tree(folder)
+
+
+def remove_tree(folder: Path) -> bool:
+    """Remove a folder; whether nothing of it is left.
+
+    NFS keeps a file that a process of this node has open, as ``.nfs...``, until it is closed. Its
+    folder stays as well, for whoever removes it next.
+
+    Raises:
+        OSError: something else cannot be removed.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    left = [path for path in folder.rglob("*") if not path.is_dir()]
+    if left and all(path.name.startswith(".nfs") for path in left):
+        return False
+    if folder.exists():
+        shutil.rmtree(folder)  # says why it cannot
+    return True
 
 
 def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:

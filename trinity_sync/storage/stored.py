@@ -15,7 +15,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import make_folder, read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import all_runs, left_behind_by
 
@@ -36,7 +36,7 @@ def store_of(root: str | Path) -> str:
         CommitError: the file that says so is torn.
     """
     try:
-        return str(from_text(_store(root).read_text())["url"])
+        return str(from_text(read_anew(_store(root)).decode())["url"])
     except FileNotFoundError:
         return ""
     except (ValueError, KeyError) as error:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, read_anew
 
 T = TypeVar("T")
 
@@ -87,6 +87,6 @@ def _replace(path: Path, body: Mapping[str, Any]) -> None:
 
 def _read(path: Path, make: Callable[[Any], T]) -> T | None:
     try:
-        return make(json.loads(path.read_text()))
+        return make(json.loads(read_anew(path)))
     except (FileNotFoundError, ValueError, TypeError):
         return None

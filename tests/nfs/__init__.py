@@ -1,0 +1,1 @@
+"""A root on NFS, seen by two nodes: ``make nfs``."""

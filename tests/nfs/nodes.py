@@ -1,0 +1,328 @@
+"""Two nodes, each with a kernel's NFS client of its own, and one root.
+
+A client keeps what it knows of a folder for up to a minute. So a test lets a node look before the
+other one changes anything.
+"""
+
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.nfs.conftest import Node
+from tests.unit.job import Job
+from tests.unit.steps import MODEL, commit_files
+from trinity_sync import opening
+from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.abilities import require_able
+from trinity_sync.storage.aside import aside_folder
+from trinity_sync.storage.claims import leases, pin, take_lease
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.leftovers import empty_trash
+from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.manifest import own_manifest
+from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.placement import Place, Share, note_placement, placement
+from trinity_sync.storage.policies import parse_policy
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.storage.runs import all_runs, open_run
+from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.verify import check, choose, judge
+
+SHARE = "/mnt/nfs"
+N = 1_000_000
+pytestmark = pytest.mark.skipif(not os.path.ismount(SHARE), reason="runs by `make nfs`")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "ckpts"
+    folder.mkdir()
+    return folder
+
+
+def keep_last(number: int) -> Rules:
+    return Rules(parse_policy(f"last={number}"), parse_policy(f"last={number}"))
+
+
+def removed_by(root: Path, rules: Rules) -> list[int]:
+    done = carry_out(root, plan(survey(root), rules, time.time()))
+    return [each.step for each in done.removed]
+
+
+def look_at(root: Path) -> list[Any]:
+    """What a node that is asked this has in its caches afterwards."""
+    seen = [leases(root), all_runs(root), newest(root)]
+    seen += [own_manifest(root, 1, step) for step in range(1, 10)]
+    return [list(root.rglob("*")), seen]
+
+
+def write_shard(
+    root: Path, spool: Path, step: int, fill: float, *, run: int = 1, rank: int = 0, ranks: int = 1
+) -> list[Written]:
+    """Save the model of one rank on the node that this is called on, up to the commit."""
+    job = Job(root, open_job_spool(spool, root), ranks)
+    job.stage(step, {"model": {"w": torch.full((N,), fill)}}, run=run, rank=rank)
+    share = Share(f"node-{rank}", str(job.spool.folder), {"actor": (rank,)})
+    try:
+        return persist(share, job.save(step, run=run), "model", WriteOptions(gather_s=0.05))
+    finally:
+        job.stagers[rank].close()
+
+
+def save_of(root: Path, step: int, run: int = 1) -> Save:
+    return Save(str(root), run, step, "checkpoint", ("actor",))
+
+
+def assert_holds(root: Path, step: int, *fills: float) -> None:
+    """That the step loads, each rank with what it was filled with."""
+    for rank, fill in enumerate(fills):
+        state = load_states(root, step, "actor", rank=rank, world_size=len(fills))
+        assert torch.equal(state["model"]["w"], torch.full((N,), fill))
+
+
+def read_on_until(root: Path, last: int) -> list[int]:
+    """Look for the newest step again and again, and read what was found, digests compared."""
+    seen: list[int] = []
+    while not seen or seen[-1] < last:
+        found = newest(root)
+        if found is None or (seen and found.step == seen[-1]):
+            continue
+        try:
+            with take_lease(root, found.step, "reader"):
+                assert_holds(root, found.step, found.step)
+        except CommitError:  # removed before it was leased
+            continue
+        seen.append(found.step)
+    return seen
+
+
+def begin_together(root: Path, spool: Path, rank: int) -> list[str]:
+    """The nodes of the ranks of a job, as each finds them at its start."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    settings = Settings(node=f"node-{rank}", spool=spool / str(rank), home=spool / "home")
+    dist.init_process_group("gloo", f"file://{spool}/meeting", rank=rank, world_size=2)
+    try:
+        places, _ = opening.open_together(root, settings, "key")
+    finally:
+        dist.destroy_process_group()
+    return [place.node for place in places]
+
+
+def hold_the_lock(root: Path, told: Path) -> None:
+    with one_change_at_a_time(root):
+        told.touch()
+        time.sleep(3600)
+
+
+def serve(threads: int) -> None:
+    """Have so many threads of the server; with none it is gone."""
+    command = ["nsenter", "-t", "1", "--net", "--mount", "rpc.nfsd", "-N", "3", str(threads)]
+    libraries = os.environ["BUILD"] + "/unpacked/usr/lib/x86_64-linux-gnu"
+    subprocess.run(command, check=True, env=os.environ | {"LD_LIBRARY_PATH": libraries})
+
+
+def test_a_root_on_nfs_can_do_all_that_a_commit_needs(root: Path) -> None:
+    found = require_able(root)
+    assert found.mount.kind == "nfs4"
+    assert found.mount.shared
+    assert {each.name for each in found.each if each.why_not} == {"exchange of folders", "leases"}
+
+
+def test_ranks_on_two_nodes_begin_together(
+    root: Path, spool_folder: Path, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sees at once what the other has made, and does not get its lock."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setattr(opening, "VISIBLE_S", 5.0)
+    other.begin(begin_together, root, spool_folder, 1)
+    assert begin_together(root, spool_folder, 0) == other.end() == ["node-0", "node-1"]
+
+
+def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    with take_lease(root, 3, "one of this node"):
+        look_at(root)
+        lease = other.call(take_lease, root, 1, "explorer")
+        assert removed_by(root, keep_last(1)) == [2]
+    other.call(lease.__exit__, None, None, None)
+    assert removed_by(root, keep_last(1)) == [1]
+
+
+def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    pin(root, 3)
+    look_at(root)
+    other.call(pin, root, 1)
+    assert removed_by(root, keep_last(1)) == [2]
+
+
+def test_no_lease_is_given_for_a_step_that_the_other_node_has_removed(
+    root: Path, other: Node
+) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    other.call(look_at, root)
+    assert removed_by(root, keep_last(1)) == [1]
+    with pytest.raises(CommitError, match="is not committed"):
+        other.call(take_lease, root, 1, "explorer")
+
+
+def test_a_run_that_begins_on_one_node_leaves_those_of_the_other_behind(
+    root: Path, spool_folder: Path, other: Node
+) -> None:
+    old = open_run(root, "old", 0)
+    written = write_shard(root, spool_folder, 1, 1.0)
+    look_at(root)
+    new = other.call(open_run, root, "new", 0)
+    assert (old.number, new.number) == (1, 2)
+    with pytest.raises(Abandoned):
+        commit(save_of(root, 1), written)
+    assert open_run(root, "new", 0) == new
+
+
+def test_a_step_committed_on_one_node_is_known_on_the_other(
+    root: Path, spool_folder: Path, other: Node
+) -> None:
+    commit_files(root, 1)
+    other.call(look_at, root)
+    commit(save_of(root, 2), write_shard(root, spool_folder, 2, 2.0))
+    assert other.call(newest, root).step == 2
+    assert other.call(read_iteration, root, "checkpoint") == 2
+    other.call(assert_holds, root, 2, 2.0)
+
+
+def test_a_lease_is_given_for_a_step_that_was_looked_for_before_its_commit(
+    root: Path, other: Node
+) -> None:
+    commit_files(root, 1)
+    other.call(look_at, root)
+    commit_files(root, 2)
+    with other.call(take_lease, root, 2, "explorer"):
+        assert [lease.step for lease in leases(root)] == [2]
+
+
+def test_a_later_run_on_the_other_node_finds_the_step_that_is_in_its_place(
+    root: Path, spool_folder: Path, other: Node
+) -> None:
+    open_run(root, "old", 0)
+    written = write_shard(root, spool_folder / "one", 1, 1.0)
+    theirs = other.call(partial(write_shard, run=2), root, spool_folder / "two", 1, 2.0)
+    other.call(look_at, root)
+    commit(save_of(root, 1), written)
+    assert other.call(open_run, root, "new", 0).number == 2
+    other.call(commit, save_of(root, 1, 2), theirs)
+    assert require_committed(root, 1).run == 2
+    assert_holds(root, 1, 2.0)
+    assert list(aside_folder(root).rglob("global_step_1")), "it was written over"
+
+
+def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_plan(
+    root: Path, spool_folder: Path, other: Node
+) -> None:
+    open_run(root, "old", 0)
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    old = plan(survey(root), keep_last(1), time.time())
+    look_at(root)
+    run = other.call(open_run, root, "new", 0).number
+    theirs = other.call(partial(write_shard, run=run), root, spool_folder, 2, 2.0)
+    look_at(root)
+    other.call(commit, save_of(root, 2, run), theirs)
+    done = carry_out(root, old)
+    assert [each.step for each in done.removed] == [1]
+    assert require_committed(root, 2).run == run
+    assert_holds(root, 2, 2.0)
+
+
+def test_a_placement_is_seen_as_soon_as_the_other_node_has_written_it_down(
+    root: Path, other: Node
+) -> None:
+    places = (Place("two", "/dev/shm/spool", (0,)),)
+    note_placement(root, 1, "run", "critic", places)
+    assert placement(root, 1, "run", "actor") is None
+    other.call(note_placement, root, 1, "run", "actor", places)
+    assert placement(root, 1, "run", "actor") == list(places)
+
+
+def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other: Node) -> None:
+    look_at(root)
+    write = partial(write_shard, ranks=2)
+    theirs = other.call(partial(write, rank=1), root, spool_folder / "two", 1, 2.0)
+    commit(save_of(root, 1), [*write(root, spool_folder / "one", 1, 1.0), *theirs])
+    for node in (lambda act, *args: act(*args), other.call):
+        node(assert_holds, root, 1, 1.0, 2.0)
+    assert [each.state for each in judge(check(choose(root, step=1)))] == ["whole"]
+
+
+def test_a_step_that_is_read_without_a_lease_is_removed_when_it_is_closed(root: Path) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    with (root / "global_step_1" / MODEL).open("rb") as file:
+        assert removed_by(root, keep_last(1)) == [1]
+        (left,) = empty_trash(root)
+        assert (left.state, "reads it" in left.why) == ("left", True)
+        assert len(file.read()) == 1000
+    assert removed_by(root, keep_last(1)) == []
+    assert list((root / ".trinity_sync/trash").iterdir()) == []
+
+
+def test_a_reader_on_the_other_node_has_whole_steps_while_old_ones_are_removed(
+    root: Path, spool_folder: Path, other: Node
+) -> None:
+    last = 12
+    other.call(look_at, root)
+    other.begin(read_on_until, root, last)
+    for step in range(1, last + 1):
+        commit(save_of(root, step), write_shard(root, spool_folder / str(step), step, step))
+        removed_by(root, keep_last(2))
+    seen = other.end()
+    assert seen == sorted({*seen})
+    assert len(seen) > 2
+
+
+def test_a_node_that_is_cut_off_keeps_its_lock_no_longer_than_the_server_lets_it(
+    root: Path, spool_folder: Path, tmp_path: Path
+) -> None:
+    written = write_shard(root, spool_folder, 1, 1.0)
+    other = Node("two")
+    other.begin(hold_the_lock, root, tmp_path / "held")
+    while not (tmp_path / "held").exists():
+        time.sleep(0.1)
+    other.network("down")
+    try:
+        commit(save_of(root, 1), written)
+    finally:
+        other.network("up")
+        other.kill()
+    assert_holds(root, 1, 1.0)
+
+
+def test_a_server_that_starts_again_in_the_middle_of_a_save_loses_nothing(
+    root: Path, spool_folder: Path
+) -> None:
+    with one_change_at_a_time(root):
+        pass  # the client has a state there, which it has to claim again
+    serve(0)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            saved = pool.submit(write_shard, root, spool_folder, 1, 1.0)
+            assert not wait([saved], 3).done
+            serve(8)
+            commit(save_of(root, 1), saved.result())
+    finally:
+        serve(8)
+    assert_holds(root, 1, 1.0)
