@@ -35,7 +35,8 @@ def settings(job: Job, tmp_path: Path) -> Settings:
 
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
     """What one without a server finds, so many seconds from now, the catalog aside."""
-    found = reconcile(settings, [job.root], None, clock=lambda: time.time() + later_s)
+    clock = (lambda: time.time() + later_s) if later_s else None
+    found = reconcile(settings, [job.root], None, clock=clock)
     return [finding for finding in asyncio.run(found) if finding.what != "catalog"]
 
 
@@ -52,6 +53,16 @@ def written_but_never_committed(job: Job, step: int) -> Path:
     for sealed in job.spool.tickets()[0]:
         Path(f"{sealed.slot}.ticket").unlink()
     return Path(written.temporary)
+
+
+def test_a_node_whose_clock_is_a_day_ahead_removes_no_file_of_a_save_under_way(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = written_but_never_committed(job, 1)
+    later = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: later)
+    run(job, settings)
+    assert left.exists()
 
 
 def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(

@@ -33,6 +33,7 @@ from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
 from trinity_sync.snapshot.spool import job_spools
+from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.leftovers import (
     FILE_REPAIRS,
     Finding,
@@ -55,7 +56,7 @@ async def reconcile(
     client: PrefectClient | None,
     *,
     grace_s: float = GRACE_S,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
 ) -> list[Finding]:
     """Mend what was left half done in jobs and on this node, and say what was done.
 
@@ -65,7 +66,7 @@ async def reconcile(
         client: of the Prefect server; None if there is none to be had: what a run may still need is
             then left.
         grace_s: seconds for which a file that nobody seems to need is left alone.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; unless given, that of each root's files for them.
 
     Returns:
         What was mended and what was left, in this order: runs, images, files and catalog, memory.
@@ -76,12 +77,12 @@ async def reconcile(
     if client:
         try:
             found += await _mend_runs(client, settings)
-            found += await _ask_for_runs(client, settings, clock)
+            found += await _ask_for_runs(client, settings, clock or time.time)
             runs = await _saves_to_come(client, settings)
         except httpx.HTTPError as error:  # such as a login that it does not take
             found.append(Finding("Prefect", "runs", "left", f"the server cannot be asked: {error}"))
     found += await asyncio.to_thread(
-        lambda: list(_mend_files(settings, roots, runs, before=clock() - grace_s))
+        lambda: list(_mend_files(settings, roots, runs, grace_s, clock))
     )
     return found
 
@@ -153,7 +154,11 @@ async def _saves_to_come(client: PrefectClient, settings: Settings) -> list[Flow
 
 
 def _mend_files(
-    settings: Settings, roots: Sequence[Path], runs: Iterable[FlowRun] | None, *, before: float
+    settings: Settings,
+    roots: Sequence[Path],
+    runs: Iterable[FlowRun] | None,
+    grace_s: float,
+    clock: Callable[[], float] | None,
 ) -> Iterator[Finding]:
     jobs = list(job_spools(settings.spool))
     sealed = [image for job in jobs for image in job.tickets()[0]]
@@ -172,13 +177,14 @@ def _mend_files(
                 what = f"export of {wish.role} of step {wish.step}"
                 yield Finding(str(root), what, *_state_of(root, wish))
         try:
+            before = (clock() if clock else file_time(root)) - grace_s
             yield from remove_exports(root, before=before)
             yield from remove_temporaries(root, images=images, busy=steps, before=before)
         except OSError as error:
             yield Finding(str(root), "temporary files", "left", str(error))
     for job in jobs:
         try:
-            yield from remove_dead_spool(job, before=before)
+            yield from remove_dead_spool(job, before=(clock or time.time)() - grace_s)
         except OSError as error:
             yield Finding(str(job.folder), "memory", "left", str(error))
 
