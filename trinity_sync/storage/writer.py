@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -39,24 +39,21 @@ def write_file(
     fd, direct = _open(path, direct)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
-            digest = xxhash.xxh3_128()
-            digested: list[Future[None]] = []
+            # it runs ahead, so the pages of a mapped slot are there when they are written
+            digest = digester.submit(digest_of_bytes, content)
             start = time.monotonic()
             for offset in range(0, len(content), CHUNK):
                 chunk = content[offset : offset + CHUNK]
-                digested.append(digester.submit(digest.update, chunk))
                 direct = _write_chunk(fd, chunk, offset, direct)
                 if bytes_per_s:
                     due = start + (offset + len(chunk)) / bytes_per_s
                     time.sleep(max(0.0, due - time.monotonic()))
-            for part in digested:
-                part.result()
         if os.fstat(fd).st_size != len(content):
             os.ftruncate(fd, len(content))
         os.fsync(fd)
     finally:
         os.close(fd)
-    return f"{DIGEST}:{digest.hexdigest()}"
+    return digest.result()
 
 
 def digest_of(path: Path) -> str:
