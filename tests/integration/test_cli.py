@@ -18,6 +18,7 @@ from trinity_sync.layout import MANIFEST
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.iteration import read_iteration
 
 COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
@@ -204,6 +205,15 @@ def test_down_without_a_stack_is_no_error(tmp_path: Path) -> None:
     done = run("down", TRINITY_SYNC_HOME=str(tmp_path))
     assert done.returncode == 0
     assert "nothing to stop" in done.stdout
+
+
+def test_down_names_the_memory_that_a_job_keeps(root: Path, spool_folder: Path) -> None:
+    job = Job(root, open_job_spool(spool_folder, root))
+    job.stage(1, {"model": {"w": torch.zeros(500_000)}})
+    done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
+    assert f"2 MB of images stay in memory for the next start of {root}" in done.stdout
+    assert f"rm -r {job.spool.folder}" in done.stdout
+    job.stagers[0].close()
 
 
 def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:

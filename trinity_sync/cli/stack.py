@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from trinity_sync.cli.frame import AsJson, app, output, print_json, read_settings
@@ -38,7 +39,8 @@ def up(
 
     try:
         settings = read_settings()
-        state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+        with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
+            state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     except BaseException:
         if export:
             typer.echo("false")  # the shell has only this: it is the exit code of eval "$(...)"
@@ -56,12 +58,20 @@ def up(
 
 @app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
 def down() -> None:
-    """Stop what up has started. Database, logs and unsaved images stay."""
+    """Stop what up has started. Database, logs and images in memory stay."""
     from trinity_sync.orchestration import stack
+    from trinity_sync.snapshot.spool import job_spools
 
     settings = read_settings()
     ended = stack.down(settings)
     typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
+    for job in job_spools(settings.spool):
+        if (megabytes := job.bytes_used / 1e6) >= 1:
+            typer.echo(
+                f"{megabytes:,.0f} MB of images stay in memory for the next start of "
+                f"{job.root or 'a root unknown'}; if that job is over, and all of it committed: "
+                f"rm -r {shlex.quote(str(job.folder))}"
+            )
 
 
 @app.command(

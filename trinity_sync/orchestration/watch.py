@@ -134,7 +134,9 @@ class SaveWatch:
         request = save.request
         committed = _committed(request)
         if committed:
-            self.commit_seconds.setdefault(request.key, time.monotonic() - save.since)
+            if request.key not in self.commit_seconds:
+                took = self.commit_seconds[request.key] = time.monotonic() - save.since
+                logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
             if _exported(save):
                 return True
         if time.monotonic() < save.ask_at:

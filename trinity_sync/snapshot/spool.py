@@ -86,6 +86,15 @@ class JobSpool:
             return None
 
     @property
+    def bytes_used(self) -> int:
+        """Bytes of memory that its files have."""
+        used = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                used += path.lstat().st_blocks * 512
+        return used
+
+    @property
     def receipts(self) -> Path:
         """Folder of the receipts of saves by a function."""
         return self.folder / "receipts"
