@@ -2,33 +2,37 @@
 
 ::
 
-    python -m benchmarks.history [SAVES]
+    python -m benchmarks.history [SAVES] [--postgres]
 
-Two Prefect servers on SQLite, one with a job of ten real saves, one with three (server, trigger,
-flow, tasks, files and catalog are real; tasks run in threads, without Ray). The three's rows and
-steps are then multiplied to SAVES (see ``benchmarks.multiplied``), one save every five minutes into
-the past, all their events included. Both are asked in turn what our own code asks, what the pages
-of the UI ask, and for a save from its trigger to its commit; medians count. At last the retention
-that the embedded server ships with removes what is too old, while saves go on, and as many saves
-again show whether the file grows.
+Two Prefect servers on SQLite, or each on a database of a PostgreSQL server of the benchmark's own,
+with the defaults of that; one has a job of ten real saves, one of three (server, trigger, flow,
+tasks, files and catalog are real; tasks run in threads, without Ray; the catalog is SQLite). The
+three's rows and steps are then multiplied to SAVES (see ``benchmarks.multiplied``), one save every
+five minutes into the past, all their events included. Both are asked in turn what our own code
+asks, what the pages of the UI ask, and for a save from its trigger to its commit; medians count. At
+last the retention that the embedded server ships with removes what is too old, while saves go on,
+and a quarter as many saves again show whether the database grows beyond what it was.
 """
 
+import argparse
 import multiprocessing
 import os
 import signal
-import sqlite3
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.multiplied import ROWS, Saves, multiply_steps, tables
+from benchmarks.databases import Database, PostgreSQL, SQLite
+from benchmarks.multiplied import ROWS, Saves, multiply_steps
 
-REAL, MODELS, EVERY_S, TURNS = 10, 3, 300.0, 3
+REAL, MODELS, EVERY_S, TURNS = 10, 3, 300, 3
 SAVE = "a save, from its trigger to the end of its run"
 ASKED_AGAIN = "trigger: a run that was asked for already"
 PASSING = "automation_bucket"
@@ -43,6 +47,7 @@ class Side:
     """A server with a history, and the process that asks it."""
 
     folder: Path
+    database: Database
     first_step: int
     keep_h: tuple[float, float] = (FAR, FAR)
     """Of events and of runs."""
@@ -50,11 +55,6 @@ class Side:
     state: Any = None
     pipe: Any = None
     asking: Any = None
-
-    @property
-    def database(self) -> Path:
-        """The server's."""
-        return self.folder / "home/prefect/prefect.db"
 
     @property
     def root(self) -> Path:
@@ -82,6 +82,7 @@ class Side:
         settings, began = self.settings, time.perf_counter()
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.spool.mkdir(mode=0o700, exist_ok=True)
+        os.environ |= self.database.environment
         state = self.state = parts.start_server(settings, parts.StackState())
         assert state.server
         daemon.await_ready(
@@ -132,44 +133,67 @@ class Side:
 
 def main() -> None:
     """Measure, print and judge."""
-    saves = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("saves", nargs="?", type=int, default=10_000)
+    parser.add_argument("--postgres", action="store_true", help="instead of SQLite")
+    asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are to end with this
     os.environ |= {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
         "DO_NOT_TRACK": "1",
     }
-    with tempfile.TemporaryDirectory(prefix="bench-history-") as folder:
-        short, long = (Side(Path(folder) / name, saves + 1) for name in ("short", "long"))
-        try:
-            found = _compare(short, long, saves)
-            short.stop()
-            found += _retain(long, saves)
-        finally:
-            for side in (short, long):
-                side.stop()
+    with _sides(asked.saves, asked.postgres) as (short, long):
+        found, real = _compare(short, long, asked.saves)
+        short.stop()
+        found += _retain(long, real, asked.saves)
     print("\n".join(found) or "our own questions stay quick, and the database stays bounded")
     sys.exit(bool(found))
 
 
-def _compare(short: Side, long: Side, saves: int) -> list[str]:
-    """The same questions of both; what of ours grows."""
+@contextmanager
+def _sides(saves: int, postgres: bool) -> Iterator[tuple[Side, Side]]:
+    """The short and the long one, which end with the block."""
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="bench-history-")))
+        names = ("short", "long")
+        databases: list[Database] = [
+            SQLite(folder / name / "home/prefect/prefect.db") for name in names
+        ]
+        if postgres:
+            from tests.postgres import Postgres
+
+            if not (tools := Postgres.tools()):
+                sys.exit("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
+            url = ends.enter_context(Postgres.running(tools)).url
+            databases = [PostgreSQL(url, name) for name in names]
+        short, long = (
+            Side(folder / name, database, saves + 1)
+            for name, database in zip(names, databases, strict=True)
+        )
+        ends.callback(short.stop)
+        ends.callback(long.stop)
+        yield short, long
+
+
+def _compare(short: Side, long: Side, saves: int) -> tuple[list[str], Saves]:
+    """The same questions of both; what of ours grows, and the real saves of the long one."""
     began: dict[str, int] = {}
     for side in (short, long):
         side.start()
-        began = dict(tables(side.database))
+        began = side.database.tables()
         for _ in range(REAL if side is short else MODELS):
             side.ask(SAVE)
     long.stop(settled=True)
-    grown = {name: (rows - began[name]) / MODELS for name, rows in tables(long.database)}
+    grown = {name: (rows - began[name]) / MODELS for name, rows in long.database.tables().items()}
     print("rows a save:", {name: round(rows, 1) for name, rows in grown.items() if rows >= 1})
     known = {*ROWS, PASSING}
     found = [
         f"{n} grows and is not multiplied" for n, r in grown.items() if r >= 1 and n not in known
     ]
-    before, then = long.database.stat().st_size, time.perf_counter()
-    Saves(long.database).multiply(range(1, saves + 1), EVERY_S)
-    filled = long.database.stat().st_size - before
+    before, then, real = long.database.size, time.perf_counter(), Saves(long.database)
+    real.multiply(range(1, saves + 1), EVERY_S)
+    filled = long.database.size - before
     print(f"{saves} saves into the database: {time.perf_counter() - then:.0f} s, "
           f"{filled / 1e6:.0f} MB, {filled / saves / 1e6:.3f} MB a save")  # fmt: skip
     multiply_steps(long.root, saves + 1, range(1, saves + 1), EVERY_S)
@@ -186,10 +210,10 @@ def _compare(short: Side, long: Side, saves: int) -> list[str]:
         print(f"| {name} | {one:.0f} | {many:.0f} | {many / one:.1f} |", flush=True)
         if name.startswith(("trigger", "watch", "worker", "a save")) and many > 3 * one + 20:
             found.append(f"{name} takes {many:.0f} ms instead of {one:.0f}")
-    return found
+    return found, real
 
 
-def _retain(long: Side, saves: int) -> list[str]:
+def _retain(long: Side, real: Saves, saves: int) -> list[str]:
     """What the shipped retention takes and leaves."""
     from trinity_sync.settings import Settings
 
@@ -198,25 +222,25 @@ def _retain(long: Side, saves: int) -> list[str]:
     for turn in range(2):
         long.stop(settled=True)
         if turn:
-            Saves(long.database).multiply(range(saves + 1, saves + saves // 4 + 1), EVERY_S)
-        peaks.append(long.database.stat().st_size)
+            real.multiply(range(saves + 1, saves + saves // 4 + 1), EVERY_S)
+        peaks.append(long.database.size)
         long.keep_h = shipped
         then, slowest = time.perf_counter(), dict.fromkeys((SAVE, ASKED_AGAIN), 0.0)
+        now = datetime.now(timezone.utc).replace(tzinfo=None)
         long.start()
-        while left := _too_old(long.database, *shipped):
+        while left := _too_old(long.database, now, *shipped):
             for name in slowest:
                 slowest[name] = max(slowest[name], long.ask(name))
             if time.perf_counter() - then > 1800:
                 return [f"the retention has left {left} rows after half an hour"]
-        used = _used(long.database)
         print(
             f"retention of {shipped[0]:g} h of events and {shipped[1]:g} h of runs: "
-            f"{time.perf_counter() - then:.0f} s, file {peaks[-1] / 1e6:.0f} MB, in use then "
-            f"{used / 1e6:.0f} MB; meanwhile at most "
+            f"{time.perf_counter() - then:.0f} s, {peaks[-1] / 1e6:.0f} MB on disk, in use then "
+            f"{long.database.in_use() / 1e6:.0f} MB; meanwhile at most "
             + ", ".join(f"{took * 1e3:.0f} ms for {name!r}" for name, took in slowest.items()),
             flush=True,
         )
-    return ["the file grows beyond its first peak"] if peaks[1] > 1.1 * peaks[0] else []
+    return ["the database grows beyond its first peak"] if peaks[1] > 1.1 * peaks[0] else []
 
 
 def _runs_h() -> float:
@@ -225,37 +249,22 @@ def _runs_h() -> float:
     return float(Settings.model_fields["keep_runs_h"].default)
 
 
-def _too_old(database: Path, events_h: float, runs_h: float) -> int:
-    """Rows that retention has still to remove."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
-    old = "SELECT count(*) FROM {} WHERE {} < datetime('now', ?)"
-    sums = [
-        connection.execute(old.format(table, column), (f"-{hours} hours",)).fetchone()[0]
+def _too_old(database: Database, now: datetime, events_h: float, runs_h: float) -> int:
+    """Rows that were too old ``now`` and that retention has still to remove."""
+    return sum(
+        database.count(f"{table} WHERE {column} < '{now - timedelta(hours=hours)}'")
         for table, column, hours in (
             ("event_resources", "occurred", events_h),
             ("events", "occurred", events_h),
             ("flow_run", "end_time", runs_h),
         )
-    ]
-    connection.close()
-    return sum(sums)
-
-
-def _used(database: Path) -> int:
-    """Bytes of a database that hold something."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
-    size, pages, free = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0]
-        for name in ("page_size", "page_count", "freelist_count")
     )
-    connection.close()
-    return int(size * (pages - free))
 
 
-def _settled(database: Path) -> None:
+def _settled(database: Database) -> None:
     """Wait until the server has written all of its events."""
-    seen: Sequence[Any] = ()
-    while seen != (now := list(tables(database))):
+    seen: dict[str, int] = {}
+    while seen != (now := database.tables()):
         seen = now
         time.sleep(3.0)
 

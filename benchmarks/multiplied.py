@@ -1,15 +1,14 @@
 """Many saves out of a few real ones: rows of a Prefect server's database, and folders of steps.
 
-Rows are those of real flow runs as they lie in SQLite. A copy has new ids wherever the ids of the
-save stand, in JSON and in resource names too, and all its times are earlier by the same shift;
+Rows are those of real flow runs as they lie in the database. A copy has new ids wherever the ids of
+the save stand, in JSON and in resource names too, and all its times are earlier by the same shift;
 times within JSON stay. The server must not run meanwhile.
 """
 
 import os
 import re
-import sqlite3
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -17,20 +16,22 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-_ABOUT = "instr(resource || related || payload, :run)"
+from benchmarks.databases import Database
+
+_ABOUT = "CAST(resource AS text) || CAST(related AS text) || CAST(payload AS text) LIKE '%{run}%'"
 ROWS = {
-    "flow_run": "id = :run",
-    "task_run": "flow_run_id = :run",
-    "flow_run_state": "flow_run_id = :run",
-    "task_run_state": "task_run_id IN (SELECT id FROM task_run WHERE flow_run_id = :run)",
-    "log": "flow_run_id = :run",
-    "artifact": "flow_run_id = :run",
+    "flow_run": "id = '{run}'",
+    "task_run": "flow_run_id = '{run}'",
+    "flow_run_state": "flow_run_id = '{run}'",
+    "task_run_state": "task_run_id IN (SELECT id FROM task_run WHERE flow_run_id = '{run}')",
+    "log": "flow_run_id = '{run}'",
+    "artifact": "flow_run_id = '{run}'",
     "events": _ABOUT,
     "event_resources": f"event_id IN (SELECT id FROM events WHERE {_ABOUT})",
 }
-"""Where a save's rows are, by table."""
+"""Where the rows of the save of a ``run`` are, by table."""
 _UUID = re.compile(r"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)((?:\.\d+)?(?:\+00)?)")
 AT_ONCE = 100
 """Saves whose rows go in with one statement a table."""
 
@@ -38,15 +39,15 @@ AT_ONCE = 100
 @dataclass(frozen=True)
 class _Row:
     constant: tuple[Any, ...]
-    times: tuple[tuple[int, datetime], ...]
-    """Cells that are times."""
+    times: tuple[tuple[int, datetime, str], ...]
+    """Cells that are times: up to the second, and the rest."""
     texts: tuple[tuple[int, tuple[str, ...]], ...]
     """Cells with ids of the save in them, as pieces: text and id in turn."""
 
     def copied(self, ids: dict[str, str], shift: timedelta) -> tuple[Any, ...]:
         cells = list(self.constant)
-        for at, time in self.times:
-            cells[at] = (time - shift).isoformat(" ", "microseconds")
+        for at, time, rest in self.times:
+            cells[at] = f"{time - shift}{rest}"
         for at, pieces in self.texts:
             cells[at] = "".join([ids.get(piece, piece) for piece in pieces])
         return tuple(cells)
@@ -56,15 +57,13 @@ class Saves:
     """The rows of the real saves in a database, to be copied.
 
     Args:
-        database: file of a server that is stopped.
+        database: of a server that is stopped.
     """
 
-    def __init__(self, database: Path) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        with sqlite3.connect(database) as connection:
-            found = connection.execute("SELECT id FROM flow_run WHERE state_type = 'COMPLETED'")
-            self._saves = [_rows_of(connection, run) for (run,) in found.fetchall()]
-        connection.close()
+        found = database.read("SELECT id FROM flow_run WHERE state_type = 'COMPLETED'")
+        self._saves = [_rows_of(database, run) for (run,) in found]
 
     @property
     def rows(self) -> dict[str, float]:
@@ -72,24 +71,16 @@ class Saves:
         each = len(self._saves)
         return {name: sum(len(s[0][name]) for s in self._saves) / each for name in ROWS}
 
-    def multiply(self, numbers: range, every_s: float) -> None:
+    def multiply(self, numbers: range, every_s: int) -> None:
         """Add a copy a number, that many times ``every_s`` seconds older than its original."""
-        connection = sqlite3.connect(self._database, isolation_level=None)
-        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-1000000"):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        connection.execute("BEGIN")
-        for start in range(0, len(numbers), AT_ONCE):
-            copies = [self._copy(n, n * every_s) for n in numbers[start : start + AT_ONCE]]
-            for name in ROWS:
-                rows = [row for copy in copies for row in copy[name]]
-                marks = ",".join("?" * len(rows[0])) if rows else ""
-                if rows:
-                    connection.executemany(f'INSERT INTO "{name}" VALUES ({marks})', rows)
-        connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode=WAL").fetchall()
-        connection.close()
+        with self._database.filling() as insert:
+            for start in range(0, len(numbers), AT_ONCE):
+                copies = [self._copy(n, n * every_s) for n in numbers[start : start + AT_ONCE]]
+                for name in ROWS:
+                    if rows := [row for copy in copies for row in copy[name]]:
+                        insert(name, rows)
 
-    def _copy(self, number: int, shift_s: float) -> dict[str, list[tuple[Any, ...]]]:
+    def _copy(self, number: int, shift_s: int) -> dict[str, list[tuple[Any, ...]]]:
         rows, own, key = self._saves[number % len(self._saves)]
         shift, random = timedelta(seconds=shift_s), Random(number)
         ids = {each: _later(each, shift, random) for each in own}
@@ -118,25 +109,19 @@ def multiply_steps(root: Path, original: int, steps: Sequence[int], every_s: flo
             pass
 
 
-def _rows_of(
-    connection: sqlite3.Connection, run: str
-) -> tuple[dict[str, list[_Row]], set[str], str]:
+def _rows_of(database: Database, run: str) -> tuple[dict[str, list[_Row]], set[str], str]:
     """The rows of a save, its own ids, and its idempotency key, which has to be unique as well."""
-    raw: dict[str, list[tuple[Any, ...]]] = {}
-    own = set[str]()
-    for name, where in ROWS.items():
-        answer = connection.execute(f'SELECT * FROM "{name}" WHERE {where}', {"run": run})
-        columns = [column[0] for column in answer.description]
-        raw[name] = answer.fetchall()
-        own |= {row[columns.index("id")] for row in raw[name]}
-    asked = connection.execute("SELECT idempotency_key FROM flow_run WHERE id = ?", (run,))
-    key = str(asked.fetchone()[0])
+    of = {name: f'"{name}" WHERE {where.format(run=run)}' for name, where in ROWS.items()}
+    own = {each for rows in of.values() for (each,) in database.read(f"SELECT id FROM {rows}")}
+    key = str(database.read(f"SELECT idempotency_key FROM {of['flow_run']}")[0][0])
+    raw = {name: database.read(f"SELECT * FROM {rows}") for name, rows in of.items()}
     return {name: [_taken_apart(r, own, key) for r in rows] for name, rows in raw.items()}, own, key
 
 
 def _taken_apart(row: tuple[Any, ...], own: set[str], key: str) -> _Row:
     texts = [(at, cell) for at, cell in enumerate(row) if isinstance(cell, str)]
-    times = tuple((at, datetime.fromisoformat(c)) for at, c in texts if _TIME.fullmatch(c))
+    matches = ((at, _TIME.fullmatch(c)) for at, c in texts)
+    times = tuple((at, datetime.fromisoformat(m[1]), m[2]) for at, m in matches if m)
     pieces = ((at, (c,) if c == key else tuple(_UUID.split(c))) for at, c in texts)
     return _Row(row, times, tuple((at, p) for at, p in pieces if p == (key,) or own & {*p}))
 
@@ -150,13 +135,3 @@ def _later(old: str, shift: timedelta, random: Random) -> str:
         bits = (since << 80) | (bits & ((1 << 80) - 1))
     kind = was.version or 4
     return str(uuid.UUID(int=bits & ~(0xF << 76) & ~(3 << 62) | kind << 76 | 2 << 62))
-
-
-def tables(database: Path) -> Iterator[tuple[str, int]]:
-    """All tables with their numbers of rows."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
-    for (name,) in connection.execute(
-        "SELECT name FROM sqlite_master WHERE type = 'table'"
-    ).fetchall():
-        yield name, connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0]
-    connection.close()

