@@ -14,8 +14,8 @@ from benchmarks.training import Size
 if TYPE_CHECKING:
     from benchmarks.run import Run
 
-TURNS = 5
-LONG = 3
+TURNS = 7
+LONG = 5
 """Turns of what takes long and differs little from one to the next."""
 PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
 MAIN = ("trinity_sync", *PEERS)

@@ -70,7 +70,7 @@ def plot(records: Sequence[Record], case: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     own = [record for record in records if record.case == case]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
     for axis, metric in zip(axes, ("stall", "durable"), strict=True):
         limit = _limit(own, metric)
         bars = [r for r in own if r.metric == metric and r.system not in _BOUNDS]
@@ -85,8 +85,8 @@ def plot(records: Sequence[Record], case: str, path: Path) -> None:
             axis.text(multiple, row, label, va="center", fontsize=8)
         axis.axvline(1, color="black", linewidth=1)
         axis.set_xscale("log")
-        axis.set_xlim(0.7, 4 * max(multiples))
-        axis.set_title(f"{metric}, times a {LIMITS[metric]} of the same bytes")
+        axis.set_xlim(min(0.7, *multiples) / 1.5, 12 * max(multiples))  # room for the labels
+        axis.set_title(f"{metric}, times a {LIMITS[metric]} of the same bytes", fontsize=10)
     figure.suptitle(f"{case}; {machine()}", fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
