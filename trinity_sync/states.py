@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trinity_sync.errors import ConfigError, ImageError, SpoolError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
 from trinity_sync.snapshot.published import Published
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MODEL: Component = "model"
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
+_NOT_STAGED = (TrinitySyncError, torch.OutOfMemoryError)
+"""What staging a save may raise; the latter where a GPU has no room for copies of small tensors."""
 
 
 class StateSaves:
@@ -101,7 +105,7 @@ class StateSaves:
                 overlap=overlap,
                 check=self._check_overlap,
             )
-        except TrinitySyncError as error:
+        except _NOT_STAGED as error:
             return self._failed(origin, error)
         if not overlap:
             return self._carry_out(plan)
@@ -126,7 +130,7 @@ class StateSaves:
             plan = self._stager.plan(origin, {MODEL: collect()})
             staged = self._stager.carry_out(plan, sealed=False)
             published = self._stager.publish(origin, MODEL)
-        except (SpoolError, ImageError) as error:
+        except (SpoolError, ImageError, torch.OutOfMemoryError) as error:
             return None, self._failed(origin, error)
         self._uploaded = True
         return published, staged
@@ -162,7 +166,7 @@ class StateSaves:
         origin = plan.origin
         try:
             staged = self._stager.carry_out(plan, threads=threads)
-        except TrinitySyncError as error:
+        except _NOT_STAGED as error:
             return self._failed(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
@@ -171,7 +175,7 @@ class StateSaves:
         self._hand_over(origin, staged.components)
         return staged
 
-    def _failed(self, origin: Origin, error: TrinitySyncError) -> Staged:
+    def _failed(self, origin: Origin, error: Exception) -> Staged:
         if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))

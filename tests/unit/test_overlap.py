@@ -9,7 +9,7 @@ import torch
 
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.overlap import SMALL, named_tensors
+from trinity_sync.snapshot.overlap import SMALL, named_tensors, rows_equal, sampled
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.states import StateSaves
@@ -159,6 +159,30 @@ def test_a_change_that_pytorch_does_not_count_is_found_by_a_sample(saves: Saves)
     assert weight._version == count
     with pytest.raises(ImageError, match=r"layers\[0\] changed while overlapped staging"):
         saves.copied()
+
+
+def test_samples_that_stay_on_their_device_tell_which_storage_has_changed() -> None:
+    storages = [torch.zeros(BIG).untyped_storage() for _ in range(3)]
+    before = sampled(storages)
+    assert rows_equal(before, sampled(storages)) == [True, True, True]
+    middle = torch.empty(0).set_(storages[1])[BIG // 2]
+    middle += 1
+    assert rows_equal(before, sampled(storages)) == [True, False, True]
+
+
+def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves.stager.begin.set()
+    saves.save(1, {"w": torch.ones(BIG)}, overlap=False)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.UntypedStorage, "clone", full)
+    assert saves.save(2, {"small": torch.ones(3)}).components == ()
+    assert saves.handed_over == [1]
+    assert saves.states.take_failures() == ["no room"]
 
 
 def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> None:

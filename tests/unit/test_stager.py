@@ -19,6 +19,7 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFull
 from trinity_sync.snapshot.reading import locked
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.persist import mark_failed
@@ -118,6 +119,18 @@ def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
     with locked(first), locked(second), pytest.raises(SpoolError, match=r"step 3, role actor"):
         job.stage(3, {"model": {"w": torch.zeros(3)}})
     assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
+
+
+def test_a_slot_that_is_being_filled_keeps_its_lock_while_slots_are_prewarmed(job: Job) -> None:
+    slot = job.stager()._slots.of("actor", "model", 0)[0]
+    assert slot.try_lock()
+    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    other = Slot(slot.path)
+    assert not other.try_lock()
+    slot.unlock()
+    assert other.try_lock()
+    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    other.close(remove=False)
 
 
 def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:

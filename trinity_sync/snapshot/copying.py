@@ -10,7 +10,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
 
 import torch
 
@@ -34,6 +35,24 @@ def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
     }
 
 
+def on_device(computed: Computed) -> AbstractContextManager[object]:
+    """Let this thread work on the GPU that holds what is to be copied.
+
+    A new thread's GPU is the first one, on which CUDA would make a context of hundreds of MB.
+    """
+    gpus = [device for device in computed if device.type == "cuda"]
+    return torch.cuda.device(gpus[0]) if gpus else nullcontext()
+
+
+@cache
+def staging_stream(device: torch.device) -> torch.Stream:
+    """The stream on which a GPU's storages are copied, the same one for good.
+
+    torch gives some 32 streams out in turn, so further ones would be those of collectives.
+    """
+    return torch.Stream(device)
+
+
 def copy_into(
     image: torch.Tensor,
     parts: Sequence[tuple[int, torch.UntypedStorage]],
@@ -52,23 +71,26 @@ def copy_into(
     """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
-    streams: dict[torch.device, torch.Stream] = {}
+    streams = set[torch.Stream]()
     base = image.data_ptr()
     if computed is None:
         computed = computed_now(storage for _, storage in parts)
-    for offset, storage in parts:
-        if computed and (device := storage.device) in computed:
-            if device not in streams:
-                streams[device] = torch.Stream(device)
-                streams[device].wait_event(computed[device])
-            with streams[device]:
-                target = image[offset : offset + storage.nbytes()]
-                target.copy_(bytes_of(storage), non_blocking=True)
-            continue
-        _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
-    _copy_all(pieces, small, threads)
-    for stream in streams.values():
-        stream.synchronize()
+    try:
+        for offset, storage in parts:
+            if computed and (device := storage.device) in computed:
+                stream = staging_stream(device)
+                if stream not in streams:
+                    stream.wait_event(computed[device])
+                    streams.add(stream)
+                with stream:
+                    target = image[offset : offset + storage.nbytes()]
+                    target.copy_(bytes_of(storage), non_blocking=True)
+                continue
+            _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
+        _copy_all(pieces, small, threads)
+    finally:  # whatever happens, nothing is copied into the image any more when this returns
+        for stream in streams:
+            stream.synchronize()
 
 
 def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:

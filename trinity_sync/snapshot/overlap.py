@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import bytes_of
+from trinity_sync.snapshot.copying import bytes_of, staging_stream
 from trinity_sync.snapshot.image import Layout, Storages
 
 SMALL = 64 << 10
@@ -48,9 +48,9 @@ class Watch:
             storage if storage._cdata in watched else storage.clone() for storage in storages
         ]
         """What to copy from: the live storages that keep still, and copies of the others."""
-        self._samples = [
-            (storage, _sample(storage)) for storage in storages if storage._cdata in watched
-        ]
+        kept = [storage for storage in storages if storage._cdata in watched]
+        devices = {storage.device for storage in kept}
+        self._samples = [_Samples([s for s in kept if s.device == device]) for device in devices]
         self._live, self._layout = storages, layout
         self._at_the_call = [storage.cpu().clone() for storage in storages] if check else None
 
@@ -61,11 +61,8 @@ class Watch:
             ImageError: something changed before it was copied; the message names it.
         """
         changed = [name for name, tensor, version in self._tensors if tensor._version != version]
-        changed += [
-            self._name_of(storage)
-            for storage, before in self._samples
-            if not _same(before, _sample(storage))
-        ]
+        for samples in self._samples:
+            changed += map(self._name_of, samples.changed())
         if self._at_the_call is not None:
             changed += self._differing(image, self._at_the_call)
         if changed:
@@ -90,18 +87,45 @@ class Watch:
         return next(same, "a tensor")
 
 
-def _sample(storage: torch.UntypedStorage) -> bytes | torch.Tensor:
-    """Bytes from the middle of a large storage, on its device."""
-    start = storage.nbytes() // 2
-    if storage.device.type == "cpu":
-        return ctypes.string_at(storage.data_ptr() + start, SAMPLE)
-    return bytes_of(storage)[start : start + SAMPLE].clone()
+class _Samples:
+    """Bytes from the middle of each of the large storages on a device.
+
+    On a GPU they stay there, are taken all at once, and are compared on the staging stream, so that
+    the comparison waits for the copy alone, and not for what training has given the GPU to do.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self._device = storages[0].device
+        self._at_the_call = self._taken()
+
+    def changed(self) -> list[torch.UntypedStorage]:
+        """Storages whose bytes are others now."""
+        if self._device.type == "cpu":
+            same = [a == b for a, b in zip(self._at_the_call, self._taken(), strict=True)]
+        else:
+            with staging_stream(self._device):
+                same = rows_equal(self._at_the_call, self._taken())
+        return [
+            storage for storage, is_same in zip(self._storages, same, strict=True) if not is_same
+        ]
+
+    def _taken(self) -> Any:
+        if self._device.type == "cpu":
+            middles = ((s.data_ptr() + s.nbytes() // 2) for s in self._storages)
+            return [ctypes.string_at(middle, SAMPLE) for middle in middles]
+        return sampled(self._storages)
 
 
-def _same(before: bytes | torch.Tensor, now: bytes | torch.Tensor) -> bool:
-    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
-        return torch.equal(before, now)
-    return before == now
+def sampled(storages: Storages) -> torch.Tensor:
+    """``SAMPLE`` bytes of each storage, a row each, on their device."""
+    middles = ((bytes_of(s), s.nbytes() // 2) for s in storages)
+    return torch.cat([content[at : at + SAMPLE] for content, at in middles]).view(-1, SAMPLE)
+
+
+def rows_equal(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
+    """Which rows are; waits for the current stream, once."""
+    return (before == now).all(1).tolist()
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:

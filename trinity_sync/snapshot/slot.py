@@ -11,6 +11,8 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -36,7 +38,8 @@ class Slot:
         self.holds: Ticket | None = None
         """Ticket of the image that this process laid out here, sealed or not."""
         self._image = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._pinned = self._cannot_pin = False
+        self._ours = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @property
@@ -63,10 +66,15 @@ class Slot:
             return 0.0
 
     def try_lock(self) -> bool:
-        """Take the lock for oneself if nobody holds it."""
-        return self._try_lock(fcntl.LOCK_EX)
+        """Take the lock if nobody holds it, nor another thread of this process."""
+        if not self._ours.acquire(blocking=False):
+            return False
+        if not self._flock(fcntl.LOCK_EX):
+            self._ours.release()
+            return False
+        return True
 
-    def _try_lock(self, how: int) -> bool:
+    def _flock(self, how: int) -> bool:
         try:
             fcntl.flock(self._fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,6 +84,7 @@ class Slot:
     def unlock(self) -> None:
         """Give the lock back."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._ours.release()
 
     def forget(self) -> None:
         """Take back what is said of the bytes; call it under the lock, before they change."""
@@ -101,7 +110,7 @@ class Slot:
 
     def pin(self) -> None:
         """Page-lock the mapped memory, once, so that CUDA copies into it at full speed."""
-        if self._pinned:
+        if self._pinned or self._cannot_pin:
             return
         address, size = self._image.data_ptr(), len(self._image)
         failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
@@ -109,6 +118,9 @@ class Slot:
             logger.warning(
                 "%s cannot be pinned (CUDA error %d); copies are slow", self.path, failed
             )
+            self._cannot_pin = True
+            with suppress(RuntimeError):  # CUDA tells of it again at the next kernel: at this one
+                torch.ones(1, device="cuda")
         self._pinned = not failed
 
     def _unpin(self) -> None:
@@ -120,11 +132,10 @@ class Slot:
         """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
         self._unpin()
         self._image = torch.empty(0, dtype=torch.uint8)
-        if remove and self._try_lock(fcntl.LOCK_SH):  # who reads it may read it to its end
-            if self.free:
-                self.forget()
-                self.path.unlink(missing_ok=True)
-            self.unlock()
+        if remove and self._flock(fcntl.LOCK_SH) and self.free:  # who reads it may do so to its end
+            self.forget()
+            self.path.unlink(missing_ok=True)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child of a fork would keep it
         os.close(self._fd)
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Component, shard_file
-from trinity_sync.snapshot.copying import Computed, computed_now
+from trinity_sync.snapshot.copying import Computed, computed_now, on_device
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.published import Published, publish
@@ -179,7 +181,12 @@ class Stager:
                 be written; likewise.
             ImageError: tensors changed before they were copied; likewise.
         """
+        with on_device(plan.computed):
+            return self._carry_out(plan, threads, sealed)
+
+    def _carry_out(self, plan: Plan, threads: int, sealed: bool) -> Staged:
         waited = 0.0
+        taken: list[Slot] = []
         filled: list[tuple[Slot, Ticket]] = []
         try:
             for part in plan.parts:
@@ -188,12 +195,9 @@ class Stager:
                     filled.append((part.staged_in, self._ticket(plan, part)))
                     continue
                 slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
+                taken.append(slot)
                 waited += seconds
-                try:
-                    filled.append((slot, self._fill(slot, plan, part, threads)))
-                except BaseException:
-                    slot.unlock()
-                    raise
+                filled.append((slot, self._fill(slot, plan, part, threads)))
             if sealed:
                 self._seal(filled)
             for slot, ticket in filled:
@@ -201,7 +205,7 @@ class Stager:
         except OSError as error:
             raise _cannot_write(plan.origin, error) from error
         finally:
-            for slot, _ in filled:
+            for slot in taken:
                 slot.unlock()
         return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, waited)
 
@@ -245,11 +249,16 @@ class Stager:
         return published
 
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
-        """Map and touch the slots of a component, so that its first save is as fast as the next."""
+        """Map and touch the slots of a component, so that its first save is as fast as the next.
+
+        In a process that uses CUDA they are page-locked, too.
+        """
         for slot in self._slots.of(role, component, rank):
             if slot.try_lock():
                 try:
                     slot.image(nbytes)
+                    if torch.cuda.is_initialized():
+                        slot.pin()
                 finally:
                     slot.unlock()
 
