@@ -94,6 +94,19 @@ def test_slots_that_an_earlier_process_added_are_used_and_removed(job: Job) -> N
     assert slots(job) == []
 
 
+def test_a_process_that_ends_late_leaves_the_slots_to_the_one_that_was_started(job: Job) -> None:
+    upload(job, 1, weights(1))
+    ends_late = job.stagers.pop(0)
+    upload(job, 1, weights(1), run=2)
+    ends_late.close()
+    version = upload(job, 2, weights(2), run=2)
+    mapped(version).unlock()
+    job.stage(3, {"model": weights(3)}, run=2)
+    job.commit(3, run=2)
+    job.stagers.pop(0).close()
+    assert slots(job) == []
+
+
 def test_a_sleeping_reader_delays_no_save(job: Job) -> None:
     asleep = mapped(upload(job, 1, weights(1)))
     for step in range(1, 6):

@@ -4,13 +4,18 @@ Touching fresh shared memory costs fifty times a copy into memory that is mapped
 only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills a
 slot holds its lock alone, whoever reads it shares it: nobody sees an image that changes under them,
 and a trainer never waits for a lock of a process that died.
+
+A job that is started again uses the slots of the process before, which may not have ended yet. So
+whoever keeps a slot shares a second lock on its file, and only the last of them removes it.
 """
 
 import errno
 import fcntl
+import io
 import logging
 import mmap
 import os
+import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +45,8 @@ class Slot:
         self._image = torch.empty(0, dtype=torch.uint8)
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._file = _kept(path)
+        self._fd = self._file.fileno()
 
     @property
     def free(self) -> bool:
@@ -133,10 +139,29 @@ class Slot:
         self._unpin()
         self._image = torch.empty(0, dtype=torch.uint8)
         if remove and self._flock(fcntl.LOCK_SH) and self.free:  # who reads it may do so to its end
-            self.forget()
-            self.path.unlink(missing_ok=True)
+            with suppress(BlockingIOError):  # it is kept by a process that was started meanwhile
+                _keep(self._fd, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
+                self.forget()
+                self.path.unlink(missing_ok=True)
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child of a fork would keep it
-        os.close(self._fd)
+        self._file.close()
+
+
+def _kept(path: Path) -> io.FileIO:
+    """The file at ``path``, made if need be, with a share in the lock of those who keep it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = io.FileIO(fd, "r+")
+        _keep(fd, fcntl.F_RDLCK, fcntl.F_OFD_SETLKW)
+        if os.fstat(fd).st_nlink:  # else it was removed just now
+            return file
+        file.close()
+
+
+def _keep(fd: int, how: int, wait: int) -> None:
+    """Take the lock of those who keep a slot, which has nothing to do with flock's."""
+    whole_file = struct.pack("hhqqi4x", how, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
+    fcntl.fcntl(fd, wait, whole_file)
 
 
 def allocate(fd: int, path: Path, size: int) -> None:
