@@ -1,9 +1,10 @@
 """The figures of one case: all systems on one live state, in turns, the ranks in lockstep.
 
-A turn takes every system once, so that a drift of the machine's speed meets all of them; a figure
-is that of the slowest rank, CPU time the sum of all. First come the turns that save, with nothing
-else going on and then under training; only then those that load, since a load may replace the live
-tensors, which throws the caches of some systems away.
+A turn takes every system once, so that a drift of the machine's speed meets all of them, and each
+turn in another order, since some leave work or freed memory behind that the next one feels. A
+figure is that of the slowest rank, CPU time the sum of all. First come the turns that save, with
+nothing else going on or under training; only then those that load, since a load may replace the
+live tensors, which throws the caches of some systems away.
 """
 
 import os
@@ -14,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -27,8 +29,10 @@ from benchmarks.systems import System, find
 from benchmarks.training import Size, Training
 from trinity_sync.storage.durable import sync_folder
 
+T = TypeVar("T")
+
 WARM_UP = 2
-"""Saves of each system before any is measured: one for each slot of those that have two."""
+"""Saves of each system before any is measured: the first one makes what the second one finds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Case:
     systems: tuple[str, ...]
     turns: int
     window: int = 0
-    """Training steps over which the loss of a save is measured; 0 leaves that out."""
+    """Training steps, a save at the first, over which its cost is measured; 0 is a save alone."""
 
 
 @dataclass
@@ -89,19 +93,18 @@ def measure(case: Case, folder: Path, shared: Path) -> tuple[Samples, dict[str, 
         for _ in range(WARM_UP):
             with bench.step(system) as step:
                 _save(system, step)
-    limits.turn()
+    limits.of_saving()
     for turn in range(case.turns):
-        for (name, metric), seconds in limits.turn().items():
+        for (name, metric), seconds in limits.of_saving().items():
             bench.figures(name, {metric: seconds})
-        for name in _rotated(systems, turn):
-            with bench.step(systems[name]) as step:
-                bench.figures(name, _save(systems[name], step))
-        for name in _rotated((BASELINE, *systems), turn) if case.window else ():
+        for name in shuffled((BASELINE, *systems) if case.window else systems, turn):
             if name == BASELINE:
                 bench.figures(name, _window(bench, None, 0))
                 continue
             with bench.step(systems[name]) as step:
-                bench.figures(name, _window(bench, systems[name], step))
+                system = systems[name]
+                how = _window(bench, system, step) if case.window else _save(system, step)
+                bench.figures(name, how)
     for name, system in systems.items():
         with bench.step(system) as step:
             bench.figures(name, _load(bench, system, step))
@@ -126,11 +129,10 @@ def _opened(
     return systems, absent
 
 
-def _rotated(names: Iterable[str], turn: int) -> list[str]:
-    """Each turn another one is first, since some leave work behind that the next one feels."""
+def shuffled(names: Iterable[T], turn: int) -> list[T]:
+    """The order of a turn, by chance, but the same on all ranks and in all runs."""
     every = list(names)
-    first = turn % max(1, len(every))
-    return every[first:] + every[:first]
+    return Random(turn).sample(every, len(every))
 
 
 def _save(system: System, step: int) -> dict[str, float]:
@@ -177,7 +179,7 @@ def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
 
 
 def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
-    """The proof that a system brings back what it saved, from disk and from memory."""
+    """The proof that a system brings back what it saved."""
     training = bench.training
     saved = training.digest()
     system.save(step)
@@ -190,12 +192,7 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
     dist.barrier()
     drop_page_cache(system.files(step))
     what = f"{bench.case.name}: {system.name}"
-    figures = {"restore": timed_load(training, lambda: system.load(step), saved, what)}
-    if system.restores_from_memory:
-        training.step()
-        from_memory = timed_load(training, lambda: system.load_from_memory(step), saved, what)
-        figures["restore from memory"] = from_memory
-    return figures
+    return {"restore": timed_load(training, lambda: system.load(step), saved, what)}
 
 
 def _losses(case: Case, samples: Samples) -> Samples:

@@ -4,6 +4,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from trinity_sync.storage.durable import sync_folder
 
 CHUNK = 16 << 20
-BUFFER = 256 << 20
-"""Bytes of the buffers, which are gone over as often as needed: they exceed every cache."""
+IN_FLIGHT = 4
+"""Chunks on their way to or from the disk at a time."""
+BUFFER = 1 << 30
+"""Bytes of the buffers at most; what is larger goes over them again."""
 FRESH = 1 << 30
 """Bytes of fresh memory that are touched at most; the time for more follows from them."""
 
 
 class Limits:
-    """Warm memcpy, direct I/O to and from the disk, a bare fsync, and the first touch of memory.
+    """Warm memcpy, direct I/O to and from the disk, and a bare fsync; the first touch of memory.
 
     Args:
         nbytes: that this rank saves; rounded down to whole pages.
@@ -36,16 +39,23 @@ class Limits:
         self._folder = folder
         self._path = folder / "raw"
 
-    def turn(self) -> dict[tuple[str, str], float]:
-        """Seconds of each, by name and by the metric that it bounds."""
+    def of_saving(self) -> dict[tuple[str, str], float]:
+        """Seconds of what bounds a save, by name and by the metric that it bounds."""
         self._path.unlink(missing_ok=True)
         sync_folder(self._folder)
         return {
             ("warm memcpy", "stall"): _timed(self._copy),
             ("raw write", "durable"): _timed(self._write),
             ("raw write, existing file", "durable"): _timed(self._write),
-            ("raw read", "restore"): _timed(self._read),
             ("fsync alone", "durable"): _timed(self._fsync),
+        }
+
+    def of_loading(self) -> dict[tuple[str, str], float]:
+        """Likewise of what bounds a load; of a process that has done nothing else before."""
+        if not self._path.exists():
+            self._write()
+        return {
+            ("raw read", "restore"): _timed(self._read),
             ("first touch", "restore from memory"): self._first_touch(),
         }
 
@@ -57,6 +67,7 @@ class Limits:
     def _write(self) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         try:
+            os.posix_fallocate(fd, 0, self._nbytes)
             self._chunks(lambda chunk, offset: os.pwrite(fd, chunk, offset))
             os.fsync(fd)
         finally:
@@ -81,11 +92,15 @@ class Limits:
         return (time.perf_counter() - start) * self._nbytes / size
 
     def _chunks(self, move: Callable[[memoryview, int], int]) -> None:
-        for offset in range(0, self._nbytes, CHUNK):
+        def one(offset: int) -> None:
             start = offset % self._buffer
             size = min(CHUNK, self._nbytes - offset, self._buffer - start)
             if move(self._view[start : start + size], offset) != size:
                 raise OSError(f"{self._path}: less than {size} bytes at {offset}")
+
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+            for _ in threads.map(one, range(0, self._nbytes, CHUNK)):
+                pass
 
     def _fsync(self) -> None:
         with (self._folder / "small").open("wb") as file:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -67,7 +68,10 @@ def joined(*parts: Samples) -> Samples:
 def machine() -> str:
     """What the figures were taken on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
+    about = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in about if line.startswith("model name")), "")
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return ", ".join(filter(None, (f"{os.cpu_count()} cores", model, f"{memory:.0f} GiB", system)))
 
 
 def versions() -> dict[str, str]:
@@ -85,6 +89,7 @@ def write(path: Path, records: list[Record], absent: dict[str, str]) -> None:
     """Write the records as JSON, with what they were taken on and who could not take part."""
     body = {
         "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "unavailable": absent,
         "records": list(map(asdict, records)),

@@ -9,14 +9,14 @@ from benchmarks.resources import peak_memory
 from benchmarks.systems import find
 from benchmarks.training import Size, Training
 
-SAVES = 3
+SAVES = 2
 
 
 def peak_memory_a_byte(size: Size, name: str, folder: Path, shared: Path) -> float | None:
     """A rank's program: the peak of saving under training above that of training alone.
 
-    All that a system needs counts: staged copies, slots, and its helper processes. Returns None
-    where the system cannot run.
+    All that a system needs counts: staged copies, slots, and its helper processes. One that lets
+    several saves be under way at a time is given as many. Returns None where it cannot run.
     """
     found = find(name)
     if isinstance(found, str):
@@ -27,9 +27,10 @@ def peak_memory_a_byte(size: Size, name: str, folder: Path, shared: Path) -> flo
             training.step()
     with peak_memory() as saving:
         system = found(training, folder)
-        for step in range(SAVES):
+        for first in range(0, SAVES * system.at_once, system.at_once):
             dist.barrier()
-            system.save(step)
+            for step in range(first, first + system.at_once):
+                system.save(step)
             training.step(system.before_update)
             system.wait()
         time.sleep(0.1)

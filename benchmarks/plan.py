@@ -1,6 +1,8 @@
 """Which cases are measured, in which order, and who takes part in each.
 
-A ratio holds within a case only: its systems took turns with each other and with the limits.
+A ratio holds within a case only: its systems took turns with each other and with the limits. Those
+of one case hold their memory at the same time, so there are several cases of one size: what a user
+would choose from, what orchestration adds, and what overlaps with training.
 """
 
 from collections.abc import Iterator
@@ -15,53 +17,62 @@ if TYPE_CHECKING:
     from benchmarks.run import Run
 
 TURNS = 7
-LONG = 5
-"""Turns of what takes long and differs little from one to the next."""
-PEERS = ("torch.save", "DCP async, process", "torch-checkpointing")
-MAIN = ("trinity_sync", *PEERS)
-WITH_VARIANTS = ("trinity_sync, overlapped", "trinity_sync, recycled files", *MAIN, "veRL")
-EVERYBODY = tuple(SYSTEMS)
-IN_TRAINING = ("trinity_sync, overlapped", "DCP async, process", "torch-checkpointing")
-LARGE = ("DCP async, process", "torch.save", "trinity_sync + Prefect, recycled files")
+WINDOW = 4
+"""Steps of training: what a save takes from them, it takes from the first ones."""
+EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Prefect" not in name)
+MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
+MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing")
+"""The peers of the least stall, where each turn takes long."""
+ORCHESTRATED = ("trinity_sync + Prefect", "trinity_sync + Prefect, recycled files")
+LARGE = (ORCHESTRATED[1], "torch.save", "DCP async, thread")
 """For the largest state: more at a time do not fit into 24 GiB."""
-MANY = ("trinity_sync", "torch.save", "DCP async, process")
-"""For many tensors, which cost some peers seconds a save."""
+OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect" not in name)
+IN_TRAINING = ("torch-checkpointing", *OVERLAPPED)
 
 
 def quick(run: "Run") -> Iterator[str]:
     """One small state and the main peers; says what comes next."""
-    small = _case(Size(1 << 28, 300), MAIN, turns=3, window=4)
+    small = _case(Size(1 << 28, 300), MAIN, turns=3)
     yield small.name
     run.case(small, held=4)
+    trained = _case(small.size, (MAIN[0], *OVERLAPPED), turns=3, window=WINDOW)
+    yield trained.name
+    run.case(trained, held=5)
 
 
 def full(run: "Run") -> Iterator[str]:
     """Everything; says what comes next."""
-    middle = _case(Size(1 << 30, 300), EVERYBODY)
-    large = _case(Size(4 * 10**9, 300), LARGE, turns=LONG)
+    small, middle, large = Size(1 << 28, 300), Size(1 << 30, 300), Size(4 * 10**9, 300)
+    alone = _case(middle, EVERYBODY)
+    yield alone.name
+    run.case(alone, held=8)
     with run.stack():
-        yield middle.name
-        run.case(middle, held=11)
-        yield large.name
-        run.case(large, held=3)
+        for case, held in (
+            (_case(middle, (*ORCHESTRATED, *MAIN[1:]), what="with Prefect"), 5),
+            (_case(large, LARGE), 3),
+            (_case(middle, ("trinity_sync + Prefect, overlapped", *IN_TRAINING), window=WINDOW), 7),
+        ):
+            yield case.name
+            run.case(case, held)
         yield "orchestration"
         run.orchestration(TURNS)
+    for case, held in (
+        (_case(small, EVERYBODY), 8),
+        (_case(small, (MAIN[0], *IN_TRAINING), window=WINDOW), 6),
+        (_case(Size(1 << 30, 3000), MANY), 4),
+        (_case(Size(1 << 30, 300, ranks=2), MANY), 4),
+    ):
+        yield case.name
+        run.case(case, held)
     yield "layout"
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
     yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
-    run.memory(_case(Size(1 << 28, 300), (*holding, "torch-checkpointing")))
-    yield f"restore, {middle.name}"
+    run.memory(replace(_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
     restoring = ("trinity_sync", "veRL", "DCP async, process")
-    run.restores(replace(middle, name=f"restore, {middle.name}", systems=restoring, turns=LONG))
-    for case in (
-        _case(Size(1 << 28, 300), WITH_VARIANTS, window=4),
-        _case(Size(1 << 30, 300), IN_TRAINING, turns=LONG, window=4, what="in training"),
-        _case(Size(1 << 30, 3000), MANY, turns=LONG),
-        _case(Size(1 << 30, 300, ranks=2), MANY, turns=LONG),
-    ):
-        yield case.name
-        run.case(case, held=8)
+    restores = replace(alone, name=f"restore, {alone.name}", systems=restoring)
+    yield restores.name
+    run.restores(restores)
 
 
 def _case(
@@ -70,6 +81,7 @@ def _case(
     ranks = "1 rank" if size.ranks == 1 else f"{size.ranks} ranks"
     tensors = f"{size.tensors} tensors"
     unit, name = (2**30, "GiB") if size.nbytes % 2**20 == 0 else (10**9, "GB")
+    what = what or ("in training" if window else "")
     return Case(
         ", ".join(filter(None, (f"{size.nbytes / unit:g} {name}", tensors, ranks, what))),
         size,

@@ -54,8 +54,8 @@ def restored(
 
 def limits(size: Size, folder: Path, _shared: Path) -> Samples:
     """What bounds a restore, in a process that has only begun, too."""
-    bounds = Limits(size.nbytes // size.ranks, folder).turn()
-    return {key: [seconds] for key, seconds in bounds.items() if key[1].startswith("restore")}
+    bounds = Limits(size.nbytes // size.ranks, folder).of_loading()
+    return {key: [seconds] for key, seconds in bounds.items()}
 
 
 def timed_load(training: Training, load: Callable[[], None], digest: str, name: str) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # helper processes import this module, too; it must be light
     from benchmarks.training import Size
 
 RESULTS = Path(__file__).parent / "results"
-WORKING_MEMORY = 3 << 29
+WORKING_MEMORY = 3 << 30
 """Bytes that a case takes beside the state and what systems hold of it, at most."""
 
 
@@ -89,6 +89,7 @@ class Run:
 
     def restores(self, case: "Case") -> None:
         """Measure loading, each time in a process that has neither saved nor loaded before."""
+        from benchmarks.cases import shuffled
         from benchmarks.measure import joined, records_of
 
         size, ranks = case.size, case.size.ranks
@@ -103,8 +104,8 @@ class Run:
                     how = (size, name, from_memory, digest)
                     loads.append((folders, "benchmarks.restore:restored", how))
             loads.append((kept.enter_context(self.folders()), "benchmarks.restore:limits", (size,)))
-            for _ in range(case.turns):
-                for folders, program, how in loads:
+            for turn in range(case.turns):
+                for folders, program, how in shuffled(loads, turn):
                     parts.append(self.on_ranks_in(folders, ranks, program, *how))
         self.records += records_of(case.name, size, joined(*parts))
 
@@ -170,11 +171,11 @@ def main() -> None:
             start = time.monotonic()
             for case in (quick if name == "quick" else full)(run):
                 print(f"{time.monotonic() - start:4.0f} s: {case} ...", flush=True)
-        finally:  # what was measured before an interruption counts
-            if run.records:
-                show(run.records, run.absent)
-                write(RESULTS / f"{name}.json", run.records, run.absent)
-                plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
+        finally:  # what was measured before an interruption is shown, and not kept
+            show(run.records, run.absent)
+        print(f"{time.monotonic() - start:4.0f} s in all")
+        write(RESULTS / f"{name}.json", run.records, run.absent)
+        plot(run.records, run.records[0].case, RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

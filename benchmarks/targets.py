@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,35 +13,46 @@ GIB = "1 GiB, 300 tensors, 1 rank"
 GIB_3000 = "1 GiB, 3000 tensors, 1 rank"
 RANKS = "1 GiB, 300 tensors, 2 ranks"
 GB_4 = "4 GB, 300 tensors, 1 rank"
+WITH_PREFECT = f"{GIB}, with Prefect"
 RESTORE = f"restore, {GIB}"
+LAYOUT = "layout, 3000 tensors"
+MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
+RECYCLED = "trinity_sync, recycled files"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
-"""Not the Trinity-style thread: it does not copy what it saves, and so has no stall to compare."""
+"""With their overlapped variants. Not the Trinity-style thread: it does not copy what it saves, and
+so has no stall to compare."""
+
+Measured = tuple[str, str, str]
+"""Case, system and metric; system ``best peer`` is the lowest of the peers."""
+Medians = Mapping[Measured, float]
 
 
 @dataclass(frozen=True)
 class Target:
-    """``above / below``, to be at most (or at least) ``bound``."""
+    """``above / below``, or ``above`` alone, to be at most (or at least) ``bound``."""
 
     figure: str
     bound: float
-    above: tuple[str, str, str]
-    below: tuple[str, str, str]
-    """Case, system and metric; system ``best peer`` is the lowest of the peers."""
+    above: Measured
+    below: Measured | None = None
     at_least: bool = False
+    unit: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A target and what was measured."""
+    """A target and what was measured; None if that was not, or cannot be divided by."""
 
     target: Target
-    value: float
+    value: float | None
 
     @property
     def met(self) -> bool:
-        """Whether it holds."""
+        """Whether it is known to hold."""
+        if self.value is None:
+            return False
         bound = self.target.bound
         return self.value >= bound if self.target.at_least else self.value <= bound
 
@@ -54,71 +65,75 @@ def targets() -> Iterator[Target]:
         yield Target("stall / warm memcpy", 1.15, stall, memcpy)
         yield Target("stall / best peer's", 0.7, stall, (case, "best peer", "stall"))
         yield Target("stall / torch.save + fsync", 0.08, stall, (case, "torch.save", "stall"))
-    overlapped = "trinity_sync, overlapped"
-    for case in (MIB_256, f"{GIB}, in training"):
-        yield Target(
-            "stall, overlapped, under training / memcpy",
-            0.1,
-            (case, overlapped, "stall in training"),
-            (case, "warm memcpy", "stall"),
-        )
-        yield Target(
-            "step-time loss a save, overlapped / best peer's",
-            0.5,
-            (case, overlapped, "loss a save"),
-            (case, "best peer", "loss a save"),
-        )
-    raw = (GIB, "raw write", "durable")
-    written = (GIB, OURS, "after the stall")
-    yield Target("durable throughput, fresh files / raw write", 0.9, raw, written, at_least=True)
-    written = (GIB, "trinity_sync, recycled files", "after the stall")
-    yield Target("durable throughput, recycled / raw write", 1.5, raw, written, at_least=True)
-    yield Target(
-        "time to durable with Prefect, recycled / best peer's",
-        0.5,
-        (GB_4, ORCHESTRATED, "durable"),
-        (GB_4, "best peer", "durable"),
-    )
+    for size, system in (
+        (MIB_256, "trinity_sync, overlapped"),
+        (GIB, "trinity_sync, overlapped"),
+        (GIB, "trinity_sync + Prefect, overlapped"),
+    ):
+        case = f"{size}, in training"
+        stall, memcpy = (case, system, "stall in training"), (case, "warm memcpy", "stall")
+        loss, least = (case, system, "loss a save"), (case, "best peer", "loss a save")
+        yield Target(f"stall, {system} / memcpy", 0.1, stall, memcpy)
+        yield Target(f"step-time loss a save, {system} / best peer's", 0.5, loss, least)
+    raw, fresh, recycled = ((GIB, name, "durable") for name in ("raw write", OURS, RECYCLED))
+    yield Target("durable throughput, fresh files / raw write", 0.9, raw, fresh, at_least=True)
+    yield Target("durable throughput, recycled / raw write", 1.5, raw, recycled, at_least=True)
+    for case in (WITH_PREFECT, GB_4):
+        durable, least = (case, ORCHESTRATED, "durable"), (case, "best peer", "durable")
+        figure = "time to durable with Prefect, recycled / best peer's"
+        yield Target(figure, 0.5, durable, least)
     restore, verl = (RESTORE, OURS, "restore"), (RESTORE, "veRL", "restore")
     yield Target("restore from disk / raw read", 1.3, restore, (RESTORE, "raw read", "restore"))
     yield Target("restore from disk / veRL's", 0.6, restore, verl)
     memory = (RESTORE, OURS, "restore from memory")
     yield Target("restore from the spool / veRL's from disk", 0.1, memory, verl)
+    for metric, bound in (("layout, first", 0.060), ("layout, unchanged", 0.010)):
+        yield Target(f"staging's {metric}", bound, (LAYOUT, OURS, metric), unit=" s")
+    for slots, bound, system in (("two slots", 2.1, OURS), ("one slot", 1.1, RECYCLED)):
+        used = (MEMORY, system, "memory a byte")
+        yield Target(f"extra memory a byte of state, {slots}", bound, used)
 
 
-def results(path: Path) -> list[Result]:
-    """Those targets of which the run at ``path`` measured both sides."""
-    medians = {
+def results(medians: Medians) -> list[Result]:
+    """All targets, with what a run measured of them."""
+
+    def value(measured: Measured) -> float | None:
+        case, system, metric = measured
+        if system != "best peer":
+            return medians.get(measured)
+        names = (name for peer in PEERS for name in (peer, f"{peer}, overlapped"))
+        found = [medians[case, n, metric] for n in names if (case, n, metric) in medians]
+        return min(found, default=None)
+
+    def result(target: Target) -> Result:
+        above, below = value(target.above), value(target.below) if target.below else 1.0
+        if above is None or below is None or below <= 0:  # a loss may be lost in the noise
+            return Result(target, None)
+        return Result(target, above / below)
+
+    return [result(target) for target in targets()]
+
+
+def medians_of(path: Path) -> Medians:
+    """What the run at ``path`` measured."""
+    return {
         (record["case"], record["system"], record["metric"]): record["median"]
         for record in json.loads(path.read_text())["records"]
     }
 
-    def value(case: str, system: str, metric: str) -> float | None:
-        if system != "best peer":
-            return medians.get((case, system, metric))
-        found = [medians[case, peer, metric] for peer in PEERS if (case, peer, metric) in medians]
-        return min(found, default=None)
-
-    found = []
-    for target in targets():
-        above, below = value(*target.above), value(*target.below)
-        if above is not None and below:
-            found.append(Result(target, above / below))
-    return found
-
 
 def main() -> None:
     """Print a table in Markdown."""
-    path = Path(__file__).parent / "results" / "full.json"
     print("| figure | case | target | measured |\n|---|---|---|---|")
-    for result in results(path):
+    for result in results(medians_of(Path(__file__).parent / "results" / "full.json")):
         target = result.target
-        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}"
-        value = f"**{result.value:.2f}**" if result.met else f"{result.value:.2f}, missed"
-        print(f"| {target.figure} | {target.above[0]} | {bound} | {value} |")
-    for record in json.loads(path.read_text())["records"]:
-        if record["metric"].startswith(("layout", "memory")):
-            print(f"| {record['metric']}, {record['system']} | | | {record['median']:.3f} |")
+        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{target.unit}"
+        value = "no ratio" if result.value is None else f"{result.value:.3g}{target.unit}"
+        print(f"| {target.figure} | {target.above[0]} | {bound} | {_shown(value, result.met)} |")
+
+
+def _shown(value: str, met: bool) -> str:
+    return f"**{value}**" if met else value
 
 
 if __name__ == "__main__":

@@ -9,13 +9,17 @@ SYSTEMS = {
     "trinity_sync, overlapped": "trinity:Overlapped",
     "trinity_sync, recycled files": "trinity:Recycled",
     "trinity_sync + Prefect": "trinity_prefect:TrinityPrefect",
+    "trinity_sync + Prefect, overlapped": "trinity_prefect:PrefectOverlapped",
     "trinity_sync + Prefect, recycled files": "trinity_prefect:PrefectRecycled",
     "torch.save": "torch_save:TorchSave",
     "veRL": "verl:Verl",
     "Trinity-style thread": "trinity_thread:TrinityThread",
     "DCP async, thread": "dcp:DcpThread",
     "DCP async, process": "dcp:DcpProcess",
+    "DCP async, thread, overlapped": "dcp:DcpThreadOverlapped",
+    "DCP async, process, overlapped": "dcp:DcpProcessOverlapped",
     "torch-checkpointing": "torch_ckpt:TorchCheckpointing",
+    "torch-checkpointing, overlapped": "torch_ckpt:TorchCheckpointingOverlapped",
     "nvidia-resiliency-ext": "nvidia:NvidiaResiliency",
 }
 

@@ -23,6 +23,8 @@ class System(Protocol):
     """Whether training may go on between `save` and `wait` without changing what is written."""
     loads_in_place: ClassVar[bool] = False
     """Whether it loads into the tensors of an optimizer that has stepped before."""
+    at_once: ClassVar[int] = 1
+    """Saves that may be under way without one waiting for the other."""
     restores_from_memory: ClassVar[bool] = False
     """Whether the node's memory brings the last save back to a trainer that is started again."""
 

@@ -4,8 +4,8 @@ Both get what PyTorch's own recipe and docstrings recommend for frequent saves: 
 kept between saves, so that staging goes into storages that are cached; ``enable_plan_caching``, so
 that a save of the same structure makes no plan; one file a rank with two writer threads;
 ``sync_files``, DCP's default. Pinned memory and non-blocking copies need CUDA. Staging is
-synchronous, as copying in a background thread takes the cores that the training needs, and the
-trainer has to wait for it before its next update all the same. The process gets its
+synchronous, or overlapped with the next forward and backward pass (``use_async_staging``), in a
+thread that the trainer waits for before its next update. The process gets its
 staged tensors through shared memory. States are handed over as raw state dicts, which spares DCP
 the walk over all parameter names that ``get_state_dict`` makes at every save. As in torchtitan,
 DCP has a gloo group of its own, since its collectives run beside those of the training; and as DCP
@@ -14,14 +14,18 @@ keeps one copy of what has the same name on all ranks, each rank's extra state g
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
 
 from benchmarks.systems.base import System
 from trinity_sync.storage.durable import sync_folder
@@ -38,6 +42,7 @@ class DcpThread(System):
     name = "DCP async, thread"
     loads_in_place = True
     mode = AsyncCheckpointerType.THREAD
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -45,13 +50,14 @@ class DcpThread(System):
             StagingOptions(
                 use_pinned_memory=False,
                 use_shared_memory=self.mode is AsyncCheckpointerType.PROCESS,
-                use_async_staging=False,
+                use_async_staging=self.overlaps,
                 use_non_blocking_copy=False,
             )
         )
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._group = dist.new_group(backend="gloo")
         self._extra = f"extra_state_{training.rank}"
+        self._staging: Future[Any] | None = None
         self._saving: Future[Any] | None = None
         self._path = folder
 
@@ -68,8 +74,15 @@ class DcpThread(System):
             async_checkpointer_type=self.mode,
             async_stager=self._stager,
         )
-        assert isinstance(saving, Future)  # staging is synchronous
+        if isinstance(saving, AsyncSaveResponse):
+            self._staging, saving = saving.staging_completion, saving.upload_completion
         self._saving = saving
+
+    def before_update(self) -> None:
+        """Wait for what is staged in a thread."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
 
     def wait(self) -> None:
         """Join DCP, and make the name of its last file durable, too."""
@@ -104,3 +117,17 @@ class DcpProcess(DcpThread):
 
     name = "DCP async, process"
     mode = AsyncCheckpointerType.PROCESS
+
+
+class DcpThreadOverlapped(DcpThread):
+    """Staging beside the next forward and backward pass."""
+
+    name = "DCP async, thread, overlapped"
+    overlaps = True
+
+
+class DcpProcessOverlapped(DcpProcess):
+    """Staging beside the next forward and backward pass."""
+
+    name = "DCP async, process, overlapped"
+    overlaps = True

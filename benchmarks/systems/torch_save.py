@@ -1,6 +1,7 @@
 """``torch.save``: what everybody begins with.
 
-A file for each component and rank, fsynced one after the other; no options would make it faster.
+A file for each component and rank, fsynced one after the other, with torch's defaults, as everybody
+calls it. (Without its checksums, ``set_crc32_options(False)``, it takes about a fifth less.)
 ``torch.load`` reads whole files here: with ``mmap=True`` it was as fast or slower from a cold disk.
 """
 

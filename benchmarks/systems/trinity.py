@@ -2,7 +2,7 @@
 
 That process stands for the warm Ray worker of the real thing (see ``trinity_prefect``), so these
 are the costs to the trainer and the disk without those of orchestration. Variants differ in one
-thing each; they have one slot, which is enough where every save is waited for.
+thing each, but that they have one slot, which is enough where every save is waited for.
 """
 
 import multiprocessing
@@ -77,13 +77,13 @@ class Trinity(Committed):
     """Staging, persist and commit; no flow, no task, no HTTP."""
 
     name = "trinity_sync"
-    slots: ClassVar[int] = 2
+    at_once = 2
     overlaps: ClassVar[bool] = False
 
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
         self.spool = open_job_spool(training.shared / "spool", folder)
-        stager = Stager(self.spool, slots=self.slots)
+        stager = Stager(self.spool, slots=self.at_once)
         self._states = StateSaves(stager, lambda origin, _: self._write(origin.step))
         self._writer: ProcessPoolExecutor | None = None
         if training.rank == 0:
@@ -125,7 +125,7 @@ class Overlapped(Trinity):
     """Staging beside the next forward and backward pass."""
 
     name = "trinity_sync, overlapped"
-    slots = 1
+    at_once = 1
     overlaps = True
 
 
@@ -133,5 +133,5 @@ class Recycled(Trinity):
     """Writing over the files of the step that was removed last."""
 
     name = "trinity_sync, recycled files"
-    slots = 1
+    at_once = 1
     recycles = True

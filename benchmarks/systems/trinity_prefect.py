@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from benchmarks.systems.trinity import Committed
 from trinity_sync.coordinator import CheckpointCoordinator
@@ -18,6 +18,8 @@ class TrinityPrefect(Committed):
     """On the embedded stack that the environment names."""
 
     name = "trinity_sync + Prefect"
+
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
@@ -37,20 +39,31 @@ class TrinityPrefect(Committed):
 
     def save(self, step: int) -> None:
         """Stage, and ask Prefect for the flow run in the background."""
-        self._saves.save(step, self.training.state())
+        self._saves.save(step, self.training.state(), overlap=self.overlaps)
+
+    def before_update(self) -> None:
+        """What overlaps must have been copied."""
+        self._saves.wait_staged()
 
     def wait(self) -> None:
         """Until this process knows of the commit."""
         self._saves.wait_all(120)
 
-    def load_from_memory(self, step: int) -> None:
-        """Once the flow has freed the slots, a moment after its commit."""
+    def discard(self, step: int) -> None:
+        """After what the flow does behind its commit, which the next system would feel."""
         self._saves.latest(settle_s=30)
-        super().load_from_memory(step)
+        super().discard(step)
 
     def close(self) -> None:
         """Give the slots back."""
         self._saves.close()
+
+
+class PrefectOverlapped(TrinityPrefect):
+    """Staging beside the next forward and backward pass."""
+
+    name = "trinity_sync + Prefect, overlapped"
+    overlaps = True
 
 
 class PrefectRecycled(TrinityPrefect):
