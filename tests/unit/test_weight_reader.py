@@ -45,6 +45,12 @@ def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, f
     return step, value
 
 
+def overwritten(job: Job, step: int) -> Version:
+    """One whose image is not in memory any more."""
+    image = ImageRef("here", str(job.spool.folder / "removed"), "", 0, 1)
+    return Version(step, 1, "memory", str(job.root), images=(image,))
+
+
 def test_the_newest_version_is_loaded(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
@@ -77,6 +83,30 @@ def test_where_a_version_was_overwritten_its_commit_is_taken(
         assert [lease.holder for lease in leases(job.root)] == ["test"]
     assert leases(job.root) == []
     assert loaded(reader) == (3, 3)
+
+
+def test_an_abandoned_commit_does_not_stand_in_for_what_was_overwritten(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    open_run(job.root, "first", 0)
+    for step in (10, 12):
+        job.stage(step, {"model": weights(step)})
+        job.commit(step)
+    open_run(job.root, "second", 10)
+    versions.tell(overwritten(job, 10))
+    assert loaded(reader) == (10, 10)
+
+
+def test_a_commit_without_the_weights_of_the_role_does_not_stand_in_either(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    job.roles = ("critic",)
+    job.stage(2, {"model": weights(2)}, role="critic")
+    job.commit(2)
+    versions.tell(overwritten(job, 1))
+    assert loaded(reader) == (1, 1)
 
 
 def test_a_reader_never_has_parts_of_two_runs(

@@ -22,9 +22,9 @@ import ray
 import torch
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.storage.steps import newest
 from trinity_sync.weights.assemble import Slice
 from trinity_sync.weights.base import Base
+from trinity_sync.weights.committed import newest_version
 from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.held import Held, Holder, Target
@@ -252,11 +252,9 @@ class WeightReader:
         if latest and latest != wanted and _order(latest) >= least:
             yield latest
         if known := latest or wanted or at:
-            manifest = newest(known.root, "state_dict")
-            if manifest and (manifest.run, manifest.step) >= least:
-                yield Version(
-                    manifest.step, manifest.run, "checkpoint", root=known.root, role=known.role
-                )
+            committed = newest_version(known.root, known.role)
+            if committed and _order(committed) >= least:
+                yield committed
 
     def _open(self, version: Version, deadline: float) -> AbstractContextManager[Held]:
         if version.source == "checkpoint":
