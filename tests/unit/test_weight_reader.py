@@ -1,6 +1,7 @@
 """A reader has the newest version that can be had as a whole, from memory or from a commit."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.storage.claims import leases
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.policies import parse_policy
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.reader import WeightReader
@@ -146,6 +149,24 @@ def test_what_a_reader_holds_stays_as_it_is_when_its_step_is_replaced(
         job.commit(1, run=2)
         held.load_into(target)
     assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
+
+
+def test_what_a_slow_reader_holds_outlasts_retention(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    def prune() -> list[int]:
+        made = plan(survey(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0)
+        return [each.step for each in carry_out(job.root, made).removed]
+
+    for step in (1, 2):
+        job.stage(step, {"model": weights(step)})
+        job.commit(step)
+    with reader.hold(Version(1, 1, "checkpoint", str(job.root))):
+        (lease,) = leases(job.root)
+        os.utime(lease.path, (0, lease.path.stat().st_mtime - 3600))  # an hour goes by
+        assert prune() == []
+        assert loaded(reader, Version(1, 1, "checkpoint", str(job.root))) == (1, 1)
+    assert prune() == [1]
 
 
 def test_an_older_version_is_never_taken(

@@ -20,7 +20,7 @@ from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
 from trinity_sync.snapshot.published import Published
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, read_manifest
 from trinity_sync.storage.steps import require_unreplaced
 from trinity_sync.storage.writer import digest_of_bytes
@@ -146,7 +146,7 @@ class Holder:
         """
         root, step = Path(version.root), version.step
         try:
-            lease = take_lease(root, step, self._name)
+            lease = take_lease(root, step, self._name, ttl_s=LONG_LEASE_S)
         except CommitError as error:
             raise Gone(f"{_what(version)}: {error}") from error
         with lease:
