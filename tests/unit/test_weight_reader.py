@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
@@ -245,6 +248,47 @@ def test_an_adapter_alone_is_a_version(
     found = dict(reader.iter_weights())
     assert found.keys() == adapter.keys()
     assert all(torch.equal(found[name], adapter[name]) for name in adapter)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
+    """A DTensor, on the only rank of its mesh."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield distribute_tensor(weights(-1)["w"], init_device_mesh("cpu", (1,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+def test_what_has_no_place_for_every_element_is_refused_before_anything_is_loaded(
+    job: Job, versions: VersionFile, reader: WeightReader, sharded: torch.Tensor
+) -> None:
+    versions.tell(upload(job, 1, weights(1)))
+    unfit = {
+        r"w is a DTensor.*to_local\(\)": sharded,
+        r"w has no memory.*to_empty\(device=\.\.\.\)": torch.empty(5000, device="meta"),
+        "w has no memory": weights(-1)["w"].to_sparse(),
+        "w is expanded": torch.full((1,), -1.0).expand(5000),
+    }
+    for message, tensor in unfit.items():
+        target = {"b": weights(-1)["b"], "w": tensor}
+        with pytest.raises(WeightSyncError, match=message):
+            reader.load_into(target)
+        assert target["b"].tolist() == [-1.0] * 3
+
+
+def test_whatever_has_memory_is_loaded_into(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    state = {"w": torch.arange(6000.0).reshape(60, 100), "t": torch.arange(8.0).reshape(2, 4)}
+    versions.tell(upload(job, 1, state))
+    with torch.inference_mode():
+        inference = {"w": torch.zeros(60, 100), "t": torch.zeros(4, 2).t()}
+    parameters = {
+        "w": torch.nn.Parameter(torch.zeros(60, 200)[:, ::2]),
+        "t": torch.nn.Parameter(torch.zeros(4, 2).t()),
+    }
+    for target in (inference, parameters):
+        reader.load_into(target)
+        assert all(torch.equal(target[name], state[name]) for name in state)
 
 
 def test_what_an_image_says_is_not_run(

@@ -114,7 +114,8 @@ def copy_whole(
     Floating-point ones are rounded to ``dtype`` where one is given.
 
     Raises:
-        WeightSyncError: names, shapes or dtypes differ; nothing was copied.
+        WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
+            one place for several elements; nothing was copied.
     """
     _require_known(slices, plan)
     problems: list[str] = []
@@ -133,12 +134,14 @@ def copy_whole(
                     f"{name} is {wanted} of shape {list(_sliced(whole, cut))}, to be loaded "
                     f"into {target.dtype} of {list(target.shape)}"
                 )
+            elif unfit := _unfit(target):
+                problems.append(f"{name} {unfit}")
             elif target.data_ptr() not in filled or not target.numel():
                 filled.add(target.data_ptr())
                 jobs.append((whole, target, cut))
     known = {name for whole in plan for name in whole.names}
-    for name, target in targets.items():
-        if name not in known and target.data_ptr() not in filled:  # else it is tied to another
+    for name, target in targets.items():  # those that are not known are tied to others, or wrong
+        if name not in known and (_unfit(target) or target.data_ptr() not in filled):
             problems.append(f"{name} is not in the version")
     if problems:
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
@@ -147,7 +150,7 @@ def copy_whole(
             "the model from the trainer's config, or pass a dict of the tensors that are wanted; "
             "WeightReader(dtype=...) rounds to another dtype"
         )
-    with torch.no_grad():
+    with torch.inference_mode():  # which lets inference tensors be written, and all others
         copy_pieces([piece for job in jobs for piece in _copies(job[0], images, *job[1:])])
 
 
@@ -210,6 +213,17 @@ def _copies(
             yield into.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
         else:
             into.copy_(source)
+
+
+def _unfit(target: torch.Tensor) -> str | None:
+    """Why a tensor cannot be filled, and what to do; None if it can."""
+    if isinstance(target, DTensor):
+        return "is a DTensor: load before sharding, or pass its to_local() and its slice"
+    if target.layout is not torch.strided or (target.numel() and not target.data_ptr()):
+        return "has no memory to copy to: call model.to_empty(device=...) first if it is on meta"
+    if any(by == 0 and n > 1 for n, by in zip(target.shape, target.stride(), strict=True)):
+        return "is expanded, with one place for several elements: clone() it"
+    return None
 
 
 def _wanted(whole: Whole, dtype: torch.dtype | None) -> torch.dtype:

@@ -64,7 +64,8 @@ class Held:
             slices: as in `tensors`.
 
         Raises:
-            WeightSyncError: names, shapes or dtypes differ; nothing was loaded.
+            WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
+                device; nothing was loaded.
         """
         named = target.state_dict() if isinstance(target, nn.Module) else target
         copy_whole(self.plan, self.images, named, slices or {}, self.dtype)
