@@ -172,6 +172,35 @@ def test_what_a_slow_reader_holds_outlasts_retention(
     assert prune() == [1]
 
 
+def test_a_root_that_may_only_be_read_is_read_without_a_lease(
+    job: Job, versions: VersionFile, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": weights(1)})
+    job.commit(1)
+    versions.tell(Version(1, 1, "checkpoint", str(job.root)))
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(job.root)]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a process may have no mounts of its own here")
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from tests.unit.weights import VersionFile
+        from trinity_sync.weights.reader import WeightReader
+        reader = WeightReader(VersionFile(Path(sys.argv[1])), name="guest", patience_s=0.1)
+        print(dict(reader.iter_weights())["b"].tolist())
+        """
+    )
+    command = [*alone, sys.executable, "-c", script, str(versions.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[1.0, 1.0, 1.0]\n"
+    assert "step 1 in" in done.stderr
+    assert "cannot be claimed (Read-only file system)" in done.stderr
+
+
 def test_an_older_version_is_never_taken(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:

@@ -4,7 +4,6 @@ A rank that reads a damaged file must not be the only one that knows, while the 
 next collective for ever. So they tell each other how it went, and all raise or none does.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +13,9 @@ import torch.distributed as dist
 
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.layout import split_role_path
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.claims import to_be_read
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,16 +64,6 @@ def told_by_rank_0(folder: Path, work: Callable[[], T]) -> T:
 def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
     """What is to be loaded; rank 0 claims it, too."""
     root, step, _ = split_role_path(role_folder)
-    manifest = require_committed(root, step)
     if dist.get_rank():
-        return manifest
-    try:
-        claim.enter_context(take_lease(root, step, "load by all ranks", ttl_s=LONG_LEASE_S))
-    except OSError as error:  # another job's root, which may be for reading only
-        logger.warning(
-            "step %d in %s cannot be claimed (%s): see that nobody removes it while it is loaded",
-            step,
-            root,
-            error.strerror,
-        )
-    return manifest
+        return require_committed(root, step)
+    return claim.enter_context(to_be_read(root, step, "load by all ranks"))

@@ -17,12 +17,13 @@ step by one rename of its file, so it names a step at every instant.
 """
 
 import json
+import logging
 import os
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +34,10 @@ from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.locks import file_lock
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed
+
+logger = logging.getLogger(__name__)
 
 LEASE_S = 600.0
 """Seconds that a lease lasts unless it is renewed."""
@@ -116,6 +120,28 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
         del body["path"]
         replace_file(path, json.dumps(body))
         return lease
+
+
+@contextmanager
+def to_be_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
+    """The manifest of a committed step that is claimed in the block, for a day at most.
+
+    A root that may only be read, another job's maybe, takes no lease; that is logged.
+
+    Raises:
+        CommitError: the step is not committed, or damaged.
+    """
+    with ExitStack() as claim:
+        try:
+            claim.enter_context(take_lease(root, step, holder, ttl_s=LONG_LEASE_S))
+        except OSError as error:
+            logger.warning(
+                "step %d in %s cannot be claimed (%s): see that nobody removes it while it is read",
+                step,
+                root,
+                error.strerror,
+            )
+        yield require_committed(root, step)
 
 
 def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:

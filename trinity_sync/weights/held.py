@@ -20,8 +20,8 @@ from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.mapped import MappedSlot, read_only
 from trinity_sync.snapshot.published import Published
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
-from trinity_sync.storage.manifest import FileRecord, read_manifest
+from trinity_sync.storage.claims import to_be_read
+from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.steps import require_unreplaced
 from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.assemble import Slice, Whole, copy_whole, plan_of, whole_tensors
@@ -146,13 +146,12 @@ class Holder:
             WeightSyncError: it has no weights of the role.
         """
         root, step = Path(version.root), version.step
-        try:
-            lease = take_lease(root, step, self._name, ttl_s=LONG_LEASE_S)
-        except CommitError as error:
-            raise Gone(f"{_what(version)}: {error}") from error
-        with lease:
-            manifest = read_manifest(root, step)
-            if manifest is None or manifest.run != version.run:
+        with ExitStack() as claim:
+            try:
+                manifest = claim.enter_context(to_be_read(root, step, self._name))
+            except CommitError as error:
+                raise Gone(f"{_what(version)}: {error}") from error
+            if manifest.run != version.run:
                 raise Gone(f"{_what(version)}: another run has replaced the step")
             records = sorted(
                 (
