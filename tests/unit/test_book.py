@@ -1,6 +1,7 @@
 """The Synchronizer's books: versions, readers, statuses, the handshake."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -144,6 +145,21 @@ def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
         seen.append(newest.source)
     assert seen == ["nccl", "checkpoint", "memory"]
     assert book.newest("checkpoint") == version(1, 5, "checkpoint")
+
+
+def test_what_can_be_read_is_neither_a_broadcast_nor_a_dict() -> None:
+    book = Book()
+    dict_of_2 = replace(version(1, 2), images=())
+    for each in (version(1, 1), dict_of_2, version(1, 2, "checkpoint"), version(1, 3, "nccl")):
+        book.record(each, 0.0)
+    assert book.newest() == version(1, 3, "nccl")
+    assert book.newest("memory") == dict_of_2
+    assert book.newest("memory", readable=True) == version(1, 1)
+    assert book.newest(readable=True) == version(1, 2, "checkpoint")
+    assert book.newer(1, 1, readable=True) == version(1, 2, "checkpoint")
+    assert book.newer(2, 1, readable=True) is None
+    book.record(version(1, 3, "checkpoint"), 0.0)
+    assert book.newer(2, 1, readable=True) == version(1, 3, "checkpoint")
 
 
 def test_old_versions_are_forgotten_but_not_the_newest_commit() -> None:

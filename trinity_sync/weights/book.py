@@ -100,22 +100,25 @@ class Book:
         """Whether a later run left this step behind."""
         return left_behind_by(self.runs.values(), run, step) is not None
 
-    def newest(self, source: Source | None = None) -> Version | None:
-        """The newest version, by its best source, or the newest that has ``source``."""
-        keys = [key for key, sources in self._versions.items() if not source or source in sources]
-        if not keys:
-            return None
-        found = self._versions[max(keys)]
-        return found[source] if source else next(found[s] for s in PREFERENCE if s in found)
+    def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
+        """The newest version, by its best source, or the newest that has ``source``.
 
-    def newer(self, than: int, run: int | None = None) -> Version | None:
+        With ``readable``, the newest of those that readers can have.
+        """
+        for _, found in sorted(self._versions.items(), reverse=True):
+            for each in (source,) if source else PREFERENCE:
+                if each in found and (found[each].readable or not readable):
+                    return found[each]
+        return None
+
+    def newer(self, than: int, run: int | None = None, *, readable: bool = False) -> Version | None:
         """The newest version, if it is newer than step ``than`` (of ``run``), else None.
 
         Without ``run``, a step beyond the newest one counts as older if the run that began last
         made the newest: it has not come so far, so whoever serves that step holds what an earlier
         run made and training has left. Only with ``run`` is the same step of a later run newer.
         """
-        newest = self.newest()
+        newest = self.newest(readable=readable)
         if newest is None:
             return None
         if run is not None:

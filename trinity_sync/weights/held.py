@@ -106,7 +106,10 @@ class Holder:
         """
         refs = sorted(version.images, key=lambda ref: ref.rank)
         if not refs:
-            raise WeightSyncError(f"{_what(version)} names no images")
+            raise WeightSyncError(
+                f"{_what(version)} was given as a dict; get it by get_model_state_dict, or have "
+                "the trainer upload it"
+            )
         notes: dict[int, Published] = {}
         memories: dict[int, torch.Tensor] = {}
         away = [ref.rank for ref in refs if self._node not in (None, ref.node)]

@@ -45,12 +45,12 @@ class Versions(Protocol):
     """Ray node id (hex) of the reader; None where all images are on its node."""
 
     def latest(self) -> Version | None:
-        """The newest version."""
+        """The newest version that can be read."""
 
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
     ) -> Version | None:
-        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
+        """The same once it is beyond step ``than`` of ``run``; None at the time-out."""
 
     def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now."""
@@ -72,13 +72,15 @@ class FromActor:
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
-        """The newest version.
+        """The newest version that can be read.
 
         Raises:
             WeightSyncError: the Synchronizer does not answer.
         """
         try:
-            found: Version | None = ray.get(self._actor.latest.remote(), timeout=ANSWER_S)
+            found: Version | None = ray.get(
+                self._actor.latest.remote(readable=True), timeout=ANSWER_S
+            )
         except ray.exceptions.RayError as error:
             raise WeightSyncError(
                 f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or "
@@ -89,8 +91,10 @@ class FromActor:
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
     ) -> Version | None:
-        """The newest version once it is beyond step ``than`` of ``run``; None at the time-out."""
-        found: Version | None = await self._actor.wait_newer.remote(than, timeout_s, run)
+        """The same once it is beyond step ``than`` of ``run``; None at the time-out."""
+        found: Version | None = await self._actor.wait_newer.remote(
+            than, timeout_s, run, readable=True
+        )
         return found
 
     def serving(self, reader: str, step: int, run: int) -> None:
@@ -154,7 +158,7 @@ class WeightReader:
     async def wait_newer(
         self, than: int | None = None, timeout_s: float | None = None
     ) -> Version | None:
-        """Wait for a version that is newer than the one read last; None at the time-out.
+        """Wait for a version to read that is newer than the last; None at the time-out.
 
         Args:
             than: a step that it has to be beyond instead.
@@ -169,12 +173,12 @@ class WeightReader:
         """Hold a version, so that it stays what it is within the block.
 
         Args:
-            version: the one that is wanted, the newest by default. If it is gone, a newer one is
-                held; ``held.version`` says which.
+            version: the one that is wanted, by default the newest that can be read. If it is gone,
+                a newer one is held; ``held.version`` says which.
 
         Raises:
-            WeightSyncError: no version can be had within ``patience_s`` seconds, or what there is
-                makes no whole tensors.
+            WeightSyncError: no version can be had within ``patience_s`` seconds, what there is
+                makes no whole tensors, or the one that is wanted cannot be read.
         """
         deadline = time.monotonic() + self._patience_s
         wanted = version or self._versions.latest()

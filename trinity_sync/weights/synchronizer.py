@@ -181,9 +181,11 @@ class Synchronizer(Handshakes):
 
     # What explorers and readers ask
 
-    async def latest(self, source: Source | None = None) -> Version | None:
-        """The newest version, or the newest that can be had from ``source``."""
-        return self._ledger.book.newest(source)
+    async def latest(
+        self, source: Source | None = None, *, readable: bool = False
+    ) -> Version | None:
+        """The newest version, or the newest that can be had from ``source``, or by readers."""
+        return self._ledger.book.newest(source, readable=readable)
 
     async def copies(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
         """For each rank, references of a note and bytes in Ray's object store; see `copies.fetch`.
@@ -214,13 +216,21 @@ class Synchronizer(Handshakes):
         return newest
 
     async def wait_newer(
-        self, than: int, timeout_s: float | None = None, run: int | None = None
+        self,
+        than: int,
+        timeout_s: float | None = None,
+        run: int | None = None,
+        *,
+        readable: bool = False,
     ) -> Version | None:
         """Wait for a version newer than step ``than``; None if none came within ``timeout_s``.
 
         Name the ``run`` that made yours, and the same step of a run that resumed counts as newer.
+        With ``readable``, only what readers can have counts.
         """
-        return await self._ledger.until(lambda: self._ledger.book.newer(than, run), timeout_s)
+        return await self._ledger.until(
+            lambda: self._ledger.book.newer(than, run, readable=readable), timeout_s
+        )
 
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None

@@ -42,6 +42,11 @@ class Version:
     images: tuple[ImageRef, ...] = ()
     """Of all ranks, by rank, where the source is memory."""
 
+    @property
+    def readable(self) -> bool:
+        """Whether readers can have it: it was not broadcast, nor given to the Synchronizer."""
+        return self.source == "checkpoint" or bool(self.images)
+
     def name_of(self, image: ImageRef) -> str:
         """What deltas call one rank's image."""
         return f"step {self.step} of run {self.run}, rank {image.rank}, image {image.image}"

@@ -61,6 +61,25 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     assert [(each.name, each.step) for each in serving] == [("explorer-0", 7)]
 
 
+def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer: Any) -> None:
+    for rank in (0, 1):
+        job.stage(1, {"model": state(rank, 1)}, rank=rank)
+    job.commit(1)
+    committed = (str(job.root), 1, 1, ("checkpoint", "state_dict"))
+    assert ray.get(synchronizer.committed.remote(*committed))
+    ray.get(synchronizer.set_model_state_dict.remote(None, 2))  # by broadcast
+    ray.get(synchronizer.set_model_state_dict.remote({"w": torch.ones(2)}, 3))
+    reader = WeightReader(synchronizer, name="evaluator", patience_s=0.1)
+    found = asyncio.run(reader.wait_newer(timeout_s=30))
+    assert (found.step, found.source) == (1, "checkpoint")  # type: ignore[union-attr]
+    assert len(dict(reader.iter_weights())) == 2
+    assert reader.version == found
+    assert asyncio.run(reader.wait_newer(timeout_s=0.1)) is None
+    for source, why in (("nccl", "is broadcast"), ("memory", "was given as a dict")):
+        with pytest.raises(WeightSyncError, match=why):
+            reader.load_into({}, ray.get(synchronizer.latest.remote(source)))
+
+
 def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.05)
     publisher.publish(note_of(job, 7))
