@@ -187,6 +187,17 @@ def test_a_reader_is_stale_since_there_is_something_newer() -> None:
     assert book.readers(102.0) == ()
 
 
+@pytest.mark.parametrize(("served", "behind"), [((1, 12), 1), ((1, 9), 2), ((2, 11), 0)])
+def test_what_was_left_behind_is_as_old_as_where_training_left_it(
+    served: tuple[int, int], behind: int
+) -> None:
+    book = book_of((1, 9), (1, 12))
+    book.begin_runs([Run(1, "a", 0), Run(2, "b", 10)])
+    book.record(version(2, 11), 0.0)
+    book.serve("a", served[1], 0.0, served[0])
+    assert book.readers(0.0)[0].behind == behind
+
+
 def test_a_reader_that_is_late_from_the_start_is_stale_since_the_newer_one() -> None:
     book = book_of((1, 1), (1, 2))
     book.serve("a", 1, 5.0)

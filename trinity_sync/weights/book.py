@@ -36,7 +36,7 @@ class Reader:
     since: float
     """When it began to serve that step."""
     behind: int
-    """Steps between what it serves and the newest version."""
+    """Steps to the newest version, from what it serves or from where a resume left that behind."""
     stale_s: float
     """Seconds since there has been something newer than what it serves; 0 if there is nothing."""
 
@@ -160,7 +160,9 @@ class Book:
         newest = max(self._versions, default=None)
         found = []
         for name, serving in sorted(self._serving.items()):
-            behind = max(0, newest[1] - serving.step) if newest else 0
+            left = left_behind_by(self.runs.values(), serving.run, serving.step)
+            common = min(serving.step, left.resumed_from) if left else serving.step
+            behind = max(0, newest[1] - common) if newest else 0
             stale_s = 0.0 if serving.outdated is None else max(0.0, now - serving.outdated)
             found.append(Reader(name, serving.step, serving.run, serving.since, behind, stale_s))
         return tuple(found)
