@@ -1,5 +1,10 @@
 """Readers share slots with training, and training never waits for one."""
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -65,6 +70,48 @@ def test_a_reading_within_a_reading_does_not_give_the_slot_away(job: Job) -> Non
         upload(job, step, weights(step))
     assert published_in(outer.path).step == 1  # type: ignore[union-attr]
     outer.unlock()
+
+
+def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
+    (image,) = upload(job, 1, weights(1)).images
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from trinity_sync.snapshot.mapped import MappedSlot
+        slot = MappedSlot(Path(sys.argv[1]))
+        assert slot.try_lock(sys.argv[2])
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("in the child", flush=True)
+        sys.stdin.read()
+        """
+    )
+    command = [sys.executable, "-c", script, image.slot, image.image]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as reader:
+        assert reader.stdout
+        assert reader.stdout.readline() == "in the child\n"
+        assert reader.wait(30) == -signal.SIGKILL
+        for step in range(2, 7):
+            upload(job, step, weights(step))
+        assert len(slots(job)) == 2
+        assert steps_published(job) == [5, 6]
+
+
+def test_a_child_does_not_give_back_what_its_parent_holds(job: Job) -> None:
+    held = mapped(upload(job, 1, weights(1)))
+    before = held.memory.clone()
+    child = os.fork()
+    if not child:
+        held.unlock()
+        held.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for step in range(2, 7):
+        upload(job, step, weights(step))
+    assert torch.equal(held.memory, before)
+    held.unlock()
 
 
 def test_where_readers_hold_every_slot_one_is_added_and_stays(job: Job) -> None:

@@ -3,17 +3,23 @@
 A new mapping costs more than the copy from one that is there, and slots are used again and again,
 so a reader keeps the mapping and takes the lock. The lock is shared with other readers, and never
 waited for: who fills the slot has it alone, and then the version that was looked for is gone.
+
+A lock belongs to an open file, which a child that is forked has, too, and could keep or give back.
+So the child closes it, and what is mapped is a file that was opened once more.
 """
 
 import fcntl
 import mmap
 import os
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
 
 from trinity_sync.snapshot.published import Published, published_in
+
+_all: "weakref.WeakSet[MappedSlot]" = weakref.WeakSet()
 
 
 class MappedSlot:
@@ -26,6 +32,7 @@ class MappedSlot:
         self._fd = -1
         self._locks = 0
         """How often it was locked and not given back: a reader may read within a reading."""
+        _all.add(self)
 
     def try_lock(self, image: str) -> Published | None:
         """Share the lock if the slot holds ``image``; what its note says, None if it is gone."""
@@ -44,12 +51,16 @@ class MappedSlot:
     def unlock(self) -> None:
         """Give the lock back; the file is unlocked by the last."""
         self._locks -= 1
-        if not self._locks:
+        if not self._locks and self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of the file; the memory goes with its last view."""
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Let go of the file, and so of its lock, but for processes that have it, too."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -66,8 +77,18 @@ class MappedSlot:
         """Whether the memory has ``nbytes`` bytes, mapped anew if the slot has grown."""
         if len(self.memory) < nbytes <= (size := os.fstat(self._fd).st_size):
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self.memory = read_only(memoryview(mmap.mmap(self._fd, size, flags, mmap.PROT_READ)))
+            with Path(f"/proc/self/fd/{self._fd}").open("rb") as again:
+                content = mmap.mmap(again.fileno(), size, flags, mmap.PROT_READ)
+            self.memory = read_only(memoryview(content))
         return len(self.memory) >= nbytes
+
+
+def _leave_to_parent() -> None:
+    for slot in _all:
+        slot.close_file()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def read_only(content: memoryview) -> torch.Tensor:
