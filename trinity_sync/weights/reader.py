@@ -14,7 +14,7 @@ through Ray's object store, once for all readers of a node.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from trinity_sync.weights.base import Base
 from trinity_sync.weights.committed import newest_version
 from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
 from trinity_sync.weights.delta import Array
+from trinity_sync.weights.files import read_address
 from trinity_sync.weights.held import Held, Holder, Target
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -65,10 +66,15 @@ class Versions(Protocol):
 
 
 class FromActor:
-    """The Synchronizer, a Ray actor."""
+    """The Synchronizer, a Ray actor; where it was stopped, the one that has taken its place.
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    Args:
+        actor: the job's.
+        root: of the job; without it, what the first version says.
+    """
+
+    def __init__(self, actor: Any, root: str | Path | None = None) -> None:
+        self._actor, self._root = actor, root
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
@@ -77,25 +83,29 @@ class FromActor:
         Raises:
             WeightSyncError: the Synchronizer does not answer.
         """
-        try:
-            found: Version | None = ray.get(
-                self._actor.latest.remote(readable=True), timeout=ANSWER_S
-            )
-        except ray.exceptions.RayError as error:
-            raise WeightSyncError(
-                f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or "
-                "its node lost?"
-            ) from error
-        return found
+        while True:
+            asked = self._actor.latest.remote(readable=True)
+            try:
+                return self._noted(ray.get(asked, timeout=ANSWER_S))
+            except ray.exceptions.RayError as error:
+                self._turn_to_another(error)
 
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
     ) -> Version | None:
-        """The same once it is beyond step ``than`` of ``run``; None at the time-out."""
-        found: Version | None = await self._actor.wait_newer.remote(
-            than, timeout_s, run, readable=True
-        )
-        return found
+        """The same once it is beyond step ``than`` of ``run``; None at the time-out.
+
+        Raises:
+            WeightSyncError: the Synchronizer was stopped, or lost.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            asked = self._actor.wait_newer.remote(than, left_s, run, readable=True)
+            try:
+                return self._noted(await asked)
+            except ray.exceptions.RayError as error:
+                self._turn_to_another(error)
 
     def serving(self, reader: str, step: int, run: int) -> None:
         """The reader serves this version now; nothing is waited for."""
@@ -110,6 +120,22 @@ class FromActor:
     ) -> Sequence[Array]:
         """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
         return fetch_deltas(self._actor, base, version, spans, timeout_s)
+
+    def _noted(self, found: Version | None) -> Version | None:
+        self._root = found.root if found else self._root
+        return found
+
+    def _turn_to_another(self, error: ray.exceptions.RayError) -> None:
+        with suppress(ValueError, OSError):  # it does not live, or the root is not seen from here
+            if self._root and (there := read_address(self._root)):
+                actor = ray.get_actor(there.name, there.namespace)
+                if actor != self._actor:
+                    self._actor = actor
+                    return
+        raise WeightSyncError(
+            f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
+            "node lost?"
+        ) from error
 
 
 class WeightReader:
@@ -142,7 +168,7 @@ class WeightReader:
     ) -> None:
         synchronizer = synchronizer or Synchronizer.get_actor(root=root)
         is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
-        self._versions: Versions = FromActor(synchronizer) if is_actor else synchronizer
+        self._versions: Versions = FromActor(synchronizer, root) if is_actor else synchronizer
         self._name = name
         self._holder = Holder(name, verify=verify, node=self._versions.node, dtype=dtype)
         self._base = Base(rounding=dtype is torch.bfloat16) if deltas else None
@@ -163,6 +189,9 @@ class WeightReader:
         Args:
             than: a step that it has to be beyond instead.
             timeout_s: seconds; without end by default.
+
+        Raises:
+            WeightSyncError: the Synchronizer was stopped, or lost.
         """
         at = self.version
         beyond = than if than is not None else at.step if at else -1

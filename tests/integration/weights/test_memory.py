@@ -18,6 +18,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.copies import fetch_deltas
 from trinity_sync.weights.publish import Publisher
 from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone
 
 
@@ -78,6 +79,33 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     for source, why in (("nccl", "is broadcast"), ("memory", "was given as a dict")):
         with pytest.raises(WeightSyncError, match=why):
             reader.load_into({}, ray.get(synchronizer.latest.remote(source)))
+
+
+def test_a_reader_turns_to_the_synchronizer_that_takes_the_place_of_a_stopped_one(
+    job: Job, ray_node: None, namespace: str
+) -> None:
+    def publish(synchronizer: Any, step: int) -> None:
+        version = upload(job, step, state(0, step), node=ray.get_runtime_context().get_node_id())
+        assert ray.get(synchronizer.publish.remote(version))
+
+    job.world_size = 1
+    stopped = Synchronizer.get_actor(namespace=namespace, root=job.root)
+    publish(stopped, 1)
+    reader = WeightReader(stopped, name="explorer-0")
+    assert reader.load_into(state(0, 0)) == 1
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(stopped.stop.remote())
+    with pytest.raises(WeightSyncError, match="the Synchronizer does not answer"):
+        asyncio.run(reader.wait_newer(timeout_s=30))
+    with pytest.raises(WeightSyncError, match="the Synchronizer does not answer"):
+        reader.load_into(state(0, 0))
+    synchronizer = Synchronizer.get_actor(namespace=namespace, root=job.root)
+    publish(synchronizer, 2)
+    assert asyncio.run(reader.wait_newer(timeout_s=30)).step == 2  # type: ignore[union-attr]
+    assert reader.load_into(state(0, 0)) == 2
+    readers = synchronizer.readers
+    until(lambda: [each.step for each in ray.get(readers.remote())] == [2], "its reader", 30)
+    ray.kill(synchronizer)
 
 
 def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> None:
