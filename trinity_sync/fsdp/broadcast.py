@@ -29,6 +29,7 @@ def fsdp_sync_weight_nccl(
     model_update_group: "WeightGroup | dist.ProcessGroup | None",
     *,
     version: int = 0,
+    synchronizer: Any = None,
 ) -> None:
     """Broadcast the weights of an engine; every rank of the trainer calls it.
 
@@ -42,6 +43,7 @@ def fsdp_sync_weight_nccl(
         model_update_group: rank 0's end of the group, from ``join_weight_group`` or torch; other
             ranks pass None.
         version: the trainer's step, which receivers are told.
+        synchronizer: the job's, a Ray actor, which is told of the version once all have it.
 
     Raises:
         WeightSyncError: on every rank, if not all receivers have confirmed all of it. The trainer
@@ -55,6 +57,8 @@ def fsdp_sync_weight_nccl(
     if dist.get_rank() == 0:
         try:
             send_weights(gathered, cast(WeightGroup, model_update_group), version=version)
+            if synchronizer is not None:
+                synchronizer.set_model_state_dict.remote(None, version)
         except Exception as error:
             failure = error
     for _ in gathered:

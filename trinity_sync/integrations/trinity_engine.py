@@ -78,15 +78,24 @@ class Engine(theirs.VERLTrainer):
                 str(folder / "actor"), global_step=self.global_steps
             )
         elif not self._has_committed_start():  # Trinity saved it, which the Synchronizer cannot see
-            namespace = self.global_config.synchronizer.ray_namespace
-            synchronizer = Synchronizer.get_actor(namespace=namespace)
-            await synchronizer.set_model_state_dict.remote(None, self.global_steps)
+            await self._tell()
+
+    def sync_weight_nccl(self) -> None:
+        """Broadcast the weights, which are a version once that has succeeded."""
+        super().sync_weight_nccl()
+        self._tell()
 
     async def wait_for_save(self) -> None:
         """Wait for all commits; raises `SaveFailed`."""
         self.actor_rollout_wg.wait_on_save_thread()
         if self.use_critic:
             self.critic_wg.wait_on_save_thread()
+
+    def _tell(self) -> Any:
+        """Have the Synchronizer know that this step's weights can be had; a Ray reference."""
+        namespace = self.global_config.synchronizer.ray_namespace
+        synchronizer = Synchronizer.get_actor(namespace=namespace)
+        return synchronizer.set_model_state_dict.remote(None, self.global_steps)
 
     def _load_checkpoint(self) -> None:
         self.actor_rollout_wg.use_trinity_sync(self._job)

@@ -14,7 +14,6 @@ from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.liveness import PROBE_S, Liveness, find
 from trinity_sync.weights.parties import Status
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +37,13 @@ class Handshakes:
 
         The trainer meets every explorer that has not stopped. One that is dead, where it is a Ray
         actor of the Synchronizer's namespace, ends the wait; else the time-out does. Whoever gets
-        None goes on with its work, and no version was made.
+        None goes on with its work. Nothing has been sent yet, so no version is made: the trainer
+        calls ``set_model_state_dict(None, trainer_step)`` once all have it.
         """
         who = _party(module, trainer_step, explorer or self._settings.explorer)
         if who is None:
             await self._ledger.refresh()
         shake = self._ledger.parties.arrive(who, trainer_step)
-        if shake.version is not None:
-            step, run = shake.version, self._ledger.book.run
-            version = Version(step, run, "nccl", self._ledger.root, self._settings.role)
-            self._ledger.book.record(version, self._ledger.now())
         self._in_background(self._lives.note(who or self._settings.trainer))
         for party in {*self._ledger.parties.live_explorers, None} - {who, *shake.watched}:
             shake.watched.add(party)

@@ -289,6 +289,8 @@ def test_a_handshake_needs_every_explorer(synchronizer: Any) -> None:
     assert ask(synchronizer.get_latest_model_version.remote()) == 0
     second = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "b")
     assert ask([trainer, first, second]) == [6, 6, 6]
+    assert ask(synchronizer.get_latest_model_version.remote()) == 0, "nothing was sent yet"
+    ask(synchronizer.set_model_state_dict.remote(None, 6))
     assert ask(synchronizer.get_latest_model_version.remote()) == 6
     assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "running"}
 
