@@ -23,7 +23,7 @@ class Handshakes:
 
     def __init__(self, ledger: Ledger, namespace: str, settings: SyncSettings) -> None:
         self._ledger, self._namespace, self._settings = ledger, namespace, settings
-        self._lives = Liveness(namespace)
+        self._lives = Liveness(namespace, ledger.parties.actors)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready_to_nccl_sync(
@@ -44,7 +44,7 @@ class Handshakes:
         if who is None:
             await self._ledger.refresh()
         shake = self._ledger.parties.arrive(who, trainer_step)
-        self._in_background(self._lives.note(who or self._settings.trainer))
+        self._in_background(self._note(who or self._settings.trainer))
         for party in {*self._ledger.parties.live_explorers, None} - {who, *shake.watched}:
             shake.watched.add(party)
             self._in_background(self._watch(party, lambda: shake.over))
@@ -118,16 +118,23 @@ class Handshakes:
     async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
         """Count that party (None: the trainer) out if it dies before its wait is ``over``."""
         name = explorer or self._settings.trainer
-        await self._lives.note(name)
+        await self._note(name)
         while not self._lives.is_dead(name):
             if await self._ledger.until(lambda: over() or None, PROBE_S):
                 return
         logger.warning("%s died before a weight sync", name)
+        self._ledger.parties.actors.discard(name)
         if explorer is None:
             self._ledger.parties.set_trainer(Status.STOPPED)
         else:
             self._ledger.parties.set_explorer(explorer, Status.STOPPED)
         await self._ledger.tell()
+
+    async def _note(self, name: str) -> None:
+        """Look the party up, and have it known after a restart that it is an actor."""
+        if await self._lives.note(name):
+            self._ledger.parties.note_actor(name)
+            await self._ledger.save()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

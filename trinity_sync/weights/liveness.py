@@ -5,6 +5,7 @@ late, one that is dead never does.
 """
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -14,30 +15,40 @@ PROBE_S = 1.0
 
 
 class Liveness:
-    """Of the actors of one Ray namespace."""
+    """Of the actors of one Ray namespace.
 
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
+    Args:
+        namespace: theirs.
+        known: names of those that were seen to be actors, by an earlier process, too; kept by the
+            caller.
+    """
+
+    def __init__(self, namespace: str, known: Collection[str]) -> None:
+        self._namespace, self._known = namespace, known
         self._actors: dict[str, Any] = {}
         self._asked: dict[Any, asyncio.Task[bool]] = {}
         """Actor -> the question that it has not answered yet, or its last answer."""
 
-    async def note(self, name: str) -> None:
-        """Look the actor up while it lives: the name of a dead one says nothing any more."""
-        if actor := await find(name, self._namespace):
-            before = self._actors.get(name)
-            self._actors[name] = actor
-            if before is not None and before != actor:
-                self._asked.pop(before, None)
+    async def note(self, name: str) -> bool:
+        """Look the actor up while it lives, since a dead one is not found; whether it was."""
+        actor = await find(name, self._namespace)
+        if actor is None:
+            return False
+        before = self._actors.get(name)
+        self._actors[name] = actor
+        if before is not None and before != actor:
+            self._asked.pop(before, None)
+        return True
 
     def is_dead(self, name: str) -> bool:
         """Whether the actor of that name has died; asks it, for the next look at it.
 
-        False for who is no actor of the namespace: nobody can tell.
+        False for who never was an actor of the namespace: nobody can tell. One that was, and that
+        `note` did not find, has died while nobody looked.
         """
         actor = self._actors.get(name)
         if actor is None:
-            return False
+            return name in self._known
         asked = self._asked.get(actor)
         if asked and not asked.done():
             return False

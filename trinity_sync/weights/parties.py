@@ -63,8 +63,15 @@ class Parties:
         self.trainer = Status.STOPPED
         """As in Trinity, a trainer that has not said that it runs counts as stopped."""
         self.explorers: dict[str, Status] = {}
+        self.actors: set[str] = set()
+        """Names of those, the trainer among them, that were seen to be Ray actors."""
         self._handshake = Handshake()
         self.changes = 0
+
+    def note_actor(self, name: str) -> None:
+        """That party is a Ray actor: if there is none of its name any more, it is dead."""
+        self.changes += name not in self.actors
+        self.actors.add(name)
 
     def set_trainer(self, status: Status) -> None:
         """The trainer's status; one that stops lets explorers go that wait for it."""
@@ -151,6 +158,7 @@ class Parties:
         return {
             "trainer": _at_rest(self.trainer).value,
             "explorers": {name: _at_rest(each).value for name, each in self.explorers.items()},
+            "actors": sorted(self.actors),
         }
 
     @classmethod
@@ -163,6 +171,7 @@ class Parties:
         parties = cls()
         parties.trainer = Status(body["trainer"])
         parties.explorers = {name: Status(status) for name, status in body["explorers"].items()}
+        parties.actors = set(body.get("actors", ()))
         return parties
 
 

@@ -171,7 +171,7 @@ class Synchronizer(Handshakes):
         """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
         await self._ledger.refresh()
         self._ledger.parties.set_trainer(Status.of(status))
-        self._in_background(self._lives.note(self._settings.trainer))
+        self._in_background(self._note(self._settings.trainer))
         await self._ledger.tell()
 
     async def notify_no_new_model_state_dict(self) -> None:
@@ -331,7 +331,7 @@ class Synchronizer(Handshakes):
         """
         name = explorer or self._settings.explorer
         self._ledger.parties.set_explorer(name, Status.of(status))
-        self._in_background(self._lives.note(name))
+        self._in_background(self._note(name))
         await self._ledger.tell()
 
     async def get_trainer_status(self) -> Status:
