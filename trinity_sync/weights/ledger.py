@@ -80,15 +80,18 @@ class Ledger:
         await self.save()
 
     async def until(self, answer: Callable[[], T | None], timeout_s: float | None) -> T | None:
-        """Wait until there is an answer; None if there was none within ``timeout_s``."""
-        if (found := answer()) is not None:
-            return found
-        async with self._changed:
-            wait = self._changed.wait_for(lambda: answer() is not None)
-            try:
-                await asyncio.wait_for(wait, timeout_s)
-            except asyncio.TimeoutError:
-                return None
+        """Wait until there is an answer; None if there was none within ``timeout_s``.
+
+        What it rests on is kept by then: whoever has it will not ask again, so a restart must know.
+        """
+        if answer() is None:
+            async with self._changed:
+                wait = self._changed.wait_for(lambda: answer() is not None)
+                try:
+                    await asyncio.wait_for(wait, timeout_s)
+                except asyncio.TimeoutError:
+                    return None
+        await self.save()
         return answer()
 
     async def save(self) -> None:

@@ -1,0 +1,44 @@
+"""The books on an event loop, with real files and without Ray."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync.weights import files, ledger
+from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights.version import Version
+
+
+def test_nobody_is_told_of_what_a_restart_would_not_know(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> list[int]:
+        loop = asyncio.get_running_loop()
+
+        async def others_go_first() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+        def slowly(*state: Any) -> None:
+            asyncio.run_coroutine_threadsafe(others_go_first(), loop).result()
+            files.write_state(*state)
+
+        async def told() -> int:
+            assert await books.until(books.book.newest, None)
+            return Ledger(str(root), "actor").number
+
+        monkeypatch.setattr(ledger, "write_state", slowly)
+        files.write_address(root, "synchronizer-x", "test")
+        books = Ledger(str(root), "actor")
+        waits = asyncio.create_task(told())
+        await asyncio.sleep(0)
+        record = asyncio.create_task(books.record(Version(7, 1, "memory", str(root))))
+        while books.book.newest() is None:
+            await asyncio.sleep(0)
+        comes_late = asyncio.create_task(told())
+        await record
+        return await asyncio.gather(waits, comes_late)
+
+    assert asyncio.run(story()) == [7, 7]
