@@ -196,7 +196,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Args:
             global_step: the version. 0 does nothing, as in Trinity: explorers begin with it.
             synchronizer: the job's, a Ray actor; by default that of the job's root.
-            role: whose weights these are.
+            role: whose weights these are; the Synchronizer refuses another than its own.
             collect: gives what is uploaded, `model_state` by default; called only if it was not
                 staged before.
 

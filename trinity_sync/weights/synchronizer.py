@@ -119,7 +119,11 @@ class Synchronizer(Handshakes):
 
         One of an earlier run that a later run has left behind is not taken. What comes late, or
         twice, does no harm.
+
+        Raises:
+            ConfigError: the version is of another role than this Synchronizer's.
         """
+        self._require_own_role(version)
         await self._ledger.refresh()
         is_newest = await self._ledger.record(version)
         self._copies.keep_only(self._ledger.book.newest("memory"))
@@ -132,8 +136,10 @@ class Synchronizer(Handshakes):
         were under way when this actor was killed, so offers outlive it.
 
         Raises:
+            ConfigError: as `publish`.
             WeightSyncError: ranks did not offer theirs within ``timeout_s``; they are named.
         """
+        self._require_own_role(version)
         if whole := await self._offers.take(version, world_size, timeout_s):
             await self.publish(whole)
 
@@ -208,6 +214,14 @@ class Synchronizer(Handshakes):
             Gone: the version is not the newest in memory, or it has no images where ``base`` has.
         """
         return self._copies.deltas(base, self._in_memory(run, step), spans)
+
+    def _require_own_role(self, version: Version) -> None:
+        if version.role != self._settings.role:
+            raise ConfigError(
+                f"step {version.step} is of role {version.role!r}, and the Synchronizer of "
+                f"{self._root} hands over {self._settings.role!r}; set that role in the "
+                "SyncSettings that it is first asked for with, or save the other by commits only"
+            )
 
     def _in_memory(self, run: int, step: int) -> Version:
         newest = self._ledger.book.newest("memory")

@@ -148,6 +148,25 @@ def test_a_commit_without_the_weights_of_the_role_is_no_version(
     assert ask(synchronizer.latest.remote()) is None
 
 
+def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
+    def offer(rank: int, role: str) -> Any:
+        images = (ImageRef("node", f"/{role}", role, rank, 10),)
+        offered = version(root, 5, role=role, images=images)
+        return synchronizer.offer.remote(offered, 2, ASK_S)
+
+    first = offer(0, "actor")
+    for refused in (
+        offer(1, "critic"),
+        synchronizer.publish.remote(version(root, 5, role="critic")),
+    ):
+        with pytest.raises(ConfigError, match="step 5 is of role 'critic', and the Synchronizer"):
+            ask(refused)
+    assert ask(synchronizer.latest.remote()) is None
+    ask([first, offer(1, "actor")])
+    found = ask(synchronizer.latest.remote())
+    assert [image.slot for image in found.images] == ["/actor", "/actor"]
+
+
 def test_a_commit_that_cannot_reach_the_synchronizer_is_none_the_worse(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
