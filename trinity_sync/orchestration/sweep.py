@@ -24,6 +24,7 @@ from trinity_sync.snapshot.ticket import components_of
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.persist import Save, mark_failed
+from trinity_sync.weights.notice import tell_committed
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ def _finish(save: Save, images: list[Sealed], before: float) -> None:
         if manifest is None or manifest.committed_at >= before:
             return  # whoever commits it frees the slots, and notes what they hold
         finish_interrupted(save)
+        tell_committed(save.root, save.run, save.step, manifest.kinds)
         digests = {record.path: record.digest for record in manifest.files}
         for image in images:
             release(image.slot, image.ticket.image, digests.get(image.ticket.path, ""))

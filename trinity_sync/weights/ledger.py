@@ -1,14 +1,16 @@
 """The books on an event loop: who waits is woken by what changes, and what changes is kept on disk.
 
-One condition wakes all; there are no timers but a caller's time-out. Files are read and written in
-threads. A state file that cannot be written is logged and tried again at the next change: handing
-weights over does not depend on it.
+One condition wakes all; there are no timers but a caller's time-out, and a slow one while somebody
+waits, which looks for commits that nobody told of. Files are read and written in threads. A state
+file that cannot be written is logged and tried again at the next change: handing weights over does
+not depend on it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +24,10 @@ from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 30.0
+"""Seconds between two looks for a commit whose process died before it told of it, or that was made
+outside of the Ray cluster."""
+
 T = TypeVar("T")
 
 
@@ -32,11 +38,21 @@ class Ledger:
         root: the job's root.
         role: whose weights.
         clock: seconds since the epoch.
+        look_s: see `LOOK_S`.
     """
 
-    def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
-        self.root, self._role, self._clock = root, role, clock
+    def __init__(
+        self,
+        root: str,
+        role: str,
+        clock: Callable[[], float] = time.time,
+        *,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self.root, self._role, self._clock, self._look_s = root, role, clock, look_s
         self._changed = asyncio.Condition()
+        self._waiting = 0
+        self._looks: asyncio.Task[None] | None = None
         self._disk = asyncio.Lock()
         self._written = (-1, -1)
         self.book, self.parties = Book(), Parties()
@@ -59,9 +75,12 @@ class Ledger:
         """Seconds since the epoch."""
         return self._clock()
 
-    async def refresh(self) -> None:
-        """Learn of runs that began since; what they left behind is gone then."""
-        if self._learn(await asyncio.to_thread(self._runs)):
+    async def refresh(self, *, look: bool = False) -> None:
+        """Learn of runs that began since; what they left behind is gone then.
+
+        The newest commit is looked for if there are any, or with ``look``.
+        """
+        if self._learn(await asyncio.to_thread(self._runs)) or look:
             self._record_committed(await asyncio.to_thread(newest_version, self.root, self._role))
             await self.tell()
 
@@ -88,7 +107,8 @@ class Ledger:
             async with self._changed:
                 wait = self._changed.wait_for(lambda: answer() is not None)
                 try:
-                    await asyncio.wait_for(wait, timeout_s)
+                    with self._looking():
+                        await asyncio.wait_for(wait, timeout_s)
                 except asyncio.TimeoutError:
                     return None
         await self.save()
@@ -136,6 +156,25 @@ class Ledger:
         if anew:
             self.begin_anew()
         return self.book.begin_runs(runs) or anew
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Look for commits at times within the block."""
+        self._waiting += 1
+        if self._looks is None or self._looks.done():
+            self._looks = asyncio.get_running_loop().create_task(self._look())
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    async def _look(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(self._look_s)
+            try:
+                await self.refresh(look=True)
+            except (TrinitySyncError, OSError) as error:
+                logger.warning("commits of %s cannot be looked at: %s", self.root, error)
 
     def _record_committed(self, version: Version | None) -> None:
         newest = self.book.newest("checkpoint")

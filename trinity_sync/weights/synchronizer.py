@@ -2,8 +2,8 @@
 
 A named, detached Ray actor with the methods of Trinity-RFT's. It holds versions and references,
 and never tensors: those are in the trainer's shared memory, in commits, or in Ray's object store.
-Nobody polls. A publish, a commit or a change of status wakes those who wait, a wait ends by one of
-these or by its time-out, and files are read and written beside the event loop.
+A publish, a commit or a change of status wakes those who wait, a wait ends by one of these or by
+its time-out, and files are read and written beside the event loop.
 
 What it knows is in ``state.json``, so an actor that Ray starts again goes on with the same
 versions; calls that were under way are made again by Ray.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.conftest import CommitStep
 from trinity_sync.weights import files, ledger
 from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.version import Version
@@ -42,3 +43,16 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
         return await asyncio.gather(waits, comes_late)
 
     assert asyncio.run(story()) == [7, 7]
+
+
+def test_who_waits_hears_of_a_commit_that_nobody_told_of(
+    root: Path, commit_step: CommitStep
+) -> None:
+    async def story() -> Version | None:
+        books = Ledger(str(root), "actor", look_s=0.01)
+        waits = asyncio.create_task(books.until(books.book.newest, 60))
+        await asyncio.sleep(0)
+        commit_step(4, kind="state_dict")
+        return await waits
+
+    assert asyncio.run(story()) == Version(4, 1, "checkpoint", str(root))

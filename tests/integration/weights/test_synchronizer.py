@@ -11,6 +11,8 @@ import torch
 
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import until
+from tests.unit.job import Job
+from tests.unit.test_sweep import commit_and_die_after_the_manifest, sweep
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state
@@ -138,6 +140,15 @@ def test_who_waits_is_woken_by_a_commit(
     assert told
     told.join(ASK_S)
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
+
+
+def test_a_commit_that_died_before_it_told_is_told_of_by_the_sweep(
+    synchronizer: Any, root: Path, job: Job
+) -> None:
+    commit_and_die_after_the_manifest(job, 5)
+    assert sweep(job) == []
+    until(lambda: ask(synchronizer.latest.remote()), "the version", ASK_S)
+    assert ask(synchronizer.latest.remote()) == version(root.resolve(), 5, source="checkpoint")
 
 
 def test_a_commit_without_the_weights_of_the_role_is_no_version(
