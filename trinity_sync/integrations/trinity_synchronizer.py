@@ -16,6 +16,7 @@ import torch
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity_job import require_supported
 from trinity_sync.settings import Settings
+from trinity_sync.storage.claims import Lease, take_lease
 from trinity_sync.storage.policies import All, parse_policy
 from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
@@ -67,6 +68,8 @@ class TrinitySynchronizer(Synchronizer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._modules: set[Any] = set()
+        self._leases: dict[str, Lease] = {}
+        """Explorer -> the committed step that it was told of last, and may be loading."""
         self._removing = asyncio.Lock()
 
     async def job(self) -> str:
@@ -87,6 +90,22 @@ class TrinitySynchronizer(Synchronizer):
             self._in_background(self._let_go())
         return is_newest
 
+    async def wait_new_model_state_dict(
+        self, current_version: int, no_wait: bool = False, explorer: str | None = None
+    ) -> int:
+        """As ours; a committed step that an explorer is told of stays until it asks again.
+
+        Trinity's explorer loads it by itself, within ``sync_timeout``, and takes no lease.
+        """
+        name = explorer or self._settings.explorer
+        if lease := self._leases.pop(name, None):
+            await asyncio.to_thread(lease.release)
+        number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
+        newest = self._ledger.book.newest("checkpoint")
+        if newest and number == newest.step > current_version:
+            await self._lease(name, number)
+        return number
+
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
         """Trinity's: names and whole tensors of the newest version in memory, one by one."""
         memory, (given, state) = self._ledger.book.newest("memory"), self._state
@@ -100,6 +119,15 @@ class TrinitySynchronizer(Synchronizer):
                 yield item
         finally:
             await asyncio.to_thread(tensors.close)
+
+    async def _lease(self, name: str, step: int) -> None:
+        limit = self._settings.timeout_s
+        try:
+            self._leases[name] = await asyncio.to_thread(
+                take_lease, self._root, step, name, ttl_s=limit
+            )
+        except (TrinitySyncError, OSError) as error:  # the explorer will say what is wrong with it
+            logger.warning("step %d is not held for %s: %s", step, name, error)
 
     async def _let_go(self) -> None:
         async with self._removing:

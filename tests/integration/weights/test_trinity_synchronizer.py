@@ -1,0 +1,58 @@
+"""The Synchronizer that Trinity gets, on real Ray and without Trinity."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from tests.integration.conftest import CommitStep
+from tests.integration.prefect_api import until
+from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
+from trinity_sync.layout import steps_on_disk
+
+ASK_S = 60.0
+
+
+def ask(reference: Any) -> Any:
+    return ray.get(reference, timeout=ASK_S)
+
+
+@pytest.fixture
+def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
+    config = SimpleNamespace(
+        checkpoint_job_dir=str(root),
+        ray_namespace=namespace,
+        model=SimpleNamespace(lora_configs=None),
+        trainer=SimpleNamespace(trainer_type="verl", trainer_strategy="fsdp", name="trainer"),
+        explorer=SimpleNamespace(
+            name="explorer", rollout_model=SimpleNamespace(engine_type="vllm")
+        ),
+        synchronizer=SimpleNamespace(
+            sync_method=SimpleNamespace(value="checkpoint"), sync_timeout=60
+        ),
+    )
+    actor = TrinitySynchronizer.get_actor(config)
+    ask(actor.set_trainer_status.remote("running"))
+    yield actor
+    ray.kill(actor)
+
+
+def test_what_an_explorer_was_told_of_stays_until_it_asks_again(
+    synchronizer: Any, root: Path, commit_step: CommitStep
+) -> None:
+    def commit(*steps: int) -> None:
+        for step in steps:
+            commit_step(step, kind="state_dict")
+            assert ask(synchronizer.committed.remote(str(root), 1, step, ("state_dict",)))
+
+    commit(1)
+    assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
+    commit(2, 3, 4)
+    until(lambda: 2 not in steps_on_disk(root), "step 2 to go", ASK_S)
+    assert steps_on_disk(root) == [1, 3, 4]
+    assert ask(synchronizer.wait_new_model_state_dict.remote(1)) == 4
+    commit(5, 6, 7)
+    until(lambda: steps_on_disk(root) == [4, 6, 7], "steps 1, 3 and 5 to go", ASK_S)
