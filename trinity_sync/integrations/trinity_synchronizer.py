@@ -68,6 +68,8 @@ class TrinitySynchronizer(Synchronizer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._modules: set[Any] = set()
+        self._told = 0
+        """The version of which an explorer was told last."""
         self._leases: dict[str, Lease] = {}
         """Explorer -> the committed step that it was told of last, and may be loading."""
         self._removing = asyncio.Lock()
@@ -101,19 +103,25 @@ class TrinitySynchronizer(Synchronizer):
         if lease := self._leases.pop(name, None):
             await asyncio.to_thread(lease.release)
         number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
+        self._told = number
         newest = self._ledger.book.newest("checkpoint")
         if newest and number == newest.step > current_version:
             await self._lease(name, number)
         return number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Trinity's: names and whole tensors of the newest version in memory, one by one."""
+        """Trinity's: names and whole tensors of a version in memory, one by one.
+
+        It is the one that the explorer was told of, and by whose number it calls its rollouts; the
+        newest, if that one is overwritten.
+        """
         memory, (given, state) = self._ledger.book.newest("memory"), self._state
         if memory is None or (state is not None and given >= memory.step):
             async for named in super().get_model_state_dict_iterator():
                 yield named
             return
-        tensors = _tensors(WeightReader(ray.get_runtime_context().current_actor, name=NAME), memory)
+        told = self._ledger.book.find(self._told, "memory") or memory
+        tensors = _tensors(WeightReader(ray.get_runtime_context().current_actor, name=NAME), told)
         try:
             while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:
                 yield item

@@ -111,6 +111,11 @@ class Book:
                     return found[each]
         return None
 
+    def find(self, step: int, source: Source) -> Version | None:
+        """The version of a step that is to be had from ``source``; that of the last such run."""
+        keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
+        return self._versions[max(keys)][source] if keys else None
+
     def newer(self, than: int, run: int | None = None, *, readable: bool = False) -> Version | None:
         """The newest version, if it is newer than step ``than`` (of ``run``), else None.
 

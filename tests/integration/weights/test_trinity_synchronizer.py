@@ -10,6 +10,8 @@ import ray
 
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import until
+from tests.unit.job import Job
+from tests.unit.weights import first, upload
 from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
 
@@ -56,3 +58,24 @@ def test_what_an_explorer_was_told_of_stays_until_it_asks_again(
     assert ask(synchronizer.wait_new_model_state_dict.remote(1)) == 4
     commit(5, 6, 7)
     until(lambda: steps_on_disk(root) == [4, 6, 7], "steps 1, 3 and 5 to go", ASK_S)
+
+
+def test_an_explorer_gets_the_version_that_it_was_told_of_while_that_is_there(
+    synchronizer: Any, job: Job
+) -> None:
+    node, state = ray.get_runtime_context().get_node_id(), first()
+
+    def publish(step: int) -> None:
+        state["0.b"].fill_(step)
+        assert ask(synchronizer.publish.remote(upload(job, step, state, node=node)))
+
+    def given() -> float:
+        sent = synchronizer.get_model_state_dict_iterator.remote()
+        return float(dict(ray.get(each) for each in sent)["0.b"][0])
+
+    publish(1)
+    assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
+    publish(2)
+    assert given() == 1
+    publish(3)
+    assert given() == 3, "the trainer has two slots and has filled both again"
