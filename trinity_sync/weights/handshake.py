@@ -12,7 +12,7 @@ from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights import meeting
 from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.liveness import PROBE_S, Liveness, find
-from trinity_sync.weights.parties import Status
+from trinity_sync.weights.parties import Handshake, Status
 from trinity_sync.weights.sync_settings import SyncSettings
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ class Handshakes:
     def __init__(self, ledger: Ledger, namespace: str, settings: SyncSettings) -> None:
         self._ledger, self._namespace, self._settings = ledger, namespace, settings
         self._lives = Liveness(namespace, ledger.parties.actors)
+        self._met: Handshake | None = None
+        """The last handshake that all came to."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready_to_nccl_sync(
@@ -57,6 +59,8 @@ class Handshakes:
         await self._ledger.tell()
         if shake.version is None:
             logger.warning("%s was ready for a weight sync, the others were not", who or "trainer")
+        else:
+            self._met = shake
         return shake.version
 
     async def setup_weight_sync_group(

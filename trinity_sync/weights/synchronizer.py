@@ -158,7 +158,8 @@ class Synchronizer(Handshakes):
         """Trinity's: the weights of a step, or where they are, or that there are some.
 
         A dict's tensors go to Ray's object store, one by one; it may hold references instead, and
-        then no byte of them passes through this process. None stands for a commit or a broadcast.
+        then no byte of them passes through this process. None stands for a commit, or for a
+        broadcast that has ended: the explorers that were ready for it serve that version now.
         """
         await self._ledger.refresh()
         source: Source = "memory"
@@ -169,6 +170,9 @@ class Synchronizer(Handshakes):
             newest = self._ledger.book.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
         run = self._ledger.book.run
+        if state is None and self._met and self._met.version == trainer_step:
+            for explorer in self._met.arrived:
+                self._ledger.book.serve(explorer, trainer_step, self._ledger.now(), run)
         version = Version(trainer_step, run, source, self._root, self._settings.role)
         if await self._ledger.record(version):
             self._state = (trainer_step, state)

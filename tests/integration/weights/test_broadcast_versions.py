@@ -73,6 +73,8 @@ def test_a_broadcast_that_all_have_makes_the_version(
     ask(sent)
     found = ask(waiting)
     assert (found.step, found.source) == (6, "nccl")
+    (reader,) = ask(synchronizer.readers.remote())
+    assert (reader.name, reader.step, reader.behind) == ("explorer", 6, 0)
 
 
 def test_a_reader_killed_in_mid_broadcast_leaves_the_version_where_it_was(
@@ -86,3 +88,4 @@ def test_a_reader_killed_in_mid_broadcast_leaves_the_version_where_it_was(
         ask(sent)
     assert ask(synchronizer.get_latest_model_version.remote()) == 0
     assert ask(synchronizer.latest.remote()) is None
+    assert ask(synchronizer.readers.remote()) == ()
