@@ -1,10 +1,14 @@
 """A veRL engine's whole weights, gathered tensor by tensor and broadcast by trainer rank 0.
 
 FSDP1 or FSDP2 is asked of the model, by veRL's own ``fsdp_version``: engines do not say it.
+
+A rank that fails alone would leave the others in a gather that it never comes to. So each makes
+room for the whole tensor first, and all are told before they gather if one could not.
 """
 
-from collections.abc import Iterator
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,8 @@ from trinity_sync.weights.broadcast import send_weights
 from trinity_sync.weights.group import WeightGroup
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+T = TypeVar("T")
 
 
 def fsdp_sync_weight_nccl(
@@ -48,11 +54,9 @@ def fsdp_sync_weight_nccl(
     Raises:
         WeightSyncError: on every rank, if not all receivers have confirmed all of it. The trainer
             can go on; this version is at nobody's.
+        Exception: on the rank that could not gather or send, what kept it from that.
     """
-    moved = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
-    if moved:
-        load_fsdp_model_to_gpu(engine.module)
-    gathered = whole_parameters(engine.module)
+    gathered = _gathered(engine)
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -61,10 +65,11 @@ def fsdp_sync_weight_nccl(
                 synchronizer.set_model_state_dict.remote(None, version)
         except Exception as error:
             failure = error
-    for _ in gathered:
-        pass  # the other ranks gather with rank 0, also what it can no longer send
-    if moved:
-        offload_fsdp_model_to_cpu(engine.module)
+    try:
+        for _ in gathered:
+            pass  # the other ranks gather with rank 0, also what it can no longer send
+    except Exception as error:
+        failure = failure or error
     outcome = [None if failure is None else str(failure)]
     dist.broadcast_object_list(outcome, src=0)
     if failure is not None:
@@ -73,6 +78,17 @@ def fsdp_sync_weight_nccl(
         raise WeightSyncError(
             f"trainer rank {dist.get_rank()}: rank 0 could not send version {version}: {outcome[0]}"
         )
+
+
+def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    moved = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
+    try:
+        if moved:
+            _ready(lambda: load_fsdp_model_to_gpu(engine.module))
+        yield from whole_parameters(engine.module)
+    finally:
+        if moved:
+            offload_fsdp_model_to_cpu(engine.module)
 
 
 @torch.no_grad()
@@ -96,6 +112,9 @@ def _summoned(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, unit in model.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
+        if unit._handle and unit._handle.uses_sharded_strategy:
+            flat = unit._handle.flat_param
+            _ready(functools.partial(_make_room, flat._unpadded_unsharded_size, flat.dtype))
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             # tied ones are of one unit; ids are those of others once the unit is sharded again
             own = {id(p): (name, p) for name, p in reversed([*_own_parameters(prefix, unit)])}
@@ -114,7 +133,36 @@ def _own_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tenso
 def _whole(value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, DTensor):
         return value.detach()
-    return cast(DTensor, value.detach().to(get_device_id())).full_tensor()
+
+    def shards() -> DTensor:
+        _make_room(value.shape, value.dtype)
+        return cast(DTensor, value.detach().to(get_device_id()))
+
+    return _ready(shards).full_tensor()
+
+
+def _make_room(shape: torch.Size, dtype: torch.dtype) -> None:
+    """Fail here rather than in a gather; a GPU's allocator keeps at hand what it has found."""
+    torch.empty(shape, dtype=dtype, device=get_device_id())
+
+
+def _ready(prepare: Callable[[], T]) -> T:
+    """What every rank does before all of them gather; where one cannot, all raise."""
+    failure: Exception | None = None
+    try:
+        result = prepare()
+    except Exception as error:
+        failure = error
+    failed = torch.tensor(failure is not None, dtype=torch.int32, device=get_device_id())
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not failed.item():
+        return result
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if failure is None else repr(failure))
+    if failure is not None:
+        raise failure
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+    raise WeightSyncError(f"trainer rank {rank} could not gather the weights: {reason}")
 
 
 def _clean(name: str) -> str:

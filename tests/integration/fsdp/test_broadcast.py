@@ -5,6 +5,7 @@ of 27 tensors under FSDP2.
 """
 
 import functools
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from grpo_copy.policy import Policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -95,6 +96,43 @@ def received(port: int, times: int) -> list[Received]:
     return taken
 
 
+ROOM = 96 << 20
+WITHOUT_ROOM = [(strategy, rank) for strategy in ("fsdp1", "fsdp2") for rank in (0, 1)]
+
+
+def train_without_room(ports: list[int]) -> list[str]:
+    """What this trainer rank hears, where one has less room than the whole of a tensor takes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    heard = []
+    for port, (strategy, short) in zip(ports, WITHOUT_ROOM, strict=True):
+        model = torch.nn.Linear(1 << 13, 1 << 13, bias=False)
+        if strategy == "fsdp1":
+            module: Any = FSDP(model, device_id=torch.device("cpu"), device_mesh=mesh)
+        else:
+            module = fully_shard(model, mesh=mesh)
+        group = None
+        if dist.get_rank() == 0:
+            group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        if dist.get_rank() == short:
+            resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
+        engine = SimpleNamespace(module=module, is_param_offload_enabled=False)
+        try:
+            fsdp_sync_weight_nccl(engine, group, version=7)
+        except Exception as error:
+            heard.append(repr(error))
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return heard
+
+
+def refusal(port: int) -> str:
+    group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
+    with pytest.raises(WeightSyncError) as heard:
+        list(receive_weights(group))
+    return str(heard.value)
+
+
 @pytest.fixture
 def aside() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as thread:
@@ -128,6 +166,20 @@ def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_rank
     assert (first[0], second[0]) == ("WeightSyncError", "WeightSyncError")
     assert "trainer rank 1: rank 0 could not send version 7: " in second[1]
     assert "cannot use this weight group any more, it was closed" in second[1]
+
+
+def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting_for_it(
+    tmp_path: Path, aside: ThreadPoolExecutor
+) -> None:
+    ports = [weight_group_address()[1] for _ in WITHOUT_ROOM]
+    ranks = aside.submit(on_ranks, train_without_room, ports, scratch=tmp_path)
+    readers = [refusal(port) for port in ports]
+    for (_, short), reader, heard in zip(
+        WITHOUT_ROOM, readers, zip(*ranks.result(), strict=True), strict=True
+    ):
+        assert "Cannot allocate memory" in reader
+        assert heard[short].startswith("RuntimeError")
+        assert f"trainer rank {short} could not gather the weights: " in heard[1 - short]
 
 
 def test_an_engine_without_a_strategy_sends_all_27_of_27_tensors_under_fsdp2(
