@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import (
@@ -100,6 +100,9 @@ def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if fsdp_version(model) == 1:
         yield from _summoned(model)
     else:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves copies in its own dtype
         for name, parameter in model.named_parameters():
             yield _clean(name), _whole(parameter)
     for prefix, module in model.named_modules():

@@ -26,6 +26,7 @@ from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.fsdp.broadcast import whole_parameters
 from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.group import join_weight_group, weight_group_address
@@ -166,6 +167,28 @@ def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_rank
     assert (first[0], second[0]) == ("WeightSyncError", "WeightSyncError")
     assert "trainer rank 1: rank 0 could not send version 7: " in second[1]
     assert "cannot use this weight group any more, it was closed" in second[1]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_masters_are_sent_after_a_forward_that_left_copies_in_its_own_dtype(
+    one_rank: None, reshard_after_forward: bool | None
+) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    how: Any = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "reshard_after_forward": reshard_after_forward,
+    }
+    fully_shard(model[0], **how)
+    fully_shard(model, **how)
+    masters = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    model(torch.ones(1, 4))
+    sent = dict(whole_parameters(model))
+    assert sent.keys() == masters.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in sent.values())
+    assert all(torch.equal(sent[name], master) for name, master in masters.items())
+    model(torch.ones(1, 4)).sum().backward()
 
 
 def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting_for_it(
