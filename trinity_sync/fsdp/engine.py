@@ -72,7 +72,8 @@ def fsdp_save_state_dict(
     """Hand the weights of an engine over for a sync through the disk.
 
     Every rank calls it. The weights are staged when it returns, so training may go on; explorers
-    find them in ``latest_state_dict_iteration.txt`` once they are committed.
+    find them in ``latest_state_dict_iteration.txt`` once they are committed. An engine that saves
+    through trinity_sync with ``save_lora_only`` hands over the adapter's and no others.
 
     Args:
         engine: veRL's FSDPEngine.
@@ -98,8 +99,13 @@ def fsdp_save_state_dict(
             f"path {local_path!r} is that of step {step}, but global_step is {global_step}; "
             "pass the same step in both"
         )
-    states = {"model": _on_device(engine, lambda: model_state(engine.module))}
-    manager = getattr(engine, "checkpoint_manager", None)
+    manager: Any = getattr(engine, "checkpoint_manager", None)
+
+    def collect() -> dict[str, Any]:
+        ours = isinstance(manager, FSDPCheckpointManager)
+        return manager.model_state() if ours else model_state(engine.module)
+
+    states = {"model": _on_device(engine, collect)}
     processing_class = getattr(manager, "processing_class", None)
     metadata = metadata_folder(coordinator, role, engine.module, processing_class)
     staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)

@@ -1,9 +1,11 @@
 """LoRA: a version, and a checkpoint, of the adapter alone."""
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.weights import VersionFile
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.fsdp.engine import fsdp_save_state_dict
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
@@ -123,6 +126,17 @@ def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path
     with new_run(tmp_path) as resumed:
         manager_of(tuned.model, tuned.optimizer, tuned.tiny, resumed).load_checkpoint(tuned.path)
     assert all(torch.equal(value, saved[name]) for name, value in tuned.adapter.items())
+
+
+def test_a_sync_by_the_disk_is_of_the_adapter_alone(tuned: Tuned) -> None:
+    engine = SimpleNamespace(
+        module=tuned.model, checkpoint_manager=tuned.manager, is_param_offload_enabled=False
+    )
+    logger = logging.getLogger(__name__)
+    fsdp_save_state_dict(engine, tuned.path, STEP, tuned.coordinator, logger)
+    tuned.manager.wait_on_save_thread()
+    shard = torch.load(Path(tuned.path) / "model_world_size_1_rank_0.pt", weights_only=False)
+    assert shard.keys() == tuned.adapter.keys()
 
 
 def test_an_adapter_that_is_not_there_is_an_error_and_not_a_save_of_something_else(
