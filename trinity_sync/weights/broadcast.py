@@ -16,8 +16,10 @@ all pieces of a bucket and the message after it at once.
 import functools
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import GEN_CREATED, getgeneratorstate
+from operator import index
 from typing import Any
 
 import torch
@@ -73,9 +75,9 @@ def send_weights(
     piece_bytes = PIECES * bucket_bytes
     sums: list[torch.Tensor] = []
     count = total = 0
-    torn = False
+    torn, under_way = False, list[Any]()
     try:
-        under_way = _tell(members, OPENING, version=version, piece=piece_bytes)
+        under_way = _tell(members, OPENING, version=index(version), piece=piece_bytes)
         for records, payload in _packed(params, members, bucket_bytes):
             about = {"tensors": records, "nbytes": len(payload), "sum": _folded(sums)}
             former, under_way = under_way, _tell(members, FILLED, **about)
@@ -97,7 +99,8 @@ def send_weights(
             raise
         reason = f"the trainer gave up after {count} tensors of version {version}: {error!r}"
         if not torn:  # else the receivers wait for bytes
-            members.wait([*under_way, *_tell(members, GIVEN_UP, reason=reason)])
+            with suppress(Exception):  # the first error is the one to be seen
+                members.wait([*under_way, *_tell(members, GIVEN_UP, reason=reason)])
         members.fail(reason)
         raise
     return total

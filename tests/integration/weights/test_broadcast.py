@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -267,6 +268,42 @@ def test_what_goes_wrong_at_the_trainer_is_told_to_the_readers(members: Any) -> 
     with pytest.raises(ZeroDivisionError):
         send_weights(torn(), group, version=3, bucket_bytes=BUCKET)
     assert "ZeroDivisionError('no such weight')" in str(reader.answer())
+
+
+def test_a_version_may_be_numpys_integer(members: Any) -> None:
+    group, (reader,) = members(_version)
+    send_weights([("w", torch.zeros(3))], group, version=np.int64(3))  # type: ignore[arg-type]
+    assert reader.answer() == 3
+
+
+def _version(group: WeightGroup) -> int:
+    return receive_into({"w": torch.zeros(3)}, group)
+
+
+def test_what_goes_wrong_before_the_first_message_is_told_to_the_readers_too(members: Any) -> None:
+    group, (reader,) = members(_take)
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        send_weights([], group, version="3")  # type: ignore[arg-type]
+    assert "the trainer gave up after 0 tensors of version 3: TypeError" in str(reader.answer())
+    assert group.broken
+
+
+def _leave(group: WeightGroup) -> None:
+    receive_weights(group)
+    group.close()
+
+
+def test_the_trainers_own_error_is_raised_although_its_readers_are_gone(members: Any) -> None:
+    group, (reader,) = members(_leave)
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(3)
+        assert reader.answer() is None
+        raise ZeroDivisionError("no such weight")
+
+    with pytest.raises(ZeroDivisionError):
+        send_weights(torn(), group, version=3, bucket_bytes=BUCKET)
+    assert group.broken
 
 
 def _stop_early(group: WeightGroup) -> Any:
