@@ -180,7 +180,7 @@ def join_weight_group(
         timeout_s: longest time to wait for all to join, and later for any one step of a broadcast.
 
     Raises:
-        ConfigError: no such backend or rank.
+        ConfigError: no such backend or rank, or the members chose different ones.
         WeightSyncError: somebody did not come in time, or the port or rank is taken.
     """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -208,7 +208,10 @@ def join_weight_group(
             raise WeightSyncError(
                 f"rank {rank} of the group on {where} is taken by {holder}; give each its own rank"
             )
+        store.set(f"backend/{rank}", backend)
         absent = _absent(store, "joined", range(world_size), limit)
+        if not absent:
+            _require_one_backend(store, rank, world_size, limit)
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank 0 on {where} went away while rank {rank} waited for all to join; see the "
@@ -226,9 +229,11 @@ def join_weight_group(
             f"rank {rank} found all members on {where} but cannot connect to them by {backend} "
             f"({_first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
-    return WeightGroup(
+    group = WeightGroup(
         made, store, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s
     )
+    group.confirm()  # NCCL connects at the first call, which waits without limit for who is gone
+    return group
 
 
 def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
@@ -280,6 +285,20 @@ def _connected(
     options._timeout = 10 * limit  # ours comes first: torch's own ends the process
     made = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return made, torch.device("cuda", torch.cuda.current_device())
+
+
+def _require_one_backend(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
+    chosen = [store.get(f"backend/{each}").decode() for each in range(world_size)]
+    if len({*chosen}) == 1:
+        return
+    store.set(f"compared/{rank}", "")
+    if rank == 0:  # the store goes with it, and the others have to read it, too
+        _absent(store, "compared", range(world_size), limit)
+    names = ", ".join(f"rank {each} by {backend}" for each, backend in enumerate(chosen))
+    raise ConfigError(
+        f"the members of a weight group chose different back ends, {names}; pass the same backend= "
+        "on all sides, NCCL only where each has a GPU"
+    )
 
 
 def _absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:

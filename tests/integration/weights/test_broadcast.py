@@ -5,11 +5,14 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights.broadcast import (
@@ -20,6 +23,7 @@ from trinity_sync.weights.broadcast import (
 )
 from trinity_sync.weights.group import (
     WeightGroup,
+    _connected,
     join_weight_group,
     weight_group_address,
     weight_group_of,
@@ -368,11 +372,11 @@ def _plain_group(group: WeightGroup) -> Any:
     return _take_all(weight_group_of(_plain(group), TIMEOUT_S))
 
 
-def _plain(group: WeightGroup) -> torch.distributed.ProcessGroup:
+def _plain(group: WeightGroup) -> dist.ProcessGroup:
     """A torch group over the same backend, as Trinity makes them."""
-    made = torch.distributed.ProcessGroup(group._store, group.rank, group.world_size)
-    made._set_default_backend(torch.distributed.ProcessGroup.BackendType.GLOO)
-    kind = torch.distributed.ProcessGroup.BackendType.GLOO
+    made = dist.ProcessGroup(group._store, group.rank, group.world_size)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    kind = dist.ProcessGroup.BackendType.GLOO
     made._register_backend(torch.device("cpu"), kind, group._backend)
     return made
 
@@ -384,6 +388,38 @@ def test_torchs_own_groups_carry_them_too(members: Any) -> None:
         send_weights(sent.items(), plain, version=version, bucket_bytes=BUCKET)
     for _, taken in reader.answer():
         assert all(same(tensor, sent[name]) for name, tensor in taken)
+
+
+def test_members_that_chose_different_back_ends_are_named_on_all_sides() -> None:
+    port = weight_group_address()[1]
+
+    def refusal(rank: int, backend: str) -> str:
+        with pytest.raises(ConfigError) as heard:
+            join_weight_group(
+                "127.0.0.1", port, rank=rank, world_size=2, backend=backend, timeout_s=TIMEOUT_S
+            )
+        return str(heard.value)
+
+    with ThreadPoolExecutor() as aside:
+        reader = aside.submit(refusal, 1, "gloo")
+        heard = [refusal(0, "nccl"), reader.result()]
+    assert all("rank 0 by nccl, rank 1 by gloo; pass the same backend=" in each for each in heard)
+
+
+def _gone_once_connected(port: int) -> None:
+    limit = timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=limit, wait_for_workers=False)
+    store.set("joined/1", "host a, pid 1")
+    store.set("backend/1", "gloo")
+    _connected("gloo", dist.PrefixStore("gloo", store), 1, 2, limit)
+
+
+def test_a_member_that_goes_before_all_are_connected_is_named_at_the_join() -> None:
+    port = weight_group_address()[1]
+    with ThreadPoolExecutor() as aside:
+        aside.submit(_gone_once_connected, port)
+        with pytest.raises(WeightSyncError, match=r"no answer from rank 1 \(host a, pid 1\)"):
+            join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
