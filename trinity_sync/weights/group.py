@@ -14,7 +14,9 @@ The NCCL side has not run on a GPU yet.
 
 import os
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,12 @@ PATIENCE = 0.75
 GLOO_THREADS = 8
 """Broadcasts that are under way at a time: with torch's two a receiver that is slow to wake up on
 busy cores has asked for nothing further when one ends, and 4 MiB took 1.3 times as long."""
+
+POLL_S, LOOK_S = 0.001, 1.0
+"""How often is asked for the end of a call by NCCL, as torch does, and for who has given up."""
+NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+"""torch's watchdog ends the process when a communicator fails, and a reader must not be able to do
+that to the trainer. With this, which is read when the group is made, torch starts none."""
 
 
 class WeightGroup:
@@ -47,10 +55,12 @@ class WeightGroup:
         device: torch.device,
         timeout_s: float,
         owned: bool = True,
+        watched: bool = False,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.timeout_s = timeout_s
         self._backend, self._store, self._owned = backend, store, owned
+        self._watched = watched
         self._patience = timedelta(seconds=timeout_s * PATIENCE)
         self._broken: str | None = None
         self._buffers: dict[int, torch.Tensor] = {}
@@ -83,6 +93,8 @@ class WeightGroup:
         """
         for work in works:
             try:
+                if self._watched and self._store is not None:
+                    self._watch(work, self._store)
                 work.wait(self._patience)
             except RuntimeError as error:
                 raise self.fail(_first_line(error)) from error
@@ -118,6 +130,17 @@ class WeightGroup:
                 "weights did not arrive, join a new group and send them again"
             )
         return self._refused()
+
+    def _watch(self, work: Any, store: Store) -> None:
+        """Return when it has ended; NCCL does not notice a member that gave up, its word tells."""
+        began = looked = time.monotonic()
+        while not work.is_completed() and looked < began + self._patience.total_seconds():
+            time.sleep(POLL_S)
+            if time.monotonic() < looked + LOOK_S:
+                continue
+            looked = time.monotonic()
+            if any(store.check([f"gave up/{rank}"]) for rank in range(self.world_size)):
+                raise RuntimeError("another member gave up")
 
     def _begin(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
         if self.broken:
@@ -230,7 +253,13 @@ def join_weight_group(
             f"({_first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     group = WeightGroup(
-        made, store, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s
+        made,
+        store,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        timeout_s=timeout_s,
+        watched=backend == "nccl",
     )
     group.confirm()  # NCCL connects at the first call, which waits without limit for who is gone
     return group
@@ -282,9 +311,25 @@ def _connected(
         gloo._timeout, gloo._threads = limit, GLOO_THREADS
         return dist.ProcessGroupGloo(store, rank, world_size, gloo), torch.device("cpu")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 10 * limit  # ours comes first: torch's own ends the process
-    made = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options._timeout = 10 * limit  # ours comes first
+    with _environment(NO_WATCHDOG):
+        made = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return made, torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings for what is made meanwhile; other groups of the process keep theirs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _require_one_backend(store: Store, rank: int, world_size: int, limit: timedelta) -> None:

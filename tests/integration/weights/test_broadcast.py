@@ -24,6 +24,7 @@ from trinity_sync.weights.broadcast import (
 from trinity_sync.weights.group import (
     WeightGroup,
     _connected,
+    _environment,
     join_weight_group,
     weight_group_address,
     weight_group_of,
@@ -404,6 +405,39 @@ def test_members_that_chose_different_back_ends_are_named_on_all_sides() -> None
         reader = aside.submit(refusal, 1, "gloo")
         heard = [refusal(0, "nccl"), reader.result()]
     assert all("rank 0 by nccl, rank 1 by gloo; pass the same backend=" in each for each in heard)
+
+
+def _give_up_in_words(group: WeightGroup) -> str:
+    """As over NCCL: the connections stay, and the word in the store is all that tells."""
+    assert group._store is not None
+    group._store.set("gave up/1", "its disk is full")
+    group._store.wait(["gave up/0"])
+    return group._store.get("gave up/0").decode()
+
+
+def test_over_nccl_a_member_that_gave_up_is_heard_of_by_its_word(members: Any) -> None:
+    group, (reader,) = members(_give_up_in_words)
+    group._watched = True  # what join_weight_group does for NCCL
+    with pytest.raises(WeightSyncError, match="another member gave up; rank 1 gave up: its disk"):
+        send_weights([("w", torch.zeros(3))], group, version=3)
+    assert reader.answer() == "another member gave up"
+
+
+def test_a_watched_group_carries_them_too(members: Any) -> None:
+    group, (reader,) = members(_take_all)
+    group._watched = True
+    for version in (7, 8):
+        send_weights(weights().items(), group, version=version, bucket_bytes=BUCKET)
+    assert [version for version, _ in reader.answer()] == [7, 8]
+
+
+def test_what_is_set_for_a_group_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SET", "before")
+    monkeypatch.delenv("TRINITY_SYNC_UNSET", raising=False)
+    with _environment({"TRINITY_SYNC_SET": "1", "TRINITY_SYNC_UNSET": "1"}):
+        assert os.environ["TRINITY_SYNC_SET"] == os.environ["TRINITY_SYNC_UNSET"] == "1"
+    assert os.environ["TRINITY_SYNC_SET"] == "before"
+    assert "TRINITY_SYNC_UNSET" not in os.environ
 
 
 def _gone_once_connected(port: int) -> None:
