@@ -7,6 +7,7 @@ other one changes anything.
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,25 @@ from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync import opening
-from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.errors import Abandoned, CommitError, ConfigError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.abilities import require_able
 from trinity_sync.storage.aside import aside_folder
-from trinity_sync.storage.claims import leases, pin, take_lease
+from trinity_sync.storage.claims import (
+    leases,
+    nobody_claims,
+    pin,
+    step_of,
+    tag,
+    take_lease,
+)
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import empty_trash
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import own_manifest
+from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
 from trinity_sync.storage.policies import parse_policy
@@ -38,6 +47,7 @@ from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import all_runs, open_run
 from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.stored import is_stored, note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
 
 SHARE = "/mnt/nfs"
@@ -128,7 +138,11 @@ def hold_the_lock(root: Path, told: Path) -> None:
 
 def serve(threads: int) -> None:
     """Have so many threads of the server; with none it is gone."""
-    command = ["nsenter", "-t", "1", "--net", "--mount", "rpc.nfsd", "-N", "3", str(threads)]
+    run_unpacked("nsenter", "-t", "1", "--net", "--mount", "rpc.nfsd", "-N", "3", str(threads))
+
+
+def run_unpacked(*command: str) -> None:
+    """Run a command of the packages that the machine has."""
     libraries = os.environ["BUILD"] + "/unpacked/usr/lib/x86_64-linux-gnu"
     subprocess.run(command, check=True, env=os.environ | {"LD_LIBRARY_PATH": libraries})
 
@@ -168,6 +182,68 @@ def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> N
     look_at(root)
     other.call(pin, root, 1)
     assert removed_by(root, keep_last(1)) == [2]
+
+
+@pytest.mark.parametrize("claim", [pin, partial(take_lease, holder="explorer")])
+def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
+    root: Path, other: Node, claim: Callable[..., Any]
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    with one_change_at_a_time(root), nobody_claims(root):
+        pass  # their files are known here
+    planned = plan(survey(root), keep_last(1), time.time())
+    other.call(claim, root, 1)
+    assert [each.step for each in carry_out(root, planned).removed] == [2]
+
+
+def test_a_lease_holds_that_was_renewed_since_it_was_looked_at(root: Path, other: Node) -> None:
+    commit_files(root, 1)
+    lease = other.call(partial(take_lease, ttl_s=600), root, 1, "explorer")
+    taken_at = time.time() - 500
+    other.call(os.utime, lease.path, (taken_at, taken_at))
+    assert leases(root, clock=lambda: taken_at)
+    other.call(lease.renew)
+    assert leases(root, clock=lambda: taken_at + 700)
+
+
+def test_a_tag_is_not_taken_from_the_step_that_the_other_node_gave_it(
+    root: Path, other: Node
+) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    tag(root, 1, "first")
+    with pytest.raises(ConfigError, match="neither"):
+        step_of(root, "best")
+    other.call(tag, root, 1, "best")
+    with pytest.raises(ConfigError, match="best is at step 1"):
+        tag(root, 2, "best")
+    other.call(partial(tag, force=True), root, 2, "best")
+    assert step_of(root, "best") == 2
+
+
+def test_metrics_of_two_nodes_come_together(root: Path, other: Node) -> None:
+    write_metrics(root, 1, 1, {"reward": 0.5})
+    assert read_metrics(root, 1, 2) == {}
+    other.call(write_metrics, root, 1, 2, {"reward": 0.9})
+    assert read_metrics(root, 1, 2) == {"reward": 0.9}
+    other.call(write_metrics, root, 1, 2, {"length": 7.0})
+    write_metrics(root, 1, 2, {"loss": 2.0})
+    assert read_metrics(root, 1, 2) == {"reward": 0.9, "length": 7.0, "loss": 2.0}
+
+
+def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
+    root: Path, other: Node
+) -> None:
+    url = "file:///store"
+    note_store(root, url)
+    for step in (1, 2):
+        commit_files(root, step)
+    first, second = require_committed(root, 1), require_committed(root, 2)
+    note_stored(root, url, first)
+    assert not is_stored(root, second)
+    other.call(note_stored, root, url, second)
+    assert is_stored(root, second)
 
 
 def test_no_lease_is_given_for_a_step_that_the_other_node_has_removed(

@@ -31,7 +31,13 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import make_folder, replace_file, sync_folder
+from trinity_sync.storage.durable import (
+    make_folder,
+    names_anew,
+    read_anew,
+    replace_file,
+    sync_folder,
+)
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.locks import file_lock
 from trinity_sync.storage.manifest import Manifest
@@ -150,12 +156,13 @@ def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> lis
     The clock is that of the root's file system unless another is given.
     """
     found = []
-    paths = sorted((Path(root) / PRIVATE_FOLDER / "leases").glob("[0-9]*.json"))
+    paths = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     now = clock() if clock else file_time(root) if paths else 0.0
     for path in paths:
         try:
-            taken_at = path.stat().st_mtime
-            lease = Lease(**json.loads(path.read_text()), path=path)
+            with path.open() as file:  # first: another node may have renewed it just now
+                taken_at = os.fstat(file.fileno()).st_mtime
+                lease = Lease(**json.load(file), path=path)
         except FileNotFoundError:
             continue  # given back meanwhile
         except (ValueError, TypeError):
@@ -242,7 +249,7 @@ def pins(root: str | Path) -> list[Pin]:
     Raises:
         CommitError: the file of a tag is torn, so that any step could be the one that it holds.
     """
-    paths = _pin_file(root, "").parent.glob("[!.]*.json")
+    paths = names_anew(_pin_file(root, "").parent, "[!.]*.json")
     found = [each for path in paths if (each := _read_pin(path))]
     return sorted(found, key=lambda each: (each.step, each.name))
 
@@ -308,7 +315,7 @@ def _read_pin(path: Path) -> Pin | None:
     """The pin of a file, or None if there is no such file (any more)."""
     name = "" if path.stem.isdecimal() else path.stem
     try:
-        return Pin(**from_text(path.read_text()), name=name)
+        return Pin(**from_text(read_anew(path).decode()), name=name)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

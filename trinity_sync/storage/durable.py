@@ -101,6 +101,13 @@ def look_anew(folder: Path) -> None:
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
+def names_anew(folder: Path, pattern: str) -> list[Path]:
+    """What is in a folder that another node may have made or filled just now, sorted."""
+    look_anew(folder.parent.parent)
+    look_anew(folder.parent)
+    return sorted(folder.glob(pattern))  # opens the folder
+
+
 def make_folder(folder: Path) -> None:
     """Make ``folder`` and the missing ones above it, each durable in the one that holds it."""
     if folder.is_dir():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.durable import replace_file
+from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.locks import file_lock
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def write_metrics(root: str | Path, run: int, step: int, metrics: Mapping[str, f
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """The metrics that a run recorded at a step; a torn file counts as none."""
     try:
-        body = json.loads((_folder(root) / f"{step}.json").read_text())
+        body = json.loads(read_anew(_folder(root) / f"{step}.json"))
         same_run = body["run"] == run
         return {name: float(value) for name, value in body["metrics"].items()} if same_run else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):

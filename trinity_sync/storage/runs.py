@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import create_file, make_folder
+from trinity_sync.storage.durable import create_file, make_folder, names_anew
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
 
 def all_runs(root: str | Path) -> list[Run]:
     """Every run of the job, in no order."""
-    return [_read(path) for path in _folder(root).glob("[0-9]*.json")]
+    return [_read(path) for path in names_anew(_folder(root), "[0-9]*.json")]
 
 
 def know_run(root: str | Path, run: Run) -> None:
@@ -84,13 +84,13 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
     Raises:
         Abandoned: a later run resumed from before ``step``, or the root was begun anew.
     """
-    own = _folder(root) / f"{run}.json"
-    if run_key and (not own.exists() or _read(own).key != run_key):
+    runs = all_runs(root)
+    if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
         raise Abandoned(
             f"step {step} of run {run} in {root} is abandoned: the root was removed and begun anew "
             "since it was handed over. Nothing is to be done."
         )
-    if later := left_behind_by(all_runs(root), run, step):
+    if later := left_behind_by(runs, run, step):
         raise Abandoned(
             f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
             f"step {later.resumed_from}, which leaves this save behind. If that was a mistake, end "

@@ -59,7 +59,7 @@ def is_stored(root: str | Path, manifest: Manifest) -> bool:
     if not url or "checkpoint" not in manifest.kinds:
         return True
     try:
-        note = from_text(_note(root, manifest.step).read_text())
+        note = from_text(read_anew(_note(root, manifest.step)).decode())
         return bool((note["url"], note["run"]) == (url, manifest.run)) and (
             "checkpoint" in note["kinds"]
         )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
-from trinity_sync.storage.durable import make_folder, replace_file
+from trinity_sync.storage.durable import make_folder, names_anew, replace_file
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.manifest import Manifest
 
@@ -59,7 +59,7 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
     In those that somebody else may have written, no source files are trusted.
     """
     found = []
-    for path in sorted(exports_folder(root).glob("*.wish")):
+    for path in names_anew(exports_folder(root), "*.wish"):
         match = _NAME.fullmatch(path.name)
         if match and step in (None, int(match[1])):
             try:
@@ -108,12 +108,12 @@ def forget_exports(root: str | Path, step: int) -> None:
 
 def exports_of(root: str | Path, step: int) -> list[Path]:
     """What there is of a step's exports, granted, under way or broken off."""
-    return sorted(exports_folder(root).glob(f"{step_folder(root, step).name}.*"))
+    return names_anew(exports_folder(root), f"{step_folder(root, step).name}.*")
 
 
 def exported_steps(root: str | Path) -> set[int]:
     """The steps of which `exports_of` finds something."""
-    matches = (_OF_STEP.fullmatch(path.name) for path in exports_folder(root).glob("*"))
+    matches = (_OF_STEP.fullmatch(path.name) for path in names_anew(exports_folder(root), "*"))
     return {int(match[1]) for match in matches if match}
 
 
