@@ -7,7 +7,7 @@ other one changes anything.
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from trinity_sync.errors import Abandoned, CommitError, ConfigError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.abilities import require_able
-from trinity_sync.storage.aside import aside_folder
+from trinity_sync.storage.aside import aside_folder, replacing_folder
 from trinity_sync.storage.claims import (
     leases,
     nobody_claims,
@@ -36,7 +36,7 @@ from trinity_sync.storage.claims import (
 )
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.leftovers import empty_trash
+from trinity_sync.storage.leftovers import empty_trash, remove_replaced
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
@@ -60,6 +60,20 @@ def root(tmp_path: Path) -> Path:
     folder = tmp_path / "ckpts"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def mount_without_plus() -> Iterator[Path]:
+    """A mount of the share that sees no change in a folder while it lists another one."""
+    folder = Path(SHARE).with_name("without-plus")
+    folder.mkdir()
+    options = "vers=4.2,nordirplus"
+    run_unpacked("mount.nfs4", "10.0.1.1:/", str(folder), "-o", options)
+    try:
+        yield folder
+    finally:
+        run_unpacked("umount", str(folder))
+        folder.rmdir()
 
 
 def keep_last(number: int) -> Rules:
@@ -244,6 +258,22 @@ def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
     assert not is_stored(root, second)
     other.call(note_stored, root, url, second)
     assert is_stored(root, second)
+
+
+def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(
+    root: Path, other: Node, mount_without_plus: Path
+) -> None:
+    """There a process died between the two renames that stand for an exchange."""
+    commit_files(root, 1)
+    here = mount_without_plus / root.relative_to(SHARE)
+    fresh = replacing_folder(root) / "global_step_1"
+    fresh.mkdir(parents=True)
+    assert [each.state for each in remove_replaced(here)] == ["mended"]
+    fresh.mkdir()
+    look_at(here)
+    other.call(os.rename, root / "global_step_1", fresh.with_name("global_step_1.aside"))
+    assert [each.state for each in remove_replaced(here)] == ["mended", "mended"]
+    assert require_committed(here, 1)
 
 
 def test_no_lease_is_given_for_a_step_that_the_other_node_has_removed(

@@ -185,6 +185,35 @@ def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
     assert list(replacing.iterdir()) == []
 
 
+def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
+    job: Job, settings: Settings
+) -> None:
+    """A save of that number began to write before anybody had put it back."""
+    save(job, 1)
+    left = job.root / ".trinity_sync/replacing/global_step_1.aside"
+    left.parent.mkdir(parents=True)
+    step_folder(job.root, 1).rename(left)
+    step_folder(job.root, 1).mkdir()
+    what = [(each.what, each.state) for each in run(job, settings)]
+    assert (".trinity_sync/replacing/global_step_1.aside", "left") in what
+    step_folder(job.root, 1).rmdir()
+    run(job, settings)
+    require_committed(job.root, 1)
+
+
+def test_a_step_that_lost_its_name_to_one_of_the_store_is_put_back(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    fetching = job.root / ".trinity_sync/fetching"
+    fetching.mkdir(parents=True)
+    step_folder(job.root, 1).rename(fetching / "global_step_1.aside")
+    shutil.copytree(step_folder(job.root, 2), fetching / "global_step_2.aside")
+    run(job, settings)
+    require_committed(job.root, 1)
+    assert list(fetching.iterdir()) == []
+
+
 def test_memory_of_a_job_that_is_gone_is_given_back(
     job: Job, settings: Settings, tmp_path: Path
 ) -> None:

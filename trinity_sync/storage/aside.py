@@ -38,6 +38,11 @@ def replacing_folder(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "replacing"
 
 
+def fetching_folder(root: str | Path) -> Path:
+    """Where steps gather that are fetched from a store."""
+    return Path(root) / PRIVATE_FOLDER / "fetching"
+
+
 def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
     """Set aside or remove what lies in `replacing_folder` of a step; under the commit lock.
 

@@ -14,6 +14,7 @@ import xxhash
 
 from trinity_sync.errors import CommitError, DamagedCopy
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.storage.aside import fetching_folder
 from trinity_sync.storage.commit import announce, take_place
 from trinity_sync.storage.durable import make_folder, sync_folder
 from trinity_sync.storage.locks import file_lock, one_change_at_a_time
@@ -71,7 +72,7 @@ def fetch(
     with file_lock(base / PRIVATE_FOLDER / "fetching.lock"):  # one fetch into a root at a time
         if _is_here(base, manifest, replace):
             return manifest, False
-        folder = base / PRIVATE_FOLDER / "fetching" / f"global_step_{manifest.step}"
+        folder = step_folder(fetching_folder(base), manifest.step)
         make_folder(folder)
 
         def download(record: FileRecord) -> None:

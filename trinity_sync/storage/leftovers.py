@@ -7,7 +7,7 @@ calls of it are at work, and again and again.
 """
 
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from trinity_sync.layout import (
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX, sync_folder
+from trinity_sync.storage.aside import fetching_folder, let_go_of_replaced, replacing_folder
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, look_anew, sync_folder
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
+from trinity_sync.storage.manifest import run_of
 from trinity_sync.storage.recycling import is_ours_alone, remove_tree
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.wishes import exported_steps, exports_of, forget_exports
@@ -67,22 +68,30 @@ def settle_pointers(root: Path) -> Iterator[Finding]:
 
 def remove_replaced(root: Path) -> Iterator[Finding]:
     """Remove what the replacing of a step has left; put back a step that has lost its name."""
-    replacing = replacing_folder(root)
-    if not replacing.is_dir():
+    replacing, fetching = replacing_folder(root), fetching_folder(root)
+    if not (replacing.is_dir() or fetching.is_dir()):
         return
+    needed = []
     with one_change_at_a_time(root):  # who replaces a step holds it, so these are nobody's
-        for aside in sorted(replacing.glob("*.aside")):
+        look_anew(root)  # it may have been another node that died
+        for aside in [*replacing.glob("*.aside"), *fetching.glob("*.aside")]:
             current = root / aside.name.removesuffix(".aside")
             if not current.exists():  # died between two renames, where there is no exchange
                 aside.rename(current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "mended", "was put back in its place")
+            elif not _is_committed(current):
+                needed.append(aside)
+                name = aside.relative_to(root).as_posix()
+                why = f"what is in its place is not committed; move {current} away to have it back"
+                yield Finding(str(root), name, "left", why)
         for step in steps_on_disk(replacing):
             name = step_folder(replacing, step).relative_to(root).as_posix()
             kept = let_go_of_replaced(root, step)
             why = f"set aside in {kept.parent}" if kept else "removed"
             yield Finding(str(root), name, "mended", f"left by a step that was replaced; {why}")
-        yield from _removed(root, replacing, "left by a step that was replaced")
+        rest = {*replacing.glob("*"), *fetching.glob("*.aside")}.difference(needed)
+        yield from _removed(root, rest, "left by a step that was replaced")
 
 
 def empty_trash(root: Path) -> Iterator[Finding]:
@@ -93,7 +102,7 @@ def empty_trash(root: Path) -> Iterator[Finding]:
     with file_lock_if_free(trash.parent / TRASH_LOCK) as ours:
         if not ours:
             return  # somebody is removing them just now
-        yield from _removed(root, trash, "left by a removal that was broken off")
+        yield from _removed(root, trash.iterdir(), "left by a removal that was broken off")
 
 
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
@@ -177,8 +186,15 @@ def _all_alone(slots: list[Path]) -> Iterator[bool]:
         yield alone and not ticket_path(slots[0]).exists()
 
 
-def _removed(root: Path, folder: Path, why: str) -> Iterator[Finding]:
-    for path in sorted(folder.iterdir()):
+def _is_committed(folder: Path) -> bool:
+    root = folder.parent
+    return any(
+        folder == step_folder(root, step) and run_of(root, step) for step in steps_on_disk(root)
+    )
+
+
+def _removed(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
+    for path in sorted(paths):
         name = path.relative_to(root).as_posix()
         if not path.is_dir() or path.is_symlink():
             path.unlink()
