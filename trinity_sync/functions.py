@@ -16,7 +16,7 @@ from trinity_sync.errors import SaveTimeout
 from trinity_sync.layout import DAMAGE_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
 from trinity_sync.snapshot.receipt import Receipt, write_receipt
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX
+from trinity_sync.storage.durable import REMOVED_PREFIX, TEMPORARY_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
     for path in folder.rglob("*"):
         own = path.name in OWN_FILES or path.suffix == TEMPORARY_SUFFIX
         try:
-            if not own and path.is_file():
+            if not own and not path.name.startswith(REMOVED_PREFIX) and path.is_file():
                 seen = path.stat()
                 name = path.relative_to(folder).as_posix()
                 found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync import opening
 from trinity_sync.errors import Abandoned, CommitError, ConfigError
+from trinity_sync.functions import FunctionSaves
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.receipt import Receipt, receipts_of
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.abilities import require_able
 from trinity_sync.storage.aside import aside_folder, replacing_folder
@@ -372,6 +375,25 @@ def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other:
     for node in (lambda act, *args: act(*args), other.call):
         node(assert_holds, root, 1, 1.0, 2.0)
     assert [each.state for each in judge(check(choose(root, step=1)))] == ["whole"]
+
+
+def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
+    root: Path, spool_folder: Path
+) -> None:
+    folder, spool = root / "global_step_1", open_job_spool(spool_folder, root)
+    folder.mkdir()
+    with ExitStack() as open_still:
+
+        def save() -> None:
+            (folder / "kept").touch()
+            open_still.enter_context((folder / "removed").open("x"))
+            (folder / "removed").unlink()
+
+        begun = Receipt("save", 1, 1, "checkpoint", 0, "1/1")
+        FunctionSaves(root, spool).call(save, begun)
+        assert list(folder.glob(".nfs*"))
+    (receipt,) = receipts_of(spool, 1, 1, "checkpoint")
+    assert receipt.files == ("kept",)
 
 
 def test_a_step_that_is_read_without_a_lease_is_removed_when_it_is_closed(root: Path) -> None:

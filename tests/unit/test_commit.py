@@ -375,6 +375,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
         job.stage(step, {"model": state(step)})
         job.commit(step)
     (folder(job, 11) / "data.pt").write_text("the dataloader's, by the new run")
+    (folder(job, 11) / ".nfs0000000000a1").write_text("removed, and still open on NFS")
     open_run(job.root, "second", 10)
     job.stage(11, {"model": state(-11)}, run=2)
     before = folder(job, 11).stat().st_ino
@@ -385,6 +386,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     again = torch.load(folder(job, 11) / "actor/model_world_size_1_rank_0.pt")
     assert torch.equal(again["w"], state(-11)["w"])
     assert (folder(job, 11) / "data.pt").exists()
+    assert not list(folder(job, 11).glob(".nfs*"))
     require_committed(job.root, 11)
 
 

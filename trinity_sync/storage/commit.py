@@ -29,6 +29,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import (
+    REMOVED_PREFIX,
     TEMPORARY_SUFFIX,
     exchange,
     link_or_copy,
@@ -316,7 +317,8 @@ def _replace_step(
     official -= {name for receipt in manifest.receipts for name in receipt.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
-        if path.is_file() and name not in official and path.suffix != TEMPORARY_SUFFIX:
+        passing = path.suffix == TEMPORARY_SUFFIX or path.name.startswith(REMOVED_PREFIX)
+        if path.is_file() and name not in official and not passing:
             links.setdefault(name, path)
     for name, path in links.items():
         make_folder((fresh / name).parent)

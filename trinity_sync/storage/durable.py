@@ -12,6 +12,9 @@ from pathlib import Path
 TEMPORARY_SUFFIX = ".tmp"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
 """What file systems without hard links answer."""
+REMOVED_PREFIX = ".nfs"
+"""Of the name by which NFS keeps a file that was removed while a process of this node has it open,
+until it is closed."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 

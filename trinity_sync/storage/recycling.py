@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.durable import REMOVED_PREFIX, make_folder, sync_folder
 from trinity_sync.storage.mounts import mount_of
 
 WORTHWHILE = 1 << 20
@@ -58,15 +58,14 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
 def remove_tree(folder: Path) -> bool:
     """Remove a folder; whether nothing of it is left.
 
-    NFS keeps a file that a process of this node has open, as ``.nfs...``, until it is closed. Its
-    folder stays as well, for whoever removes it next.
+    The folder of a file that NFS keeps (`REMOVED_PREFIX`) stays, for whoever removes it next.
 
     Raises:
         OSError: something else cannot be removed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     left = [path for path in folder.rglob("*") if not path.is_dir()]
-    if left and all(path.name.startswith(".nfs") for path in left):
+    if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
         return False
     if folder.exists():
         shutil.rmtree(folder)  # says why it cannot
