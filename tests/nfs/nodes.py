@@ -38,14 +38,16 @@ from trinity_sync.storage.claims import (
     take_lease,
 )
 from trinity_sync.storage.commit import commit
+from trinity_sync.storage.fetch import fetch
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import empty_trash, remove_replaced
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.locks import file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
 from trinity_sync.storage.policies import parse_policy
+from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import all_runs, open_run
@@ -394,6 +396,20 @@ def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
         assert list(folder.glob(".nfs*"))
     (receipt,) = receipts_of(spool, 1, 1, "checkpoint")
     assert receipt.files == ("kept",)
+
+
+def test_a_step_that_the_other_node_has_fetched_is_not_fetched_again(
+    root: Path, tmp_path: Path, other: Node
+) -> None:
+    store, new = f"file://{tmp_path}/store", tmp_path / "new"
+    commit_files(root, 1)
+    replicate(root, store, 1)
+    with file_lock(new / ".trinity_sync/fetching.lock"):
+        pass  # its file is known here
+    assert not (new / "global_step_1").exists()
+    fetched = other.call(fetch, store, 1, new)
+    assert fetched[1]
+    assert fetch(store, 1, new) == (fetched[0], False)
 
 
 def test_a_step_that_is_read_without_a_lease_is_removed_when_it_is_closed(root: Path) -> None:

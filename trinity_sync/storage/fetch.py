@@ -16,7 +16,7 @@ from trinity_sync.errors import CommitError, DamagedCopy
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.aside import fetching_folder
 from trinity_sync.storage.commit import announce, take_place
-from trinity_sync.storage.durable import make_folder, sync_folder
+from trinity_sync.storage.durable import look_anew, make_folder, sync_folder
 from trinity_sync.storage.locks import file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import (
     FileRecord,
@@ -108,6 +108,7 @@ def _is_here(root: Path, manifest: Manifest, replace: bool) -> bool:
         CommitError: something else has its place.
     """
     folder = step_folder(root, manifest.step)
+    look_anew(root)  # another node may have fetched it just now
     if not folder.exists():
         return False
     try:
