@@ -25,7 +25,7 @@ from trinity_sync import opening
 from trinity_sync.errors import Abandoned, CommitError, ConfigError
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import Receipt, receipts_of
+from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.abilities import require_able
 from trinity_sync.storage.aside import aside_folder, replacing_folder
@@ -79,6 +79,22 @@ def mount_without_plus() -> Iterator[Path]:
     finally:
         run_unpacked("umount", str(folder))
         folder.rmdir()
+
+
+@pytest.fixture
+def gate(spool_folder: Path) -> Path:
+    """A pipe: who opens it waits for the other end, across nodes of this machine."""
+    os.mkfifo(spool_folder / "gate")
+    return spool_folder / "gate"
+
+
+@pytest.fixture
+def cut_off() -> Iterator[Node]:
+    """Another process of the other node, whose network is to be gone for a while."""
+    node = Node("two")
+    yield node
+    node.network("up")
+    node.kill()
 
 
 def keep_last(number: int) -> Rules:
@@ -153,6 +169,12 @@ def hold_the_lock(root: Path, told: Path) -> None:
     with one_change_at_a_time(root):
         told.touch()
         time.sleep(3600)
+
+
+def time_behind(gate: Path) -> float:
+    """What time it is once the other end of the pipe was opened and closed."""
+    gate.read_bytes()
+    return time.time()
 
 
 def serve(threads: int) -> None:
@@ -439,20 +461,56 @@ def test_a_reader_on_the_other_node_has_whole_steps_while_old_ones_are_removed(
 
 
 def test_a_node_that_is_cut_off_keeps_its_lock_no_longer_than_the_server_lets_it(
-    root: Path, spool_folder: Path, tmp_path: Path
+    root: Path, spool_folder: Path, tmp_path: Path, cut_off: Node
 ) -> None:
     written = write_shard(root, spool_folder, 1, 1.0)
-    other = Node("two")
-    other.begin(hold_the_lock, root, tmp_path / "held")
+    cut_off.begin(hold_the_lock, root, tmp_path / "held")
     while not (tmp_path / "held").exists():
         time.sleep(0.1)
-    other.network("down")
-    try:
-        commit(save_of(root, 1), written)
-    finally:
-        other.network("up")
-        other.kill()
+    cut_off.network("down")
+    commit(save_of(root, 1), written)
     assert_holds(root, 1, 1.0)
+
+
+def test_a_node_that_was_cut_off_in_a_commit_leaves_alone_what_was_committed_since(
+    root: Path, spool_folder: Path, gate: Path, cut_off: Node
+) -> None:
+    open_run(root, "old", 0)
+    old = cut_off.call(write_shard, root, spool_folder / "two", 1, 1.0)
+    cut_off.begin(partial(commit, clock=partial(time_behind, gate)), save_of(root, 1), old)
+    with gate.open("w"):
+        cut_off.network("down")
+        run = open_run(root, "new", 0).number
+        new = write_shard(root, spool_folder / "one", 1, 2.0, run=run)
+        commit(save_of(root, 1, run), new)
+        cut_off.network("up")
+    with pytest.raises(CommitError, match="lost the lock"):
+        cut_off.end()
+    assert require_committed(root, 1).run == run
+    assert_holds(root, 1, 2.0)
+
+
+def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_since(
+    root: Path, spool_folder: Path, cut_off: Node
+) -> None:
+    for step in (1, 2):
+        commit_files(root, step)
+    spool = open_job_spool(spool_folder, root)
+    write_receipt(spool, Receipt("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
+    (gate,) = spool.receipts.iterdir()  # looked at after leases
+    receipt = gate.read_text()
+    gate.unlink()
+    os.mkfifo(gate)
+    planned = plan(survey(root), keep_last(1), time.time())
+    cut_off.begin(partial(carry_out, spool=spool_folder), root, planned)
+    with gate.open("w") as file:
+        cut_off.network("down")
+        lease = take_lease(root, 1, "explorer")
+        cut_off.network("up")
+        file.write(receipt)
+    with lease, pytest.raises(CommitError, match="lost the lock"):
+        cut_off.end()
+    assert require_committed(root, 1)
 
 
 def test_a_server_that_starts_again_in_the_middle_of_a_save_loses_nothing(

@@ -227,13 +227,14 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
     """Put the weights into the step's folder, and into its manifest."""
     step = manifest.step
     folder = step_folder(root, step)
-    with one_change_at_a_time(root):
+    with one_change_at_a_time(root) as lock:
         now = read_manifest(root, step)
         if now is None or now.run != manifest.run:
             raise CommitError(
                 f"step {step} in {root} was replaced or removed while it was exported; nothing of "
                 "it was changed. Export the step that is there now."
             )
+        lock.require_ours()
         records = []
         # the index comes last: what it names is there
         for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
@@ -246,6 +247,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
         stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
         gone = {file.path for file in stale} - {record.path for record in records}
         kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
+        lock.require_ours()
         write_manifest(root, kept.joined(replace(now, files=tuple(records), receipts=())))
         for path in gone:
             (folder / path).unlink(missing_ok=True)

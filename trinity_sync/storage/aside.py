@@ -98,7 +98,7 @@ def let_go_of_aside(
     aside, trash = aside_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
     if not aside.is_dir():
         return []
-    with one_change_at_a_time(root):  # no rewind fills one meanwhile
+    with one_change_at_a_time(root) as lock:  # no rewind fills one meanwhile
         folders = sorted(aside.iterdir(), key=lambda folder: folder.name)
         ages = [
             StepInfo(number, 0, KINDS, at, 0)
@@ -110,6 +110,7 @@ def let_go_of_aside(
         if gone and not dry_run:
             make_folder(trash)
             for folder in gone:
+                lock.require_ours()
                 folder.rename(trash / f"aside-{folder.name}.{uuid.uuid4().hex}")
             sync_folder(trash)
             sync_folder(aside)

@@ -39,7 +39,7 @@ from trinity_sync.storage.durable import (
     sync_folder,
 )
 from trinity_sync.storage.file_time import file_time
-from trinity_sync.storage.locks import file_lock
+from trinity_sync.storage.locks import Held, file_lock
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed
 
@@ -291,13 +291,13 @@ def claimed(root: str | Path) -> dict[int, list[str]]:
 
 
 @contextmanager
-def nobody_claims(root: str | Path) -> Iterator[None]:
+def nobody_claims(root: str | Path) -> Iterator[Held]:
     """No lease or pin comes into being within such a block: for whoever removes steps.
 
     Look at `leases` and `pins` inside, and take a step's name away before the block ends.
     """
-    with file_lock(_lock_of(root)):
-        yield
+    with file_lock(_lock_of(root)) as lock:
+        yield lock
 
 
 def _pin_file(root: str | Path, which: int | str) -> Path:

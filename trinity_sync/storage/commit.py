@@ -37,7 +37,7 @@ from trinity_sync.storage.durable import (
     sync_folder,
 )
 from trinity_sync.storage.iteration import advance_iteration, settle_iteration
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.locks import Held, one_change_at_a_time
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -108,8 +108,9 @@ def commit(
         MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
         Abandoned: a later run of the job has left this save behind.
         SaveError: a file has vanished or changed since it was written.
+        CommitError: this node was cut off, and another one may have the lock of the root.
     """
-    with one_change_at_a_time(save.root):
+    with one_change_at_a_time(save.root) as lock:
         refuse_abandoned(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         roles = {file.record.role for file in written}
@@ -130,13 +131,14 @@ def commit(
             receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
             committed_at=clock(),
         )
+        lock.require_ours()
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
             raise Abandoned(
                 f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
             )
         if earlier and earlier.run < save.run:
-            _replace_step(save, written, manifest, earlier, recycle=recycle)
+            _replace_step(save, written, manifest, earlier, lock, recycle=recycle)
         else:
             if not earlier:
                 unmark(save.folder)  # damage of what was no commit any more
@@ -144,7 +146,9 @@ def commit(
                 final = f"{save.folder}/{file.record.path}"
                 _name(file, final, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
+            lock.require_ours()
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
+        lock.require_ours()
         announce(save.root, manifest)
         if earlier and earlier.run < save.run:
             for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
@@ -160,7 +164,7 @@ def finish_interrupted(save: Save) -> None:
     """
     if not read_manifest(save.root, save.step):
         return
-    with one_change_at_a_time(save.root):
+    with one_change_at_a_time(save.root) as lock:
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -169,6 +173,7 @@ def finish_interrupted(save: Save) -> None:
         except Abandoned as error:
             logger.info("%s", error)
         else:
+            lock.require_ours()
             announce(save.root, manifest)
 
 
@@ -297,6 +302,7 @@ def _replace_step(
     written: Sequence[Written],
     manifest: Manifest,
     earlier: Manifest,
+    lock: Held,
     *,
     recycle: bool,
 ) -> None:
@@ -331,6 +337,7 @@ def _replace_step(
             raise _vanished(missing, f"{save.folder}/{name}") from error
     _sync_folders(fresh, links)
     write_manifest_into(fresh, manifest)
+    lock.require_ours()
     take_place(fresh, save.folder)
     sync_folder(Path(save.root))
     keep = manifest.nbytes if recycle else 0

@@ -153,8 +153,9 @@ def _download(
 def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None:
     write_manifest_into(folder, manifest)
     place = step_folder(root, manifest.step)
-    with one_change_at_a_time(root):
+    with one_change_at_a_time(root) as lock:
         if not _is_here(root, manifest, replace):
+            lock.require_ours()
             know_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
             if place.exists():
                 take_place(folder, place)

@@ -72,11 +72,12 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
     if not (replacing.is_dir() or fetching.is_dir()):
         return
     needed = []
-    with one_change_at_a_time(root):  # who replaces a step holds it, so these are nobody's
+    with one_change_at_a_time(root) as lock:  # who replaces a step holds it, so these are nobody's
         look_anew(root)  # it may have been another node that died
         for aside in [*replacing.glob("*.aside"), *fetching.glob("*.aside")]:
             current = root / aside.name.removesuffix(".aside")
             if not current.exists():  # died between two renames, where there is no exchange
+                lock.require_ours()
                 aside.rename(current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "mended", "was put back in its place")
@@ -85,6 +86,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 name = aside.relative_to(root).as_posix()
                 why = f"what is in its place is not committed; move {current} away to have it back"
                 yield Finding(str(root), name, "left", why)
+        lock.require_ours()
         for step in steps_on_disk(replacing):
             name = step_folder(replacing, step).relative_to(root).as_posix()
             kept = let_go_of_replaced(root, step)

@@ -198,15 +198,18 @@ def carry_out(
 
     Raises:
         OSError: something cannot be removed; steps before it are gone.
+        CommitError: this node was cut off, and another one may have its locks; likewise.
     """
     done = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
     for each in plan.removed:
-        with one_change_at_a_time(root), nobody_claims(root):
+        with one_change_at_a_time(root) as changes, nobody_claims(root) as claims:
             reason = _reason_to_stay(Path(root), each, plan, job)
             if reason:
                 done.spared.append((each, reason))
             elif reason is None:
+                for lock in (changes, claims):
+                    lock.require_ours()
                 _take_name_away(Path(root), each.step)
                 done.removed.append(each)
     largest = max((each.nbytes for each in plan.newest.values()), default=0)

@@ -91,6 +91,8 @@ def rewind(
         CommitError: the step is not committed, or damaged; nothing was changed.
         StepClaimed: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
+        CommitError: also if this node was cut off, and another one may have its locks; the same
+            call again finishes the rewind.
     """
     base = Path(root)
     if store := store_of(base):
@@ -100,15 +102,19 @@ def rewind(
             "commits then is the newest."
         )
     target = require_committed(base, step)  # before any lock file is made
-    with one_change_at_a_time(base), nobody_claims(base):
+    with one_change_at_a_time(base) as changes, nobody_claims(base) as claims:
         newer = newer_steps(base, step)
         pinned = _refuse_claimed(base, step, newer, force=force)
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
+        for lock in (changes, claims):
+            lock.require_ours()
         _point_at(base, target, newer)
         folder = fresh_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer ones
+            for lock in (changes, claims):
+                lock.require_ours()
             step_folder(base, other).rename(step_folder(folder, other))
             sync_folder(folder)
             sync_folder(base)
