@@ -1,6 +1,7 @@
 """What a root can do is found out when a job begins: refused, or done another way."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> N
         os.utime(left, (1e9, 1e9))
     probe(tmp_path)
     assert list(tmp_path.iterdir()) == [new]
+
+
+def test_a_node_whose_clock_is_a_day_ahead_removes_no_probe_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = tmp_path / ".meeting.1.tmp"
+    meeting.touch()
+    later = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: later)
+    probe(tmp_path)
+    assert meeting.exists()
 
 
 def test_a_root_that_cannot_be_written_is_refused_with_its_file_system() -> None:

@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,8 +83,8 @@ def probe(root: Path) -> Abilities:
     """
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
-        _remove_those_that_were_killed(root)
         folder.mkdir()
+        _remove_those_that_were_killed(root, now=folder.stat().st_mtime)
         each = tuple(
             Ability(name, needed, _why_not(attempt, folder), without)
             for name, needed, attempt, without in _ATTEMPTS
@@ -223,10 +222,10 @@ _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
 )
 
 
-def _remove_those_that_were_killed(root: Path) -> None:
+def _remove_those_that_were_killed(root: Path, now: float) -> None:
     for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
         with suppress(FileNotFoundError):  # another one removes it
-            if left.stat().st_mtime >= time.time() - _LEFT_S:
+            if left.stat().st_mtime >= now - _LEFT_S:
                 continue
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
