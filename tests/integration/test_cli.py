@@ -212,8 +212,18 @@ def test_down_names_the_memory_that_a_job_keeps(root: Path, spool_folder: Path) 
     job.stage(1, {"model": {"w": torch.zeros(500_000)}})
     done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
     assert f"2 MB of images stay in memory for the next start of {root}" in done.stdout
+    assert "1 of them wait to be committed" in done.stdout
+    assert "rm -r" not in done.stdout
+    job.commit(1)
+    done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
     assert f"rm -r {job.spool.folder}" in done.stdout
     job.stagers[0].close()
+
+
+def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_folder: Path) -> None:
+    spool_folder.chmod(0o755)
+    done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:

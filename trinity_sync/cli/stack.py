@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trinity_sync.cli.frame import AsJson, app, output, print_json, read_settings
-from trinity_sync.errors import StackError
+from trinity_sync.errors import SpoolError, StackError
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.stack import StackStatus
@@ -65,13 +66,20 @@ def down() -> None:
     settings = read_settings()
     ended = stack.down(settings)
     typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
-    for job in job_spools(settings.spool):
-        if (megabytes := job.bytes_used / 1e6) >= 1:
-            typer.echo(
-                f"{megabytes:,.0f} MB of images stay in memory for the next start of "
-                f"{job.root or 'a root unknown'}; if that job is over, and all of it committed: "
-                f"rm -r {shlex.quote(str(job.folder))}"
-            )
+    with suppress(SpoolError, OSError):  # doctor says what is wrong with it
+        for job in job_spools(settings.spool):
+            if (megabytes := job.bytes_used / 1e6) >= 1:
+                sealed, torn = job.tickets()
+                waiting = len(sealed) + len(torn)
+                typer.echo(
+                    f"{megabytes:,.0f} MB of images stay in memory for the next start of "
+                    f"{job.root or 'a root unknown'}; "
+                    + (
+                        f"{waiting} of them wait to be committed"
+                        if waiting
+                        else f"if that job is over: rm -r {shlex.quote(str(job.folder))}"
+                    )
+                )
 
 
 @app.command(

@@ -89,9 +89,10 @@ class JobSpool:
     def bytes_used(self) -> int:
         """Bytes of memory that its files have."""
         used = 0
-        for path in self.folder.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                used += path.lstat().st_blocks * 512
+        for folder, _, names in os.walk(self.folder):  # passes over what goes meanwhile
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    used += Path(folder, name).lstat().st_blocks * 512
         return used
 
     @property
