@@ -14,6 +14,7 @@ from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences
+from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
 from trinity_sync.orchestration.roots import note_root
@@ -22,6 +23,7 @@ from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import Finding, remove_temporaries
+from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import mark_failed
 from trinity_sync.storage.steps import require_committed
 
@@ -79,6 +81,15 @@ def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
     (found,) = run(job, settings, later_s=LATER_S)
     assert (found.what, found.state) == ("exports of step 1", "mended")
     assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
+
+
+def test_a_name_below_exports_that_no_export_makes_holds_up_nothing(
+    job: Job, settings: Settings
+) -> None:
+    exports = job.root / ".trinity_sync/exports"
+    exports.mkdir(parents=True)
+    (exports / "global_step_01.actor").touch()
+    assert run(job, settings, later_s=LATER_S) == []
 
 
 def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
@@ -273,6 +284,20 @@ def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: S
     with opened(url_of(settings)) as engine:
         assert differences(engine, job.root) == []
     assert asyncio.run(reconcile(settings, [job.root], None)) == []
+
+
+def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settings) -> None:
+    save(job, 1)
+    write_metrics(job.root, 1, 1, {"reward": 0.5})
+    asyncio.run(reconcile(settings, [job.root], None))
+    with opened(url_of(settings)) as engine:
+        with engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE metrics SET value = 'abc'")
+        with pytest.raises(CatalogError, match=r"damaged: .* catalog rebuild ROOT"):
+            differences(engine, job.root)
+        (found,) = asyncio.run(reconcile(settings, [job.root], None))
+        assert (found.what, found.state) == ("catalog", "mended")
+        assert differences(engine, job.root) == []
 
 
 def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings: Settings) -> None:

@@ -113,7 +113,8 @@ def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.
                 where = connection.engine.url.render_as_string(hide_password=True)
                 raise CatalogError(
                     f"the catalog {where} is damaged: {column} is {value!r} in a row. Saves go on "
-                    "without it; remove it, then: trinity-sync catalog rebuild ROOT"
+                    "without it; run: trinity-sync catalog rebuild ROOT. If that does not help, "
+                    "remove it, and then rebuild every root."
                 )
         yield row
 

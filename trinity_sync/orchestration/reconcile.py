@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
-from trinity_sync.errors import TrinitySyncError
+from trinity_sync.errors import CatalogError, TrinitySyncError
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.server_time import due
@@ -214,8 +214,13 @@ def _catalog_of(settings: Settings, root: Path) -> Iterator[Finding]:
     try:
         with opened(url_of(settings)) as engine:
             note_versions(engine, root)
-            if missed := differences(engine, root, claims=False):
+            try:
+                missed = differences(engine, root, claims=False)
+            except CatalogError:
+                missed = ["has a row that cannot be read"]
+            if missed:
                 rebuild(engine, root)
+                differences(engine, root, claims=False)  # raises what was not mended
                 yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))

@@ -6,6 +6,7 @@ the manifests, finds what was committed. Each function may be called while saves
 calls of it are at work, and again and again.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -110,7 +111,10 @@ def empty_trash(root: Path) -> Iterator[Finding]:
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
     """Remove what exports have left of steps that are gone, unless it changed after ``before``."""
     for step in sorted(exported_steps(root).difference(steps_on_disk(root))):
-        if max(path.lstat().st_mtime for path in exports_of(root, step)) < before:
+        with suppress(FileNotFoundError):  # a retention removes them just now
+            changed = (path.lstat().st_mtime for path in exports_of(root, step))
+            if max(changed, default=math.inf) >= before:
+                continue
             forget_exports(root, step)
             yield Finding(
                 str(root), f"exports of step {step}", "mended", "the step is gone; removed"
