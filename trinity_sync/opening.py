@@ -118,6 +118,8 @@ def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple
         if len(places) > 1 and first.proof:
             looks = any(place.ranks[0] == rank for place in places[1:])  # one of each node
             why = _why_another(first.proof, first.node, settings.node) if looks else ""
+            if rank == 0:
+                why = _why_late(first.proof.parent, settings.node)
             if any(wrong := _from_all(why)):
                 raise RootError("; ".join([each for each in wrong if each][:3]))
     return places, first.key
@@ -158,16 +160,24 @@ def _proof(root: Path) -> Iterator[Path]:
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
     """Why the root of this node is not that of rank 0's; empty if it is. Never raises."""
     try:
-        if why := _why_not_seen(proof, theirs, mine) or _why_not_locked(proof, theirs, mine):
+        if why := (
+            _why_not_seen(proof, theirs, mine)
+            or _why_not_locked(proof, theirs, mine)
+            or _why_late(proof.parent, mine)
+        ):
             return why
-        if late := (mount := mount_of(proof.parent)).sees_late:
-            return (
-                f"node {mine} has mounted {mount.point} with the option {late}, and so would see "
-                "late what other nodes commit and remove; mount it without"
-            )
         require_able(proof.parent)
     except Exception as error:
         return f"on node {mine}: {error}"
+    return ""
+
+
+def _why_late(root: Path, mine: str) -> str:
+    if late := (mount := mount_of(root)).sees_late:
+        return (
+            f"node {mine} has mounted {mount.point} with the option {late}, and so would see "
+            "late what other nodes commit and remove; mount it without"
+        )
     return ""
 
 
