@@ -12,6 +12,7 @@ from trinity_sync.layout import (
     shard_file,
     split_role_path,
 )
+from trinity_sync.storage.durable import look_anew
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.steps import require_committed
 
@@ -72,6 +73,7 @@ def _committed(role_folder: Path) -> list[str] | None:
         root, step, role = split_role_path(role_folder)
     except ConfigError:
         return None
+    look_anew(role_folder.parent)  # another node may have committed it just now
     if not (role_folder.parent / MANIFEST).exists():
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
         theirs = not marked and read_iteration(root, "checkpoint") == step
