@@ -22,7 +22,8 @@ from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync import opening
-from trinity_sync.errors import Abandoned, CommitError, ConfigError
+from trinity_sync.errors import Abandoned, CommitError, ConfigError, RootError
+from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
@@ -72,13 +73,10 @@ def mount_without_plus() -> Iterator[Path]:
     """A mount of the share that sees no change in a folder while it lists another one."""
     folder = Path(SHARE).with_name("without-plus")
     folder.mkdir()
-    options = "vers=4.2,nordirplus"
-    run_unpacked("mount.nfs4", "10.0.1.1:/", str(folder), "-o", options)
-    try:
-        yield folder
-    finally:
-        run_unpacked("umount", str(folder))
-        folder.rmdir()
+    mount(folder, "nordirplus")
+    yield folder
+    run_unpacked("umount", str(folder))
+    folder.rmdir()
 
 
 @pytest.fixture
@@ -182,6 +180,10 @@ def serve(threads: int) -> None:
     run_unpacked("nsenter", "-t", "1", "--net", "--mount", "rpc.nfsd", "-N", "3", str(threads))
 
 
+def mount(folder: Path, option: str) -> None:
+    run_unpacked("mount.nfs4", "10.0.1.1:/", str(folder), "-o", f"vers=4.2,{option}")
+
+
 def run_unpacked(*command: str) -> None:
     """Run a command of the packages that the machine has."""
     libraries = os.environ["BUILD"] + "/unpacked/usr/lib/x86_64-linux-gnu"
@@ -203,6 +205,26 @@ def test_ranks_on_two_nodes_begin_together(
     monkeypatch.setattr(opening, "VISIBLE_S", 5.0)
     other.begin(begin_together, root, spool_folder, 1)
     assert begin_together(root, spool_folder, 0) == other.end() == ["node-0", "node-1"]
+
+
+def test_a_node_of_rank_0_that_sees_late_is_refused(
+    root: Path, spool_folder: Path, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    folder = Path(SHARE).with_name("by-options")
+    folder.mkdir()
+    mount(folder, "nocto")
+    other.call(mount, folder, "cto")
+    there = folder / root.relative_to(SHARE)
+    try:
+        other.begin(begin_together, there, spool_folder, 1)
+        for begun in (partial(begin_together, there, spool_folder, 0), other.end):
+            with pytest.raises(RootError, match=r"node node-0 has mounted .* the option nocto"):
+                begun()
+    finally:
+        run_unpacked("umount", str(folder))
+        other.call(run_unpacked, "umount", str(folder))
+        folder.rmdir()
 
 
 def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
@@ -236,6 +258,19 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
     planned = plan(survey(root), keep_last(1), time.time())
     other.call(claim, root, 1)
     assert [each.step for each in carry_out(root, planned).removed] == [2]
+
+
+def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
+    root: Path, other: Node
+) -> None:
+    """Else a rank takes it for another system's, and loads what is damaged."""
+    role_folder = root / "global_step_1/actor"
+    role_folder.mkdir(parents=True)
+    assert own_manifest(root, 1, 1) is None
+    other.call(commit_files, root, 1)
+    other.call(os.truncate, root / "global_step_1" / MODEL, 10)
+    with pytest.raises(CommitError, match="is damaged"):
+        check_loadable(role_folder, 1, ["model"])
 
 
 def test_a_lease_holds_that_was_renewed_since_it_was_looked_at(root: Path, other: Node) -> None:
@@ -444,6 +479,15 @@ def test_a_step_that_is_read_without_a_lease_is_removed_when_it_is_closed(root: 
         assert len(file.read()) == 1000
     assert removed_by(root, keep_last(1)) == []
     assert list((root / ".trinity_sync/trash").iterdir()) == []
+
+
+def test_what_replaced_a_step_and_is_still_read_is_left_and_said_once(root: Path) -> None:
+    commit_files(root, 1)
+    folder = replacing_folder(root) / "global_step_1"
+    folder.mkdir(parents=True)
+    with (folder / "read").open("x"):
+        assert [each.state for each in remove_replaced(root)] == ["left"]
+    assert [each.state for each in remove_replaced(root)] == ["mended"]
 
 
 def test_a_reader_on_the_other_node_has_whole_steps_while_old_ones_are_removed(

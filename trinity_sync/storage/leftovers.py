@@ -89,8 +89,11 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 yield Finding(str(root), name, "left", why)
         lock.require_ours()
         for step in steps_on_disk(replacing):
-            name = step_folder(replacing, step).relative_to(root).as_posix()
+            folder = step_folder(replacing, step)
+            name = folder.relative_to(root).as_posix()
             kept = let_go_of_replaced(root, step)
+            if folder.exists():
+                continue  # it is read, as is said below
             why = f"set aside in {kept.parent}" if kept else "removed"
             yield Finding(str(root), name, "mended", f"left by a step that was replaced; {why}")
         rest = {*replacing.glob("*"), *fetching.glob("*.aside")}.difference(needed)
