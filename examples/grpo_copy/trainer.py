@@ -97,8 +97,10 @@ class TrainerRank:
         start = time.perf_counter()
         if sync == "nccl":
             from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
+            from trinity_sync.weights.synchronizer import Synchronizer
 
-            fsdp_sync_weight_nccl(self._policy.engine, self._group, version=step)
+            told = Synchronizer.get_actor(root=self._root) if self._group else None
+            fsdp_sync_weight_nccl(self._policy.engine, self._group, version=step, synchronizer=told)
             sent = self._policy.engine.module.parameters() if self._group else ()
             nbytes = sum(weight.numel() * weight.element_size() for weight in sent)
         else:
