@@ -119,15 +119,18 @@ class World:
 
     # ------------------------------------------------------------ putting it right
 
+    def _started_server(self) -> bool:
+        if not self.server.lives:  # or no more: another process may have taken the port just now
+            self.server = parts.start_server(self._server_settings, self.server)
+        return parts.server_answers(self.server)
+
     def mend(self) -> None:
         """Start whatever does not run."""
         if not self.server.lives:
             database = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
             url = self.postgres and self.postgres.url.replace("postgresql:", "postgresql+asyncpg:")
             with patch.dict(os.environ, {database: url} if url else {}):
-                fresh = parts.start_server(self._server_settings, self.server)
-            self.server = fresh
-            self.until(lambda: parts.server_answers(fresh), "the Prefect server")
+                self.until(self._started_server, "the Prefect server")
         self.proxy = self.proxy or Proxy()
         self.proxy.target = int(self.server.api_url.removesuffix("/api").rpartition(":")[2])
         os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self.proxy.port}/api"

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.conftest import environment
 from tests.unit.answers import server
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import stack
+from trinity_sync.orchestration.parts import StackState, server_answers
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -86,3 +88,14 @@ def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(
                 time.sleep(0.02)
             trigger.close(timeout=0)
         assert any(said in message and url in message for message in caplog.messages)
+
+
+def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        answers = Thread(target=lambda: other.accept()[0].sendall(b"\0\0\x18\x04\r\n\r\n"))
+        answers.start()
+        state = StackState(api_url=f"http://127.0.0.1:{other.getsockname()[1]}/api")
+        assert not server_answers(state)
+        answers.join()

@@ -10,6 +10,7 @@ import tempfile
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,7 +94,7 @@ def server_answers(state: StackState) -> bool:
     try:
         with urllib.request.urlopen(f"{state.api_url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except (OSError, HTTPException):  # the latter of who has taken its port meanwhile
         return False
 
 
