@@ -185,6 +185,14 @@ def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An empty folder for a job's files."""
+    made = tmp_path / "ckpts"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
 def spool_folder() -> Iterator[Path]:
     """A folder in shared memory."""
     folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))

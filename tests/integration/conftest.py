@@ -15,13 +15,6 @@ CommitStep = Callable[..., Path]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    made = tmp_path / "ckpts"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
 def job(root: Path, spool_folder: Path) -> Iterator[Job]:
     """A job whose real images and files the test makes itself, without Prefect."""
     made = Job(root, open_job_spool(spool_folder, root))

@@ -62,13 +62,6 @@ pytestmark = pytest.mark.skipif(not os.path.ismount(SHARE), reason="runs by `mak
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "ckpts"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def mount_without_plus() -> Iterator[Path]:
     """A mount of the share that sees no change in a folder while it lists another one."""
     folder = Path(SHARE).with_name("without-plus")
