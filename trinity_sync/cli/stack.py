@@ -75,7 +75,7 @@ def down() -> None:
                     f"{megabytes:,.0f} MB of images stay in memory for the next start of "
                     f"{job.root or 'a root unknown'}; "
                     + (
-                        f"{waiting} of them wait to be committed"
+                        f"{waiting} of them wait to be committed, by the next up"
                         if waiting
                         else f"if that job is over: rm -r {shlex.quote(str(job.folder))}"
                     )

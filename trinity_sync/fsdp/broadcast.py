@@ -165,7 +165,10 @@ def _ready(prepare: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-    raise WeightSyncError(f"trainer rank {rank} could not gather the weights: {reason}")
+    raise WeightSyncError(
+        f"trainer rank {rank} could not gather the weights: {reason}. Nobody has this version; "
+        "free what that rank lacks, and join a new group for the next"
+    )
 
 
 def _clean(name: str) -> str:

@@ -135,7 +135,12 @@ class TrinitySynchronizer(Synchronizer):
                 take_lease, self._root, step, name, ttl_s=limit
             )
         except (TrinitySyncError, OSError) as error:  # the explorer will say what is wrong with it
-            logger.warning("step %d is not held for %s: %s", step, name, error)
+            logger.warning(
+                "step %d is not held for %s, and may be removed while it is loaded: %s",
+                step,
+                name,
+                error,
+            )
 
     async def _let_go(self) -> None:
         async with self._removing:
