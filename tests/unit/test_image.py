@@ -1,5 +1,6 @@
 """An image is the file that torch.save would have written, as far as any reader can tell."""
 
+import copy
 import gc
 import io
 import sys
@@ -7,6 +8,7 @@ import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
+from trinity_sync.snapshot.structure import Undetached
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -282,6 +285,32 @@ def test_arrays_and_random_states_are_taken_by_value() -> None:
     assert torch.equal(again["cpu"], state["cpu"])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["random"][1].__setitem__(3, 1),
+        lambda state: state.update(other=state["random"][1].copy()),
+        lambda state: state.update(other=state["other"].view(np.int32)),
+        lambda state: state.update(other=state["other"].reshape(-1, 2)),
+        lambda state: state.update(other=state["other"][::-1]),
+        lambda state: state.update(other=state["other"].astype(object)),
+        lambda state: state.update(other=np.zeros(1 << 20)),
+    ],
+)
+def test_a_random_state_is_laid_out_anew_only_when_it_has_changed(
+    change: Callable[[Any], None],
+) -> None:
+    state: Any = {"random": np.random.RandomState(1).get_state()}
+    state["other"] = state["random"][1]
+    known, _ = lay_out(state)
+    assert lay_out(copy.deepcopy(state), known)[0] is known
+    change(state)
+    assert lay_out(state, known)[0] is not known
+    again = loaded(image_of(state), weights_only=False)
+    assert_equal(again["other"].tolist(), state["other"].tolist())
+    assert again["random"][1].tolist() == state["random"][1].tolist()
+
+
 def test_an_ordered_state_dict_of_a_module_loads_back() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     state = module.state_dict()
@@ -289,6 +318,24 @@ def test_an_ordered_state_dict_of_a_module_loads_back() -> None:
     assert isinstance(again, OrderedDict)
     assert again._metadata == state._metadata
     module.load_state_dict(again)
+
+
+def test_parameters_as_they_are_give_the_file_of_detached_ones() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    module.tied = module[0].weight
+    live = partial(module.state_dict, keep_vars=True)
+    known, _ = lay_out(Undetached(live()))
+    image = torch.zeros(known.nbytes, dtype=torch.uint8)
+    module[0].weight.note = "an attribute is not part of a state"  # type: ignore[attr-defined]
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    layout, storages = lay_out(Undetached(live()), known)
+    assert layout is known
+    fill(image, layout, storages)
+    assert pickle_in(image.numpy().tobytes()) == pickle_in(saved(dict(module.state_dict())))
+    assert_equal(loaded(image.numpy().tobytes()), dict(module.state_dict()))
+    module[0].weight.data = torch.ones(4, 2)
+    assert lay_out(Undetached(live()), known)[0] is not known
 
 
 def test_tensor_data_starts_at_page_boundaries() -> None:

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.snapshot.structure import Undetached
 
 _WRAPPED = "_fsdp_wrapped_module."
 
@@ -34,6 +36,14 @@ def model_state(model: Any) -> dict[str, Any]:
         for name, first in _tied_under_fsdp1(model):
             state[name] = state[first]
     return state
+
+
+def model_to_stage(model: Any) -> dict[str, Any]:
+    """The same to be staged; FSDP2's parameters themselves, since detaching them takes longest."""
+    if fsdp_version(model) != 2:
+        return model_state(model)
+    with torch.no_grad():
+        return Undetached(model.state_dict(keep_vars=True))
 
 
 def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
@@ -65,7 +75,7 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there are none.
     """
-    adapters = {name: value for name, value in state.items() if _is_adapter(name)}
+    adapters = type(state)((name, value) for name, value in state.items() if _is_adapter(name))
     if not adapters:
         raise ConfigError(
             f"checkpoint.save_lora_only is set, but none of the model's {len(state)} weights is "

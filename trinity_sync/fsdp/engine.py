@@ -13,7 +13,7 @@ from verl.utils.fsdp_utils import (
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
-from trinity_sync.fsdp.collect import model_state
+from trinity_sync.fsdp.collect import model_to_stage
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.layout import split_role_path
@@ -103,7 +103,7 @@ def fsdp_save_state_dict(
 
     def collect() -> dict[str, Any]:
         ours = isinstance(manager, FSDPCheckpointManager)
-        return manager.model_state() if ours else model_state(engine.module)
+        return manager.model_state() if ours else model_to_stage(engine.module)
 
     states = {"model": _on_device(engine, collect)}
     processing_class = getattr(manager, "processing_class", None)

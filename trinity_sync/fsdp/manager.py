@@ -18,7 +18,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collect import adapters_only, lora_only, model_state, sharded
+from trinity_sync.fsdp.collect import adapters_only, lora_only, model_to_stage, sharded
 from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
@@ -174,8 +174,11 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         return self._stage(coordinator, role, global_step, "state_dict", states)
 
     def model_state(self) -> dict[str, Any]:
-        """This rank's shards of what a save of the model holds: all weights, or the adapter's."""
-        state = model_state(self.model)
+        """This rank's shards of what a save of the model holds: all weights, or the adapter's.
+
+        Under FSDP2 they are the parameters themselves, to be staged; see `Undetached`.
+        """
+        state = model_to_stage(self.model)
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
         return lora_only(state) if wanted and self._has_lora() else state
 

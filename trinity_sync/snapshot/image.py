@@ -29,7 +29,7 @@ from torch.utils.serialization import config as serialization_config
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
 from trinity_sync.snapshot.pickling import Noting
-from trinity_sync.snapshot.structure import Read, Structure, structure_of
+from trinity_sync.snapshot.structure import Read, Structure, Undetached, structure_of
 
 ALIGNMENT = 4096
 
@@ -94,7 +94,8 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
 
     Args:
         state: anything ``torch.save`` accepts. Tensors may be of any dtype, device and layout,
-            DTensors included; other values are taken here and now, by value.
+            DTensors included; other values are taken here and now, by value. Of an `Undetached`,
+            what it gives detached.
         known: a layout to use again if it is that of ``state``.
 
     Returns:
@@ -110,9 +111,10 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
     sink, noting = _Sink(), Noting()
+    saved = state.detached() if type(state) is Undetached else state
     try:
         with _aligned(), torch.serialization.skip_data():
-            torch.save(state, sink, pickle_module=noting)  # type: ignore[arg-type]
+            torch.save(saved, sink, pickle_module=noting)  # type: ignore[arg-type]
         return _planned(sink, noting, read)
     finally:
         noting.forget()

@@ -38,12 +38,13 @@ class Watch:
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
         large = {storage._cdata for storage in storages if storage.nbytes() > SMALL}
-        self._tensors = [
-            (name, tensor, tensor._version)
-            for name, tensor in named_tensors(state)
-            if tensor.untyped_storage()._cdata in large and not tensor.is_inference()
-        ]
-        watched = {tensor.untyped_storage()._cdata for _, tensor, _ in self._tensors}
+        watched = set[int]()
+        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        for name, tensor in named_tensors(state):
+            address = tensor.untyped_storage()._cdata
+            if address in large and not tensor.is_inference():
+                self._tensors.append((name, tensor, tensor._version))
+                watched.add(address)
         self.storages = [
             storage if storage._cdata in watched else storage.clone() for storage in storages
         ]
@@ -140,7 +141,8 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
                 visit(f"{name}.{key}" if name else str(key), item)
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
-                visit(f"{name}[{number}]", item)
+                if type(item) is not int:  # a random state is hundreds of them
+                    visit(f"{name}[{number}]", item)
 
     visit("", state)
     return found

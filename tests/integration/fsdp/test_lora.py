@@ -143,7 +143,7 @@ def test_an_adapter_that_is_not_there_is_an_error_and_not_a_save_of_something_el
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = {"model.norm.weight": torch.ones(3)}
-    monkeypatch.setattr("trinity_sync.fsdp.manager.model_state", lambda _: without)
+    monkeypatch.setattr("trinity_sync.fsdp.manager.model_to_stage", lambda _: without)
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
         tuned.manager.save_checkpoint(tuned.path, STEP)
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
