@@ -5,19 +5,21 @@ and a round in which every member says that it has it all. Before each bucket co
 names, dtypes and shapes, not before the first: the trainer gathers one tensor at a time, and can
 say at each bucket that it has to give up.
 
-Small tensors are packed, two buckets in turn: one is filled, or read, while the other is under way.
-A tensor that is larger than a bucket is one by itself and travels from its own memory.
+A bucket is many tensors or a single larger one; two are in turn, one filled, or read, while the
+other is under way. Small tensors are packed, the others travel from their own memory. A receiver
+asks for all parts of a bucket and the message after it at once.
 
-Bytes travel in pieces, one being summed up while the one before is under way. What they summed up
-to is in the next message, and no tensor is handed on before that one has come. A receiver asks for
-all pieces of a bucket and the message after it at once.
+On GPUs both sides sum the bytes up, which costs nothing there: what they summed up to is in the
+next message, and no tensor is handed on before that one has come. On CPUs a sum costs a quarter of
+the broadcast, and TCP has its own.
 """
 
 import functools
 import json
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import GEN_CREATED, getgeneratorstate
 from operator import index
 from typing import Any
@@ -28,16 +30,17 @@ import torch.distributed as dist
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights.group import WeightGroup, weight_group_of
 
-BUCKET = 4 << 20
-PIECES = 4
-"""Buckets that a large tensor's piece is as large as: each piece costs wake-ups of four threads."""
+BUCKET = 64 << 20
+PACKED = 64
+"""Part of a bucket up to which a tensor is copied into it: a copy of more costs more than a message
+of its own, whose wake-ups are those of four threads."""
 TIMEOUT_S = 600.0
 """Of torch's own groups, which do not tell theirs."""
 ALIGNED = 16
 MESSAGE = 8192
 """Bytes of a message; what is longer, the records of a bucket of very many tensors, comes after it.
 """
-OPENING, FILLED, CLOSING, GIVEN_UP = 0x7269_6E35, 0x7269_6E36, 0x7269_6E37, 0x7269_6E38
+OPENING, FILLED, CLOSING, GIVEN_UP = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
 
 Params = Iterable[tuple[str, torch.Tensor]]
 
@@ -48,21 +51,23 @@ def send_weights(
     *,
     version: int,
     bucket_bytes: int = BUCKET,
+    checked: bool | None = None,
 ) -> int:
     """Send every tensor once; returns when all members have confirmed that they have them all.
 
     Args:
-        params: names and dense tensors, on any device. A tensor is read before the next is asked
-            for, so one may be made at a time.
+        params: names and dense tensors, on any device. Each keeps its values until this returns, or
+            is let go of once it was given: up to two buckets of them are held.
         group: this process is its rank 0.
         version: the trainer's step, which receivers are told.
         bucket_bytes: how much travels at once; two of them are held on each side.
+        checked: sum the bytes up on both sides; by default on GPUs.
 
     Returns:
         Bytes that were sent.
 
     Raises:
-        ConfigError: this is not rank 0, or a tensor is sharded.
+        ConfigError: this is not rank 0, or a tensor is sharded, or was changed before it was sent.
         WeightSyncError: a member died, gave up or was too slow. Nobody may use this version.
         Exception: what ``params`` raised; receivers get a :class:`WeightSyncError` that says so.
     """
@@ -72,25 +77,24 @@ def send_weights(
             f"rank {members.rank} cannot send weights in buckets of {bucket_bytes} bytes; rank 0 "
             "of a weight group sends, and a bucket holds some MiB"
         )
-    piece_bytes = PIECES * bucket_bytes
+    checked = members.device.type == "cuda" if checked is None else checked
     sums: list[torch.Tensor] = []
     count = total = 0
     torn, under_way = False, list[Any]()
     try:
-        under_way = _tell(members, OPENING, version=index(version), piece=piece_bytes)
-        for records, payload in _packed(params, members, bucket_bytes):
-            about = {"tensors": records, "nbytes": len(payload), "sum": _folded(sums)}
-            former, under_way = under_way, _tell(members, FILLED, **about)
-            torn, sums = True, []
-            for piece in _pieces(payload, piece_bytes):
-                sums.append(_sum(piece))
-                members.wait(former)
-                former, under_way = under_way, [members.broadcast(piece)]
-            members.wait(former)
+        under_way = _tell(members, OPENING, version=index(version), checked=checked)
+        for bucket in _filled(params, members, bucket_bytes):
+            parts = bucket.parts()
+            about = {"tensors": bucket.records, "parts": bucket.places, "nbytes": bucket.nbytes}
+            torn = True
+            coming = _tell(members, FILLED, **about, sum=_folded(sums))
+            coming += map(members.broadcast, parts)
             torn = False
-            count, total = count + len(records), total + sum(size for *_, size in records)
-            if len(payload) > bucket_bytes:
-                members.wait(under_way)  # it is the caller's memory
+            sums = [*map(_sum, parts)] if checked else []
+            members.wait(under_way)
+            under_way = coming
+            count += len(bucket.records)
+            total += sum(size for *_, size in bucket.records)
         members.wait(under_way)
         members.wait(_tell(members, CLOSING, count=count, total=total, sum=_folded(sums)))
         members.confirm()
@@ -119,7 +123,7 @@ class Incoming:
             group.fail(str(error))
             raise
         self.version: int = opening["version"]
-        self._tensors = self._received(opening["piece"])
+        self._tensors = self._received(opening["checked"])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._tensors
@@ -130,10 +134,10 @@ class Incoming:
             self._group.fail(f"it took nothing of version {self.version}")
         self._tensors.close()
 
-    def _received(self, piece: int) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _received(self, checked: bool) -> Generator[tuple[str, torch.Tensor], None, None]:
         group, count, total = self._group, 0, 0
         try:
-            for bucket in _buckets(group, piece):
+            for bucket in _buckets(group, checked):
                 if isinstance(bucket, tuple):
                     break
                 for name, tensor in bucket.tensors():
@@ -231,31 +235,81 @@ class _Bucket:
             at += _room(size)
 
 
-def _packed(
-    params: Params, group: WeightGroup, bucket_bytes: int
-) -> Iterator[tuple[list[Any], torch.Tensor]]:
-    """Records and bytes, bucket by bucket; one stays as it is until the next but one."""
-    which, filled, records = 0, 0, list[Any]()
+@dataclass
+class _Outgoing:
+    """A bucket that is being filled; ``buffer`` has the small tensors in their places."""
+
+    buffer: torch.Tensor
+    records: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+    """With what aligns the tensors."""
+    places: list[list[int]] = field(default_factory=list)
+    """Start and length of each part."""
+    _own: list[tuple[str, torch.Tensor, torch.Tensor, int] | None] = field(default_factory=list)
+    """For each part None, or the tensor that it is: name, tensor, bytes and count of changes."""
+
+    def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, small: int) -> None:
+        """Take a tensor, of up to ``small`` bytes into the buffer."""
+        size, at = len(flat), self.nbytes
+        self.records.append(
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size)
+        )
+        self.nbytes = at + _room(size)
+        if size > small:
+            self.places.append([at, size])
+            self._own.append((name, tensor, flat, _changes(tensor)))
+        elif size:
+            self.buffer[at : at + size].copy_(flat)
+            if self._own and self._own[-1] is None:  # one part with those before it
+                self.places[-1][1] = at + size - self.places[-1][0]
+            else:
+                self.places.append([at, size])
+                self._own.append(None)
+
+    def parts(self) -> list[torch.Tensor]:
+        """The bytes to send.
+
+        Raises:
+            ConfigError: a tensor is not what it was when it came.
+        """
+        found = []
+        for (start, size), own in zip(self.places, self._own, strict=True):
+            if own is None:
+                found.append(self.buffer[start : start + size])
+                continue
+            name, tensor, flat, changes = own
+            if _changes(tensor) != changes:
+                raise ConfigError(
+                    f"tensor {name!r} was changed before it was sent; give each memory of its own"
+                )
+            found.append(flat)
+        return found
+
+
+def _changes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _filled(params: Params, group: WeightGroup, bucket_bytes: int) -> Iterator[_Outgoing]:
+    """Bucket by bucket; one stays as it is, with its tensors, until the next but one."""
+    which = 0
+    bucket = _Outgoing(group.buffer(which, bucket_bytes))
+    under_way = deque([bucket], maxlen=2)
     for name, tensor in params:
         if hasattr(tensor, "full_tensor"):
             raise ConfigError(f"tensor {name!r} is sharded; send its full_tensor()")
         flat = tensor.detach().to(group.device).contiguous().reshape(-1).view(torch.uint8)
-        record = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(flat)]
-        room = _room(len(flat))
-        if records and filled + room > bucket_bytes:
-            yield records, group.buffer(which, bucket_bytes)[:filled]
-            which, filled, records = 1 - which, 0, []
-        if room > bucket_bytes:
-            yield [record], flat
-            continue
-        group.buffer(which, bucket_bytes)[filled : filled + len(flat)].copy_(flat)
-        filled += room
-        records.append(record)
-    if records:
-        yield records, group.buffer(which, bucket_bytes)[:filled]
+        if bucket.records and bucket.nbytes + len(flat) > bucket_bytes:
+            yield bucket
+            which = 1 - which
+            bucket = _Outgoing(group.buffer(which, bucket_bytes))
+            under_way.append(bucket)
+        bucket.add(name, tensor, flat, bucket_bytes // PACKED)
+    if bucket.records:
+        yield bucket
 
 
-def _buckets(group: WeightGroup, piece: int) -> "Iterator[_Bucket | tuple[int, int]]":
+def _buckets(group: WeightGroup, checked: bool) -> "Iterator[_Bucket | tuple[int, int]]":
     """Bucket by bucket, and after the last how many tensors and bytes were sent.
 
     A bucket is given when the next one has been asked for, so the two are in turn in two buffers.
@@ -264,14 +318,13 @@ def _buckets(group: WeightGroup, piece: int) -> "Iterator[_Bucket | tuple[int, i
     kind, about = _told(group, _coming(group), FILLED, CLOSING)
     while kind == FILLED:
         payload = group.buffer(which, about["nbytes"])[: about["nbytes"]]
-        pieces = [(part, group.broadcast(part)) for part in _pieces(payload, piece)]
+        parts = [payload[start : start + size] for start, size in about["parts"]]
+        works = [*map(group.broadcast, parts)]
         coming = _coming(group)
         if former:
             yield former
-        sums = []
-        for part, work in pieces:
-            group.wait([work])
-            sums.append(_sum(part))
+        group.wait(works)
+        sums = [*map(_sum, parts)] if checked else []
         which, former = 1 - which, _Bucket(about["tensors"], payload)
         kind, about = _told(group, coming, FILLED, CLOSING)
         if about["sum"] != _folded(sums):
@@ -279,12 +332,6 @@ def _buckets(group: WeightGroup, piece: int) -> "Iterator[_Bucket | tuple[int, i
     if former:
         yield former
     yield about["count"], about["total"]
-
-
-def _pieces(payload: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """What travels at once: on a GPU all of it, which has no cache to be summed up in."""
-    size = len(payload) if payload.is_cuda else size // ALIGNED * ALIGNED
-    return [payload[at : at + size] for at in range(0, len(payload), size or 1)]
 
 
 def _tell(group: WeightGroup, kind: int, **about: Any) -> list[Any]:

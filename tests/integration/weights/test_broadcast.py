@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -218,7 +219,7 @@ def _altered(group: WeightGroup) -> Any:
 def test_what_is_altered_on_its_way_is_not_taken(members: Any) -> None:
     group, (reader,) = members(_altered)
     with pytest.raises(WeightSyncError, match="rank 1 gave up: a bucket was altered on its way"):
-        send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, bucket_bytes=BUCKET)
+        send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, checked=True)
     assert isinstance(reader.answer(), WeightSyncError)
 
 
@@ -273,6 +274,36 @@ def test_what_goes_wrong_at_the_trainer_is_told_to_the_readers(members: Any) -> 
     with pytest.raises(ZeroDivisionError):
         send_weights(torn(), group, version=3, bucket_bytes=BUCKET)
     assert "ZeroDivisionError('no such weight')" in str(reader.answer())
+
+
+def test_a_tensor_that_changes_before_it_is_sent_is_refused_and_told(members: Any) -> None:
+    group, (reader,) = members(_take)
+
+    def in_one_memory() -> Iterator[tuple[str, torch.Tensor]]:
+        memory = torch.zeros(BUCKET // 8)
+        for number in range(2):
+            yield f"w{number}", memory.fill_(number)
+
+    with pytest.raises(ConfigError, match="'w0' was changed before it was sent"):
+        send_weights(in_one_memory(), group, version=3, bucket_bytes=BUCKET)
+    assert isinstance(reader.answer(), WeightSyncError)
+
+
+def test_tensors_that_were_sent_are_let_go_of(members: Any) -> None:
+    group, (reader,) = members(_take)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def one_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(8):
+            tensor = torch.zeros(BUCKET // 4)
+            made.append(weakref.ref(tensor))
+            alive.append(sum(each() is not None for each in made))
+            yield f"w{number}", tensor
+
+    send_weights(one_at_a_time(), group, version=3, bucket_bytes=BUCKET)
+    assert len(reader.answer()) == 8
+    assert max(alive) <= 4, "two buckets, the one that is made, and this generator's own"
 
 
 def test_a_version_may_be_numpys_integer(members: Any) -> None:
