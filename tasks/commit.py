@@ -1,8 +1,6 @@
 """The last task of a save, and the one that notes its failure."""
 
 import logging
-import re
-import time
 from collections.abc import Sequence
 
 from prefect import task
@@ -10,8 +8,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
 
 from tasks.persist import is_io_error, save_of
+from tasks.weights import show_weights
 from trinity_sync.catalog.mirror import try_mirror
-from trinity_sync.layout import FOLDERS, job_id
+from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -23,7 +22,6 @@ from trinity_sync.storage.placement import Share
 from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
 from trinity_sync.weights.notice import tell_committed
-from trinity_sync.weights.report import report
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> boo
     try_mirror(settings, request.root, [request.step], flow_run=flow_run.id)
     try:
         show(request, manifest, written)
-        show_weights(request)
+        show_weights(request.root)
     except Exception as error:  # the server is away, and the step is committed all the same
         logger.warning("%s is committed; its tables cannot be shown: %r", request.run_name, error)
     return bool(wishes(request.root, step=request.step))
@@ -135,27 +133,5 @@ def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -
                 "digest": file.digest,
             }
             for file in sorted(shown, key=lambda file: file.path)
-        ],
-    )
-
-
-def show_weights(request: SaveRequest) -> None:
-    """Put who serves which version into the Prefect UI, if the job has a Synchronizer."""
-    found = report(request.root, time.time())
-    if found is None or not found.readers:
-        return
-    job = re.sub(r"[^a-z0-9]+", "-", job_id(request.root).lower())
-    newest = found.newest.step if found.newest else "none"
-    create_table_artifact(
-        key=f"weights-{job}",
-        description=f"Who serves which version of `{request.root}`; the newest is {newest}",
-        table=[
-            {
-                "reader": reader.name,
-                "version": reader.step,
-                "steps behind": reader.behind,
-                "stale for": f"{reader.stale_s:.0f} s",
-            }
-            for reader in found.readers
         ],
     )

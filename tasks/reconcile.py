@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 
+from tasks.weights import show_weights
 from trinity_sync.orchestration.reconcile import GRACE_S, reconcile
 from trinity_sync.orchestration.roots import roots_of
 from trinity_sync.settings import Settings
@@ -17,12 +19,15 @@ from trinity_sync.storage.leftovers import Finding
 def mend_what_was_left(root: str | None, grace_s: float = GRACE_S) -> None:
     """Mend what was left half done on this node, and show what was done and what was not."""
     settings = Settings()
-    show(asyncio.run(_reconcile(settings, root, grace_s)))
+    roots = roots_of(root, settings)
+    show(asyncio.run(_reconcile(settings, roots, grace_s)))
+    for each in roots:
+        show_weights(each)
 
 
-async def _reconcile(settings: Settings, root: str | None, grace_s: float) -> list[Finding]:
+async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) -> list[Finding]:
     async with get_client() as client:
-        return await reconcile(settings, roots_of(root, settings), client, grace_s=grace_s)
+        return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
 def show(found: Sequence[Finding]) -> None:

@@ -128,9 +128,11 @@ class Holder:
                     notes[rank], memories[rank] = said, read_only(memoryview(content))
             for rank, ref in enumerate(refs):
                 said = notes[ref.rank]
-                if (said.run, said.step, said.rank) != (version.run, version.step, rank):
+                found = (said.run, said.step, said.role, said.rank)
+                if found != (version.run, version.step, version.role, rank):
                     raise WeightSyncError(
-                        f"{_what(version)}: {ref.slot} holds rank {said.rank} of step {said.step}"
+                        f"{_what(version)}: {ref.slot} holds rank {said.rank} of {said.role} at "
+                        f"step {said.step}; have the trainer upload the version again"
                     )
                 if said.world_size != len(refs):
                     raise WeightSyncError(

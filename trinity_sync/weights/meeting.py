@@ -89,14 +89,17 @@ async def announce(
 
 async def tear_down(trainer: Any, explorers: Handles, *, timeout_s: float) -> None:
     """Have all leave: explorers first, so that no broadcast is under way. Never raises."""
-    parties = [*sorted(explorers.items()), ("trainer", trainer)]
-    for name, actor in parties:
-        if actor is None:
-            continue
-        try:
-            await asyncio.wait_for(_awaited(actor.teardown_weight_sync_group.remote()), timeout_s)
-        except (RayError, asyncio.TimeoutError) as error:
-            logger.warning("%s did not leave the group of a broadcast: %r", name, error)
+    await asyncio.gather(*(_leave(name, each, timeout_s) for name, each in explorers.items()))
+    await _leave("trainer", trainer, timeout_s)
+
+
+async def _leave(name: str, actor: Any, timeout_s: float) -> None:
+    if actor is None:
+        return
+    try:
+        await asyncio.wait_for(_awaited(actor.teardown_weight_sync_group.remote()), timeout_s)
+    except (RayError, asyncio.TimeoutError) as error:
+        logger.warning("%s did not leave the group of a broadcast: %r", name, error)
 
 
 async def _all(calls: Mapping[str, Callable[[], Awaitable[Any]]], timeout_s: float) -> None:

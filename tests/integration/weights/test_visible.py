@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
-from trinity_sync.weights.files import write_address
+from trinity_sync.weights.files import address_file, write_address
 from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.version import Version
 
@@ -68,6 +69,24 @@ def serve_version_5_to_one_reader(root: Path) -> None:
         await ledger.record(Version(7, 1, "checkpoint", str(root)))
 
     asyncio.run(work())
+
+
+def test_between_commits_the_table_is_renewed_as_long_as_the_synchronizer_lives(
+    root: Path, api: Api
+) -> None:
+    serve_version_5_to_one_reader(root)
+
+    def tables() -> list[str]:
+        reconciled = api.ended(api.start({"root": str(root)}, "reconcile/reconcile"))
+        assert reconciled.state.is_completed(), reconciled.state.message
+        found = api.artifacts_of(reconciled)
+        return [str(each.data) for each in found if each.key.startswith("weights-")]
+
+    (shown,) = tables()
+    assert '"reader": "rollout-0", "version": 5' in shown
+    address = json.loads(address_file(root).read_text())
+    address_file(root).write_text(json.dumps({**address, "process": "1 of another time"}))
+    assert tables() == []
 
 
 def test_who_serves_what_is_shown_without_ray(root: Path) -> None:

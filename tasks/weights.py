@@ -1,0 +1,32 @@
+"""The table of who serves which version of the weights."""
+
+import re
+import time
+from pathlib import Path
+
+from prefect.artifacts import create_table_artifact
+
+from trinity_sync.layout import job_id
+from trinity_sync.weights.report import report
+
+
+def show_weights(root: str | Path) -> None:
+    """Put who serves which version into the Prefect UI, if the job's Synchronizer may be there."""
+    found = report(root, time.time())
+    if found is None or found.lives is False or not found.readers:
+        return
+    job = re.sub(r"[^a-z0-9]+", "-", job_id(root).lower())
+    newest = found.newest.step if found.newest else "none"
+    create_table_artifact(
+        key=f"weights-{job}",
+        description=f"Who serves which version of `{root}`; the newest is {newest}",
+        table=[
+            {
+                "reader": reader.name,
+                "version": reader.step,
+                "steps behind": reader.behind,
+                "stale for": f"{reader.stale_s:.0f} s",
+            }
+            for reader in found.readers
+        ],
+    )
