@@ -59,6 +59,17 @@ def test_a_rollout_may_be_so_old_and_no_older(made_by: int, accepted: bool) -> N
 
 
 @pytest.mark.parametrize(
+    ("made_by", "resumed_at", "accepted"),
+    [(12, 9, True), (12, 8, True), (12, 7, False), (8, 9, True)],
+)
+def test_a_rollout_of_abandoned_weights_is_as_old_as_the_step_that_training_went_back_to(
+    made_by: int, resumed_at: int, accepted: bool
+) -> None:
+    gate = RolloutGate(max_lag=2)
+    assert gate.accepts(made_by, trainer_step=10, resumed_at=resumed_at) is accepted
+
+
+@pytest.mark.parametrize(
     "ask",
     [
         lambda: RolloutGate(-1),

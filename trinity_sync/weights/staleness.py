@@ -91,9 +91,18 @@ class RolloutGate:
         if self.max_lag < 0:
             raise ConfigError(f"max_lag {self.max_lag} would let no rollout pass; 0 is on-policy")
 
-    def accepts(self, made_by: int, trainer_step: int) -> bool:
-        """Whether to train at ``trainer_step`` on a rollout that version ``made_by`` made."""
-        return version_lag(trainer_step, made_by) <= self.max_lag
+    def accepts(self, made_by: int, trainer_step: int, *, resumed_at: int | None = None) -> bool:
+        """Whether to train at ``trainer_step`` on a rollout that version ``made_by`` made.
+
+        Args:
+            made_by: step of the weights.
+            trainer_step: step of the training.
+            resumed_at: of a rollout from before a restart (its `Version` has another ``run``): the
+                step that training resumed from. Later weights than that were abandoned, so they
+                count as that old.
+        """
+        shared = made_by if resumed_at is None else min(made_by, resumed_at)
+        return version_lag(trainer_step, shared) <= self.max_lag
 
 
 def _check(style: str, interval: int) -> None:
