@@ -48,6 +48,12 @@ class CommitsHere(SaveTrigger):
                 _save_step(request)
             except Exception as error:
                 self._failed[request.key] = repr(error)
+            finally:
+                self._requests.task_done()
+
+    def settle(self) -> None:
+        """Wait for what follows a commit too: its slots are free then, and old steps pruned."""
+        self._requests.join()
 
 
 class CommitsWhenTold(CommitsHere):

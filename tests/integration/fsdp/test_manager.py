@@ -186,10 +186,12 @@ def test_the_log_says_where_a_step_was_restored_from(
     source: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first = new_run()
+    trigger = CommitsHere()
+    first = new_run(trigger)
     first.save_checkpoint(path(root, 1), 1)
     before = trained.state()
     first.wait_on_save_thread()
+    trigger.settle()
     if source == "disk":
         for note in (tmp_path / "spool").rglob("*.kept"):
             note.unlink()
@@ -269,12 +271,14 @@ def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
 def test_after_a_step_that_cannot_be_loaded_another_one_can(
     new_run: MakeManager, root: Path, trained: Trained, tmp_path: Path
 ) -> None:
-    first = new_run()
+    trigger = CommitsHere()
+    first = new_run(trigger)
     first.save_checkpoint(path(root, 1), 1)
     before = trained.state()
     trained.step()
     first.save_checkpoint(path(root, 2), 2)
     first.wait_on_save_thread()
+    trigger.settle()
     for note in (tmp_path / "spool").rglob("*.kept"):
         note.unlink()
     with (Path(path(root, 2)) / "optim_world_size_1_rank_0.pt").open("r+b") as shard:
