@@ -34,7 +34,9 @@ class Limits:
         self._memory = mmap.mmap(-1, self._buffer)  # aligned, as direct I/O wants it
         self._view = memoryview(self._memory)
         self._source = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._source.random_()
+        noise = torch.randint(256, (CHUNK,), dtype=torch.uint8)  # more of it would take seconds
+        for part in self._source.split(CHUNK):
+            part.copy_(noise[: len(part)])
         self._target = self._source.clone()
         self._folder = folder
         self._path = folder / "raw"

@@ -1,8 +1,8 @@
 """Which cases are measured, in which order, and who takes part in each.
 
 A ratio holds within a case only: its systems took turns with each other and with the limits. Those
-of one case hold their memory at the same time, so there are several cases of one size: what a user
-would choose from, what orchestration adds, and what overlaps with training.
+of one case hold their memory at the same time, and a stack that idles is felt, so there are several
+cases of one size: what a user would choose from, what orchestration adds, and what overlaps.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,10 @@ EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Pref
 MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
 MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing")
 """The peers of the least stall, where each turn takes long."""
-ORCHESTRATED = ("trinity_sync + Prefect", "trinity_sync + Prefect, recycled files")
-LARGE = (ORCHESTRATED[1], "torch.save", "DCP async, thread")
-"""For the largest state: more at a time do not fit into 24 GiB."""
+ORCHESTRATED = "trinity_sync + Prefect, recycled files"
+WITH_PREFECT = (ORCHESTRATED, "torch.save", "DCP async, thread")
+"""Of the largest state, more at a time do not fit into 24 GiB."""
 OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect" not in name)
-IN_TRAINING = ("torch-checkpointing", *OVERLAPPED)
 
 
 def quick(run: "Run") -> Iterator[str]:
@@ -35,9 +34,9 @@ def quick(run: "Run") -> Iterator[str]:
     small = _case(Size(1 << 28, 300), MAIN, turns=3)
     yield small.name
     run.case(small, held=4)
-    trained = _case(small.size, (MAIN[0], *OVERLAPPED), turns=3, window=WINDOW)
+    trained = _case(small.size, OVERLAPPED, turns=3, window=WINDOW)
     yield trained.name
-    run.case(trained, held=5)
+    run.case(trained, held=4)
 
 
 def full(run: "Run") -> Iterator[str]:
@@ -48,17 +47,16 @@ def full(run: "Run") -> Iterator[str]:
     run.case(alone, held=8)
     with run.stack():
         for case, held in (
-            (_case(middle, (*ORCHESTRATED, *MAIN[1:]), what="with Prefect"), 5),
-            (_case(large, LARGE), 3),
-            (_case(middle, ("trinity_sync + Prefect, overlapped", *IN_TRAINING), window=WINDOW), 7),
+            (_case(middle, WITH_PREFECT, what="with Prefect"), 3),
+            (_case(large, WITH_PREFECT, what="with Prefect"), 3),
+            (_case(middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW), 6),
         ):
             yield case.name
             run.case(case, held)
         yield "orchestration"
         run.orchestration(TURNS)
     for case, held in (
-        (_case(small, EVERYBODY), 8),
-        (_case(small, (MAIN[0], *IN_TRAINING), window=WINDOW), 6),
+        (_case(small, MAIN), 4),
         (_case(Size(1 << 30, 3000), MANY), 4),
         (_case(Size(1 << 30, 300, ranks=2), MANY), 4),
     ):

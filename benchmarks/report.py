@@ -97,10 +97,8 @@ _BOUNDS = {*LIMITS.values(), "raw write, existing file", "fsync alone"}
 
 def _limit(records: Sequence[Record], metric: str) -> float | None:
     name = LIMITS.get(metric)
-    # each limit is measured under one name, and bounds what differs by circumstances only
-    measured = {"warm memcpy": "stall", "raw write": "durable", "raw read": "restore"}.get(
-        name or ""
-    )
+    # each limit is measured as the first that it bounds; the others differ by circumstances only
+    measured = next((first for first, limit in LIMITS.items() if limit == name), None)
     for record in records:
         if (record.system, record.metric) == (name, measured):
             return record.median

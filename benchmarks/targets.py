@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MIB_256 = "0.25 GiB, 300 tensors, 1 rank"
 GIB = "1 GiB, 300 tensors, 1 rank"
 GIB_3000 = "1 GiB, 3000 tensors, 1 rank"
 RANKS = "1 GiB, 300 tensors, 2 ranks"
-GB_4 = "4 GB, 300 tensors, 1 rank"
 WITH_PREFECT = f"{GIB}, with Prefect"
+GB_4 = "4 GB, 300 tensors, 1 rank, with Prefect"
+TRAINED = f"{GIB}, in training"
 RESTORE = f"restore, {GIB}"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
@@ -65,14 +65,9 @@ def targets() -> Iterator[Target]:
         yield Target("stall / warm memcpy", 1.15, stall, memcpy)
         yield Target("stall / best peer's", 0.7, stall, (case, "best peer", "stall"))
         yield Target("stall / torch.save + fsync", 0.08, stall, (case, "torch.save", "stall"))
-    for size, system in (
-        (MIB_256, "trinity_sync, overlapped"),
-        (GIB, "trinity_sync, overlapped"),
-        (GIB, "trinity_sync + Prefect, overlapped"),
-    ):
-        case = f"{size}, in training"
-        stall, memcpy = (case, system, "stall in training"), (case, "warm memcpy", "stall")
-        loss, least = (case, system, "loss a save"), (case, "best peer", "loss a save")
+    for system in ("trinity_sync, overlapped", "trinity_sync + Prefect, overlapped"):
+        stall, memcpy = (TRAINED, system, "stall in training"), (TRAINED, "warm memcpy", "stall")
+        loss, least = (TRAINED, system, "loss a save"), (TRAINED, "best peer", "loss a save")
         yield Target(f"stall, {system} / memcpy", 0.1, stall, memcpy)
         yield Target(f"step-time loss a save, {system} / best peer's", 0.5, loss, least)
     raw, fresh, recycled = ((GIB, name, "durable") for name in ("raw write", OURS, RECYCLED))

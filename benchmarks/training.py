@@ -36,6 +36,10 @@ class Size:
     ranks: int = 1
 
 
+def _detached(model: Any) -> State:
+    return dict(model.state_dict())
+
+
 class Training:
     """Model, optimizer and schedule of one rank; the process group must stand.
 
@@ -75,15 +79,19 @@ class Training:
         self.schedule.step()
         torch.set_num_threads(threads)
 
-    def state(self) -> State:
-        """The three components that veRL saves; their tensors alias the live ones."""
+    def state(self, of_model: Callable[[Any], State] = _detached) -> State:
+        """The three components that veRL saves; their tensors alias the live ones.
+
+        Args:
+            of_model: collects the model's, for a system that has a way of its own.
+        """
         rng = {
             "cpu": torch.get_rng_state(),
             "numpy": np.random.get_state(),
             "random": random.getstate(),
         }
         return {
-            "model": dict(self.model.state_dict()),
+            "model": of_model(self.model),
             "optim": self.optimizer.state_dict(),
             "extra_state": {"lr_scheduler": self.schedule.state_dict(), "rng": rng},
         }

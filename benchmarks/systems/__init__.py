@@ -8,7 +8,6 @@ SYSTEMS = {
     "trinity_sync": "trinity:Trinity",
     "trinity_sync, overlapped": "trinity:Overlapped",
     "trinity_sync, recycled files": "trinity:Recycled",
-    "trinity_sync + Prefect": "trinity_prefect:TrinityPrefect",
     "trinity_sync + Prefect, overlapped": "trinity_prefect:PrefectOverlapped",
     "trinity_sync + Prefect, recycled files": "trinity_prefect:PrefectRecycled",
     "torch.save": "torch_save:TorchSave",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from benchmarks.systems.trinity import Committed
 from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.fsdp.collect import model_to_stage
 from trinity_sync.orchestration.stack import find
 from trinity_sync.settings import Settings
 
@@ -39,7 +40,7 @@ class TrinityPrefect(Committed):
 
     def save(self, step: int) -> None:
         """Stage, and ask Prefect for the flow run in the background."""
-        self._saves.save(step, self.training.state(), overlap=self.overlaps)
+        self._saves.save(step, self.training.state(model_to_stage), overlap=self.overlaps)
 
     def before_update(self) -> None:
         """What overlaps must have been copied."""
