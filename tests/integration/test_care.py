@@ -83,7 +83,7 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     for step in (1, 2):
         saves.save(step, {"model": model.state_dict()}, metadata=metadata)
         saves.wait_all(90)
-    assert root in known_roots(stack_settings)
+    until(lambda: root in known_roots(stack_settings), "the node to know of the job")
 
     exported = run(api, "export/export", root=str(root), step=2, to=str(tmp_path / "hf"))
     assert exported.state.is_completed(), exported.state.message
