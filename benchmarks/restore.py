@@ -38,7 +38,7 @@ def saved(size: Size, name: str, folder: Path, shared: Path) -> tuple[str, bool]
 def restored(
     size: Size, name: str, from_memory: bool, digest: str, folder: Path, shared: Path
 ) -> Samples:
-    """Load into a training that was started anew; seconds until every byte was looked at.
+    """Load into a training that was started anew; seconds until every page is there.
 
     It has not taken a step, so its optimizer has no state yet, but where a system wants it to have.
     """
@@ -59,7 +59,7 @@ def limits(size: Size, folder: Path, _shared: Path) -> Samples:
 
 
 def timed_load(training: Training, load: Callable[[], None], digest: str, name: str) -> float:
-    """Seconds until all ranks have loaded, and have looked at every byte.
+    """Seconds until all ranks have loaded, and have touched every page of what they loaded.
 
     Raises:
         WrongState: it is not the state of that digest.
@@ -67,9 +67,9 @@ def timed_load(training: Training, load: Callable[[], None], digest: str, name: 
     dist.barrier()
     start = time.perf_counter()
     load()
-    loaded = training.digest()
+    training.touch()
     seconds = time.perf_counter() - start
-    if loaded != digest:
+    if training.digest() != digest:
         raise WrongState(f"{name} did not bring the state back")
     return seconds
 

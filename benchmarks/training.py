@@ -4,9 +4,11 @@ Sizes are those of the whole state, as checkpoints know it: four tensors a param
 ``exp_avg``, ``exp_avg_sq`` and ``step``) and twelve bytes a number.
 """
 
+import mmap
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,13 @@ class Training:
                 np.random.set_state(state["rng"]["numpy"])
                 random.setstate(state["rng"]["random"])
 
+    def touch(self) -> None:
+        """Read a byte of every page, so that nothing is left to be loaded at its first use."""
+        state = self.state()
+        of_optimizer = state["optim"]["state"].values()
+        for tensor in chain(state["model"].values(), *(each.values() for each in of_optimizer)):
+            _bytes(tensor)[:: mmap.PAGESIZE].sum()
+
     def digest(self) -> str:
         """Of every bit of this rank's live state, and of the values beside its tensors."""
         digest = xxhash.xxh3_128()
@@ -122,9 +131,7 @@ class Training:
                 for item in value:
                     visit(item)
             elif isinstance(value, torch.Tensor):
-                local = value.to_local() if isinstance(value, DTensor) else value
-                flat = local.detach().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(flat.numpy().data)
+                digest.update(_bytes(value).numpy().data)
             elif isinstance(value, np.ndarray):
                 digest.update(value.tobytes())
             else:
@@ -132,6 +139,12 @@ class Training:
 
         visit(self.state())
         return str(digest.hexdigest())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Those of this rank."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _decay(step: int) -> float:
