@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trinity_sync.orchestration.ports import free_port
 
 PRELOADED = ["benchmarks.training"]
 
@@ -46,7 +47,7 @@ def on_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     answers: Any = context.Queue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(
             target=_rank,
@@ -123,9 +124,3 @@ def _group(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(lines[-30:])
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

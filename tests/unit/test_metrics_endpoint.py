@@ -10,10 +10,10 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.ports import free_port
 from tests.unit.job import Job
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.metrics import WorkerMetrics
+from trinity_sync.orchestration.ports import free_port
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings

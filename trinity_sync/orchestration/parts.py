@@ -19,6 +19,7 @@ import certifi
 import trinity_sync
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon
+from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
 
 WORKER_MODULE = "trinity_sync.orchestration.serve"
@@ -79,7 +80,7 @@ class StackState:
 
 def start_server(settings: Settings, state: StackState) -> StackState:
     """Start a Prefect server, at the URL of ``state`` if its port is free."""
-    port = _free_port(state.api_url)
+    port = free_port(state.api_url)
     state = replace(state, api_url=f"http://127.0.0.1:{port}/api", server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
@@ -105,7 +106,7 @@ def start_ray(
     remove_ray_folder(state)
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
     folder = tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp")
-    port = _free_port(state.ray_address)
+    port = free_port(state.ray_address)
     auth = _ray_auth(settings.home)
     state = replace(state, ray=None, ray_address="", ray_folder=folder, ray_auth=auth)
     command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
@@ -114,7 +115,7 @@ def start_ray(
     command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={object_store_mb * 10**6}"]
     # any port that is free, so that two nodes on a machine do not meet
-    command += [f"--ray-client-server-port={_free_port()}", f"--dashboard-port={_free_port()}"]
+    command += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     command += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     env = environment(settings, state)
@@ -224,17 +225,3 @@ def _ray_auth(home: Path) -> dict[str, str]:
         path.touch(mode=0o600)
         path.write_text(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
-
-
-def _free_port(preferred: str = "") -> int:
-    """A free port; that of the address ``preferred`` if possible."""
-    wanted = preferred.removesuffix("/api").rpartition(":")[2]
-    for port in (int(wanted) if wanted.isdigit() else 0, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError("no free port")

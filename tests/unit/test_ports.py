@@ -1,0 +1,42 @@
+"""Ports of servers: free ones, which no outgoing connection is given meanwhile."""
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.orchestration import ports
+from trinity_sync.orchestration.ports import free_port
+
+
+def test_a_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
+    first = int(ports.RANGE.read_text().split()[0])
+    assert 1024 <= free_port() < first
+
+
+def test_processes_that_are_seeded_alike_do_not_ask_for_the_same_ports() -> None:
+    found = set()
+    for _ in range(20):
+        random.seed(0)
+        found.add(free_port())
+    assert len(found) > 1
+
+
+def test_the_port_of_an_earlier_server_is_taken_again_unless_somebody_listens_there() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    assert free_port(url) == port
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert free_port(url) != port
+
+
+def test_where_all_ports_are_for_outgoing_connections_it_is_one_of_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = tmp_path / "ip_local_port_range"
+    everything.write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "RANGE", everything)
+    assert free_port() >= 1024
