@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.run import Run
 
 TURNS = 7
-WINDOW = 4
+WINDOW = 3
 """Steps of training: what a save takes from them, it takes from the first ones."""
 EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Prefect" not in name)
 MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
