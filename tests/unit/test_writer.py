@@ -2,13 +2,18 @@
 
 import mmap
 import os
+import random
+import resource
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from trinity_sync.storage.persist import yield_to_others
-from trinity_sync.storage.writer import CHUNK, digest_of, write_file
+from trinity_sync.storage.writer import CHUNK, IN_FLIGHT, digest_of, write_file
 
 
 def mapped(content: bytes) -> memoryview:
@@ -19,10 +24,12 @@ def mapped(content: bytes) -> memoryview:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, CHUNK, CHUNK + 1, 2 * CHUNK + 4096])
+@pytest.mark.parametrize(
+    "size",
+    [0, 1, 4095, 4096, 4097, CHUNK, CHUNK + 1, 2 * CHUNK + 4096, (IN_FLIGHT + 1) * CHUNK + 4097],
+)
 def test_every_size_is_written_whole(tmp_path: Path, size: int, direct: bool) -> None:
-    content = bytes(i * 7 % 251 for i in range(4096)) * (size // 4096 + 1)
-    content = content[:size]
+    content = random.Random(size).randbytes(size)
     path = tmp_path / "file"
     digest = write_file(path, mapped(content), direct=direct)
     assert path.read_bytes() == content
@@ -40,6 +47,28 @@ def test_a_file_system_without_direct_io_is_written_all_the_same(spool_folder: P
     content = mapped(b"x" * 10_000)
     write_file(spool_folder / "file", content, direct=True)
     assert (spool_folder / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_grows_too_large_is_an_error_and_nothing_is_written_after_it(
+    tmp_path: Path, direct: bool
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_file(tmp_path / "file", mapped(bytes((IN_FLIGHT + 2) * CHUNK)), direct=direct)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not [thread for thread in threading.enumerate() if "writer" in thread.name]
+
+
+def test_a_limited_writer_takes_its_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    write_file(tmp_path / "file", mapped(bytes(2 * CHUNK)), bytes_per_s=4 * CHUNK)
+    assert time.monotonic() - began >= 0.5
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
