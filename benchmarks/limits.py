@@ -84,10 +84,9 @@ class Limits:
             os.close(fd)
 
     def _first_touch(self) -> float:
-        """Of memory that a state which is loaded needs anew, in huge pages."""
+        """Of memory that a state which is loaded needs anew, in pages of the kernel's choice."""
         size = min(FRESH, self._nbytes)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
         pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
         start = time.perf_counter()
         pages.fill_(1)
