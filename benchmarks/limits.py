@@ -21,7 +21,7 @@ FRESH = 1 << 30
 
 
 class Limits:
-    """Warm memcpy, direct I/O to and from the disk, and a bare fsync; the first touch of memory.
+    """Warm memcpy, direct I/O to and from the disk, and a bare fsync.
 
     Args:
         nbytes: that this rank saves; rounded down to whole pages.
@@ -53,13 +53,10 @@ class Limits:
         }
 
     def of_loading(self) -> dict[tuple[str, str], float]:
-        """Likewise of what bounds a load; of a process that has done nothing else before."""
+        """Likewise of what bounds a load from disk."""
         if not self._path.exists():
             self._write()
-        return {
-            ("raw read", "restore"): _timed(self._read),
-            ("first touch", "restore from memory"): self._first_touch(),
-        }
+        return {("raw read", "restore"): _timed(self._read)}
 
     def _copy(self) -> None:
         for offset in range(0, self._nbytes, self._buffer):
@@ -83,15 +80,6 @@ class Limits:
         finally:
             os.close(fd)
 
-    def _first_touch(self) -> float:
-        """Of memory that a state which is loaded needs anew, in pages of the kernel's choice."""
-        size = min(FRESH, self._nbytes)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
-        start = time.perf_counter()
-        pages.fill_(1)
-        return (time.perf_counter() - start) * self._nbytes / size
-
     def _chunks(self, move: Callable[[memoryview, int], int]) -> None:
         def one(offset: int) -> None:
             start = offset % self._buffer
@@ -108,6 +96,20 @@ class Limits:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
+
+
+def first_touch(nbytes: int) -> float:
+    """Seconds for memory that a state which is loaded needs anew, in pages of the kernel's choice.
+
+    To be measured before anything else takes what was freed last: a virtual machine's host takes
+    freed pages back, and memory that it has to find again costs several times as much.
+    """
+    size = min(FRESH, nbytes)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
+    start = time.perf_counter()
+    pages.fill_(1)
+    return (time.perf_counter() - start) * nbytes / size
 
 
 def _timed(work: Callable[[], None]) -> float:

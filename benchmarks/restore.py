@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.limits import Limits
+from benchmarks.limits import Limits, first_touch
 from benchmarks.measure import Samples
 from benchmarks.resources import drop_page_cache
 from benchmarks.systems import System, find
@@ -54,7 +54,9 @@ def restored(
 
 def limits(size: Size, folder: Path, _shared: Path) -> Samples:
     """What bounds a restore, in a process that has only begun, too."""
-    bounds = Limits(size.nbytes // size.ranks, folder).of_loading()
+    nbytes = size.nbytes // size.ranks
+    bounds = {("first touch", "restore from memory"): first_touch(nbytes)}
+    bounds |= Limits(nbytes, folder).of_loading()
     return {key: [seconds] for key, seconds in bounds.items()}
 
 
