@@ -4,18 +4,17 @@ from pathlib import Path
 
 from rich.table import Table
 
-from grpo_copy.run import History, Save
+from grpo_copy.run import History
 from trinity_sync.layout import KINDS
-from trinity_sync.storage.manifest import read_manifest
 
 
-def table_of_saves(root: Path, history: History) -> Table:
+def table_of_saves(history: History) -> Table:
     """Every save and sync that was handed over, and what became of it."""
     table = Table(title="Saves and syncs, as the training loop saw them")
     for column in ("step", "kind", "bytes", "stall ms", "commit ms", "state"):
         table.add_column(column, justify="left" if column in ("kind", "state") else "right")
     for save in history.saves:
-        commit_s = seconds_to_commit(root, save)
+        commit_s = history.commit_s.get((save.step, save.kind))
         lost = "[red]not committed" if save.kind in KINDS else "sent, not saved"
         table.add_row(
             str(save.step),
@@ -26,14 +25,6 @@ def table_of_saves(root: Path, history: History) -> Table:
             "committed" if commit_s is not None else lost,
         )
     return table
-
-
-def seconds_to_commit(root: Path, save: Save) -> float | None:
-    """From the hand-over to the manifest; None if the save was not committed."""
-    manifest = read_manifest(root, save.step)
-    if manifest is None or save.kind not in manifest.kinds:
-        return None
-    return manifest.committed_at - save.handed_over_at
 
 
 def draw(history: History, killed_at: int, picture: Path) -> None:

@@ -11,6 +11,7 @@ import ray
 from grpo_copy.explorer import Explorer
 from grpo_copy.recording import Recording
 from grpo_copy.trainer import Handover, Sync, TrainerGroup, environment
+from trinity_sync.storage.manifest import read_manifest
 
 
 @dataclass
@@ -32,18 +33,31 @@ class Save:
 class History:
     """What happened in the runs of a job, by step; a step that is done again replaces itself."""
 
+    root: Path
+    """Of the job."""
     rewards: dict[int, float] = field(default_factory=dict)
     losses: dict[int, list[float]] = field(default_factory=dict)
     """Loss of each rank."""
     lags: dict[int, int] = field(default_factory=dict)
     """Steps between the weights that were trained and those that had sampled the batch."""
     saves: list[Save] = field(default_factory=list)
+    commit_s: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Seconds from hand-over to manifest, by step and kind, of what is known to be committed."""
 
     def note(self, step: int, kind: str, parts: list[Handover]) -> None:
         """Keep what a save cost, if anything was left to do for it."""
         nbytes, stall_s = sum(p.nbytes for p in parts), max(p.stall_s for p in parts)
         if nbytes:
             self.saves.append(Save(step, kind, nbytes, stall_s, time.time()))
+        self.look_for_commits()
+
+    def look_for_commits(self) -> None:
+        """Look now and then: the hourly retention removes older steps of weights."""
+        for save in self.saves:
+            manifest = read_manifest(self.root, save.step)
+            if manifest and save.kind in manifest.kinds:
+                took = manifest.committed_at - save.handed_over_at
+                self.commit_s[save.step, save.kind] = took
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def run_job(
     output: Path, root: Path, untrained: Path, recording: Recording, sync: Sync
 ) -> tuple[History, list]:
     """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
-    history, schedule = History(), Schedule(sync)
+    history, schedule = History(root), Schedule(sync)
     explorer = start_explorer(untrained, root, sync)
     ranks = TrainerGroup(untrained, root, output)
     say(f"two FSDP2 ranks and an explorer are up; training steps 1 to {KILL_AT}")
@@ -75,6 +75,7 @@ def run_job(
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
+    history.look_for_commits()
     received = ray.get(explorer.delta_bytes.remote())
     ray.kill(explorer)
     say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
@@ -149,7 +150,7 @@ def tell(output: Path, sync: Sync = "checkpoint") -> bool:
     synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
     history, fingerprints = run_job(output, root, untrained, recording, sync)
     same = compare(output, root, history, fingerprints, untrained, recording)
-    console.print(report.table_of_saves(root, history))
+    console.print(report.table_of_saves(history))
     report.draw(history, KILL_AT, output / "demo.png")
     say(f"picture: {output / 'demo.png'}")
     ray.kill(synchronizer)
