@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync.errors import StackError
 from trinity_sync.orchestration import ports
 from trinity_sync.orchestration.ports import free_port
 
@@ -40,3 +41,12 @@ def test_where_all_ports_are_for_outgoing_connections_it_is_one_of_those(
     everything.write_text("1024\t65535\n")
     monkeypatch.setattr(ports, "RANGE", everything)
     assert free_port() >= 1024
+
+
+def test_where_no_port_is_free_it_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(ports, "_candidates", lambda _: [other.getsockname()[1]])
+        with pytest.raises(StackError, match=r"no port of 127\.0\.0\.1 is free .* end some"):
+            free_port()

@@ -5,6 +5,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from trinity_sync.errors import StackError
+
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 5000
 """How many ports next below those of outgoing connections are taken into account."""
@@ -17,6 +19,9 @@ def free_port(preferred: str = "") -> int:
 
     It is not one of those that the kernel gives to outgoing connections, if others are left: of
     those, any process may be given it before the server listens there.
+
+    Raises:
+        StackError: all are taken.
     """
     for port in _candidates(preferred):
         with socket.socket() as probe:
@@ -26,7 +31,10 @@ def free_port(preferred: str = "") -> int:
             except OSError:
                 continue
             return int(probe.getsockname()[1])
-    raise OSError("no free port")
+    raise StackError(
+        "no port of 127.0.0.1 is free for a server; end some that listen there (ss -ltnp lists "
+        "them), and try again"
+    )
 
 
 def _candidates(preferred: str) -> Iterator[int]:
