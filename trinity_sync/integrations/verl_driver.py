@@ -21,9 +21,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.layout import MANIFEST, refuse_url, step_folder
+from trinity_sync.layout import refuse_url, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.steps import is_foreign
 
 SETTLE_S = 60.0
 """Seconds for which a resume waits for what the run before handed over on its node."""
@@ -57,10 +58,7 @@ def finding(original: Callable[..., str | None]) -> Callable[..., str | None]:
 
 def _was_saved_by_verl(root: Path, step: int | None) -> bool:
     """Whether the iteration file names a step of a run without us; it never runs ahead of ours."""
-    if step is None:
-        return False
-    folder = step_folder(root, step)
-    return folder.is_dir() and not (folder / MANIFEST).exists()
+    return step is not None and is_foreign(step_folder(root, step))
 
 
 def saving(original: Callable[[Any], None]) -> Callable[[Any], None]:

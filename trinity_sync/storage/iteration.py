@@ -1,20 +1,21 @@
 """Iteration files: the pointers that veRL and Trinity resume and sync from.
 
 They move after the manifest, atomically, and only forward: by step within a run, while a later run
-counts as newer than every earlier one, because it went on from an earlier step on purpose. The one
-way back is from a step that turned out to be damaged (`settle_iteration`).
+counts as newer than every earlier one, because it went on from an earlier step on purpose. A step
+that another system has saved, which has no manifest, belongs to the run in which the pointer was
+written. The one way back is from a step that turned out to be damaged (`settle_iteration`).
 """
 
 import logging
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError
-from trinity_sync.layout import ITERATION_FILES, MANIFEST, Kind, step_folder
+from trinity_sync.layout import ITERATION_FILES, Kind, step_folder
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest, run_of
-from trinity_sync.storage.runs import refuse_abandoned
-from trinity_sync.storage.steps import committed_steps, require_committed
+from trinity_sync.storage.runs import began_after, refuse_abandoned
+from trinity_sync.storage.steps import committed_steps, is_foreign, require_committed
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,11 @@ def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | N
 def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Whether the iteration file names this step, or one that counts as newer."""
     current = read_iteration(root, kind)
-    return current is not None and (run_of(root, current), current) >= (run, step)
+    if current is None:
+        return False
+    if is_foreign(step_folder(root, current)):
+        return current >= step and not began_after(root, run, Path(root) / ITERATION_FILES[kind])
+    return (run_of(root, current), current) >= (run, step)
 
 
 def _best(root: str | Path, kind: Kind) -> Manifest | None:
@@ -89,9 +94,8 @@ def _best(root: str | Path, kind: Kind) -> Manifest | None:
 
 
 def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
-    folder = step_folder(root, current)
-    if folder.is_dir() and not (folder / MANIFEST).exists():
-        return True  # another system's
+    if is_foreign(step_folder(root, current)):
+        return True
     try:
         found = require_committed(root, current)
     except CommitError:

@@ -72,6 +72,14 @@ def began_anew(root: str | Path, number: int) -> float | None:
     return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
 
 
+def began_after(root: str | Path, number: int, path: Path) -> bool:
+    """Whether a run began after a file was written, by the clock of the root's file system."""
+    try:
+        return (_folder(root) / f"{number}.json").stat().st_mtime > path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+
+
 def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
     """Let nothing of a run be committed that a later run has left behind.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from trinity_sync.errors import CommitError, ManifestError
-from trinity_sync.layout import Kind, step_folder, steps_on_disk
+from trinity_sync.layout import MANIFEST, Kind, step_folder, steps_on_disk
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.manifest import Manifest, read_manifest
 
@@ -23,6 +23,11 @@ def committed_steps(root: str | Path) -> Iterator[Manifest]:
             continue
         if manifest:
             yield manifest
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether another system has saved the step in a folder: there is no manifest."""
+    return folder.is_dir() and not (folder / MANIFEST).exists()
 
 
 def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
