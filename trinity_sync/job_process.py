@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from trinity_sync.attachments import Attachments
@@ -22,7 +22,7 @@ from trinity_sync.preemption import Preemption, noticed_by_any
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import Origin, Stager
+from trinity_sync.snapshot.stager import Origin, Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.states import StateSaves
 from trinity_sync.storage.metrics import MetricsLog
@@ -214,7 +214,8 @@ class JobProcess:
             note_placement(self.root, run.number, run.key, role, self._places)
             self._placed.add(role)
 
-    def _ask_for(self, origin: Origin, components: Sequence[str]) -> None:
+    def _ask_for(self, origin: Origin, staged: Staged) -> None:
+        components: Sequence[str] = staged.components
         if origin.kind == "checkpoint":
             self._attachments.handed_over(origin.step)
         if len(origin.roles) > 1:  # whose request comes first counts, and others may have more
@@ -223,7 +224,7 @@ class JobProcess:
         request = self._request(
             run, origin.step, origin.kind, origin.roles, components, origin.keep
         )
-        self._hand_over(request, exports=origin.role if origin.export else "")
+        self._hand_over(request, images=staged.images, exports=origin.role if origin.export else "")
 
     def _request(
         self,
@@ -248,10 +249,17 @@ class JobProcess:
             keep=keep,
         )
 
-    def _hand_over(self, request: SaveRequest, *, always: bool = False, exports: str = "") -> None:
+    def _hand_over(
+        self,
+        request: SaveRequest,
+        *,
+        images: Collection[str] = (),
+        always: bool = False,
+        exports: str = "",
+    ) -> None:
         if self.rank == 0 or always:
             self._trigger.submit(request)
-        self._watch.add(request, exports=exports)
+        self._watch.add(request, images=images, exports=exports)
 
 
 def own_run_key() -> str:

@@ -6,7 +6,7 @@ either way it is handed over the moment its last image is sealed.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +32,14 @@ class StateSaves:
 
     Args:
         stager: copies them.
-        hand_over: called with who hands over and with which components, once they are staged.
+        hand_over: called with who saves and what was staged, once its images are sealed.
         check_overlap: compare what was staged while training went on with a copy of the state.
     """
 
     def __init__(
         self,
         stager: Stager,
-        hand_over: Callable[[Origin, Sequence[str]], None],
+        hand_over: Callable[[Origin, Staged], None],
         *,
         check_overlap: bool = False,
     ) -> None:
@@ -172,7 +172,7 @@ class StateSaves:
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
         self._handed_over = {key for key in self._handed_over if key[:2] in self._staged}
         self._handed_over.add((origin.role, origin.step, origin.kind))
-        self._hand_over(origin, staged.components)
+        self._hand_over(origin, staged)
         return staged
 
     def _failed(self, origin: Origin, error: Exception) -> Staged:

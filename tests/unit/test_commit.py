@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from tests.unit.steps import MODEL
 from trinity_sync.errors import (
     Abandoned,
     CommitError,
@@ -22,14 +23,14 @@ from trinity_sync.errors import (
     SaveError,
     TicketError,
 )
-from trinity_sync.layout import Kind
+from trinity_sync.layout import KINDS, Kind
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.commit import commit
+from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import remove_replaced
 from trinity_sync.storage.manifest import is_committed, read_manifest
-from trinity_sync.storage.persist import WriteOptions, persist, temporary_name
+from trinity_sync.storage.persist import WriteOptions, discard, persist
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.writer import digest_of
@@ -95,15 +96,82 @@ def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
     job: Job, first: Kind
 ) -> None:
     kinds: list[Kind] = ["state_dict", "checkpoint"]
-    for value, kind in enumerate(kinds):
-        job.stage(3, {"model": state(value)}, kind=kind)
+    for kind in kinds:
+        job.stage(3, {"model": state(3)}, kind=kind)
+    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
     written = {kind: job.persist(3, kind=kind) for kind in kinds}
     for kind in sorted(kinds, key=lambda kind: kind != first):
         commit(job.save(3, kind=kind), written[kind])
     manifest = require_committed(job.root, 3)
     assert manifest.kinds == ("checkpoint", "state_dict")
-    assert manifest.files == (written[first][0].record,)  # it was official, and stays
-    assert digest_of(folder(job, 3) / manifest.files[0].path) == manifest.files[0].digest
+    assert manifest.images == images
+    path = folder(job, 3) / manifest.files[0].path
+    assert path.stat().st_ino == written[first][0].identity[0]  # it was official, and stays
+    assert digest_of(path) == manifest.files[0].digest
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
+    job.stage(3, {"model": state(1)}, kind=kind)
+    job.commit(3, kind=kind)
+    job.stagers.pop(0).close()  # by a process that was started meanwhile
+    job.stage(3, {"model": state(2)}, kind="checkpoint")
+    with pytest.raises(SaveError, match=r"has committed actor/model\S+ .* with another content"):
+        job.commit(3)
+    assert torch.load(folder(job, 3) / MODEL)["w"][0] == 1
+    assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [3]  # it is not lost
+
+
+def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
+    for _ in range(2):
+        job.stage(3, {"model": state(1)})
+        job.commit(3)
+        job.stagers.pop(0).close()
+    assert job.spool.tickets() == ([], [])
+    assert len(require_committed(job.root, 3).images) == 2
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(3, {"model": state(1)})
+    written = job.persist(3)
+    job.stage(3, {"optim": state(2)})  # too late: the request named the model alone
+    commit(job.save(3), written)
+    release_slots(job.spool, job.save(3), written)
+    ((late,), _) = job.spool.tickets()
+    assert late.ticket.component == "optim"
+    assert late.failed
+    assert "optim of step 3, role actor, rank 0 is not saved" in caplog.text
+
+
+def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        job.stage(3, {"model": state(rank)}, rank=rank)
+    first, second = job.persist(3), job.persist(3)
+    commit(job.save(3), first)
+    commit(job.save(3), second)
+    manifest = require_committed(job.root, 3)
+    for record, file in zip(manifest.files, first, strict=True):
+        assert (folder(job, 3) / record.path).stat().st_ino == file.identity[0]
+    assert not list(folder(job, 3).rglob("*.tmp"))
+
+
+def test_an_attempt_that_fails_leaves_what_the_other_one_has_written(job: Job) -> None:
+    job.stage(3, {"model": state(3)})
+    first, second = job.persist(3), job.persist(3)
+    discard(second)
+    commit(job.save(3), first)
+    require_committed(job.root, 3)
+
+
+def test_what_an_attempt_that_died_has_written_goes_with_the_commit(job: Job) -> None:
+    job.stage(3, {"model": state(3)})
+    job.persist(3)  # and nobody commits it
+    job.commit(3)
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
@@ -203,18 +271,17 @@ def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
     assert newest(job.root) is None
 
 
-def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(job: Job) -> None:
-    job.world_size = 2
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
+def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
+    job: Job, small_disk: Path
+) -> None:
+    job.root, job.world_size = small_disk, 2
     for rank in (0, 1):
-        job.stage(10, {"model": state(rank)}, rank=rank)
-    image = {sealed.ticket.rank: sealed.ticket.image for sealed in job.spool.tickets()[0]}[1]
-    final = folder(job, 10) / "actor/model_world_size_2_rank_1.pt"
-    in_the_way = temporary_name(final, image) / "it"
-    in_the_way.mkdir(parents=True)
-    with pytest.raises(SaveError, match=r"cannot write model .* rank 1 .*: Is a directory"):
+        job.stage(10, {"model": state(rank, size=5000 + rank * (2 << 20))}, rank=rank)
+    with pytest.raises(SaveError, match=r"cannot write model .* rank [01] .*: No space left"):
         job.persist(10)
-    assert [path.name for path in final.parent.iterdir()] == [in_the_way.parent.name]
-    shutil.rmtree(in_the_way.parent)
+    assert not list((folder(job, 10) / "actor").iterdir())
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     job.commit(10)
     require_committed(job.root, 10)
 
@@ -355,18 +422,98 @@ def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(j
     assert newest(job.root).step == 10
 
 
-def test_a_checkpoint_that_a_resumed_run_replaces_with_a_sync_is_pointed_at_no_more(
-    job: Job,
+def checkpoints_of_a_run(job: Job, *steps: int) -> None:
+    open_run(job.root, "first", 0)
+    for step in steps:
+        job.stage(step, {"model": state(step), "optim": state(-step)})
+        job.commit(step, "model", "optim")
+
+
+def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    open_run(job.root, "second", 40)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    found = newest(job.root)
+    assert (found.step, found.run, len(found.files)) == (40, 2, 2)
+    assert torch.load(folder(job, 40) / MODEL.replace("model", "optim"))["w"][0] == -40
+    assert newest(job.root, "state_dict") == found
+    assert [read_iteration(job.root, kind) for kind in KINDS] == [40, 40]
+    assert job.spool.tickets() == ([], [])
+    assert is_committed(job.root, 2, 40, "state_dict")
+
+
+@pytest.mark.parametrize("resumed_from", [40, 30, 0])
+def test_a_sync_never_takes_the_newest_checkpoint_away(job: Job, resumed_from: int) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    open_run(job.root, "second", resumed_from)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    with pytest.raises(SaveError, match=r"would replace the newest checkpoint, of run 1.*rewind"):
+        job.commit(40, run=2, kind="state_dict")
+    assert (newest(job.root).step, newest(job.root).run) == (40, 1)
+    assert [read_iteration(job.root, kind) for kind in KINDS] == [40, 40]
+    assert torch.load(folder(job, 40) / MODEL)["w"][0] == 40
+    job.stage(40, {"model": state(-1), "optim": state(-1)}, run=2)
+    job.commit(40, "model", "optim", run=2)  # a whole checkpoint replaces it
+    assert (newest(job.root).step, newest(job.root).run) == (40, 2)
+
+
+def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40, 50)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 50
+    assert read_iteration(job.root, "state_dict") == newest(job.root, "state_dict").step == 40
+
+
+def test_a_sync_does_not_take_over_a_checkpoint_that_is_corrupted(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    os.truncate(folder(job, 40) / MODEL.replace("model", "optim"), 10)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert newest(job.root).step == 30
+    assert newest(job.root, "state_dict").step == 40
+
+
+def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
+    job.stage(10, {"model": state(10)})
+    job.commit(10)
+    job.stage(20, {"optim": state(20)})
+    assert job.commit(20, "optim").kinds == ("checkpoint",)
+    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 20
+    assert read_iteration(job.root, "state_dict") == newest(job.root, "state_dict").step == 10
+    job.stage(20, {"model": state(20)}, kind="state_dict")
+    job.commit(20, kind="state_dict")
+    assert newest(job.root, "state_dict").step == 20
+
+
+def test_a_checkpoint_without_a_model_does_not_take_the_newest_weights_away(job: Job) -> None:
+    checkpoints_of_a_run(job, 10)
+    open_run(job.root, "second", 10)
+    job.stage(10, {"optim": state(1)}, run=2)
+    with pytest.raises(SaveError, match="would replace the newest state_dict"):
+        job.commit(10, "optim", run=2)
+    require_committed(job.root, 10)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
+    job: Job, resumed: bool
 ) -> None:
     open_run(job.root, "first", 0)
-    for step in (10, 20):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
-    open_run(job.root, "second", 10)
-    job.stage(20, {"model": state(2)}, run=2, kind="state_dict")
-    job.commit(20, run=2, kind="state_dict")
-    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 10
-    assert read_iteration(job.root, "state_dict") == 20
+    (job.root / "global_step_50/actor").mkdir(parents=True)  # by veRL itself
+    pointer = job.root / "latest_checkpointed_iteration.txt"
+    pointer.write_text("50")
+    if resumed:  # from an older step, on purpose and later
+        open_run(job.root, "second", 30)
+    began = (job.root / f".trinity_sync/runs/{1 + resumed}.json").stat().st_mtime
+    os.utime(pointer, times=(began, began + (-1 if resumed else 1)))
+    job.stage(40, {"model": state(40)}, run=2 if resumed else 1)
+    job.commit(40, run=2 if resumed else 1)
+    assert read_iteration(job.root, "checkpoint") == (40 if resumed else 50)
+    assert read_iteration(job.root, "state_dict") == 40
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:

@@ -113,9 +113,9 @@ def from_dcp(
 
 def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
     """Write a state, or bytes, under a temporary name, durably."""
-    final, image = save.folder / record.path, uuid.uuid4().hex
+    final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
     make_folder(final.parent)
-    temporary = temporary_name(final, image)
+    temporary = temporary_name(final, attempt, image)
     try:
         with alone(), temporary.open("xb") as file:
             if isinstance(content, bytes):
@@ -141,7 +141,6 @@ def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, 
         found,
         temporary=os.fspath(temporary),
         identity=identity_of(temporary),
-        image=image,
         components=components,
         seconds=0.0,
     )

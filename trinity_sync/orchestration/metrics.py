@@ -76,8 +76,11 @@ class WorkerMetrics:
         self._phases.labels(*labels, "persist").observe(persist_s)
         self._phases.labels(*labels, "commit").observe(commit_s)
         written = [file for part in parts for file in part.written]
-        self._bytes.labels(*labels).inc(sum(file.record.nbytes for file in written if file.image))
-        for kind in SERVES_AS[request.kind]:
+        self._bytes.labels(*labels).inc(
+            sum(file.record.nbytes for file in written if file.temporary)
+        )
+        weights = not written or any(file.record.component == "model" for file in written)
+        for kind in SERVES_AS[request.kind] if weights else (request.kind,):
             self._stand(request.job, kind, request.run_key, request.step, time.time())
 
     def failed(self, request: SaveRequest) -> None:

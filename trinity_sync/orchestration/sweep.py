@@ -21,8 +21,8 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.snapshot.ticket import components_of
-from trinity_sync.storage.commit import finish_interrupted
-from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.commit import finish_interrupted, refuse_late_image
+from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, mark_failed
 from trinity_sync.weights.notice import tell_committed
 
@@ -61,8 +61,10 @@ def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
         ticket = image.ticket
         saves[ticket.root, ticket.run, ticket.step, ticket.kind, ticket.roles].append(image)
     for (root, run, step, kind, roles), images in saves.items():
-        if is_committed(root, run, step, kind, roles):
-            _finish(Save(root, run, step, kind, roles, images[0].ticket.run_key), images, before)
+        save = Save(root, run, step, kind, roles, images[0].ticket.run_key)
+        manifest = own_manifest(root, run, step)
+        if manifest and manifest.holds(kind, roles):
+            _finish(save, manifest, images, before)
         elif all(image.ticket.sealed_at < before and not image.failed for image in images):
             yield _request(root, run, step, kind, images)
 
@@ -92,16 +94,19 @@ def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> Non
         logger.warning("%s keeps its slots for a while: %s", save, error)
 
 
-def _finish(save: Save, images: list[Sealed], before: float) -> None:
+def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float) -> None:
+    """Free the images that are part of a commit, and mark those that are not."""
+    if manifest.committed_at >= before:
+        return  # whoever commits it frees the slots, and notes what they hold
     try:
-        manifest = read_manifest(save.root, save.step)
-        if manifest is None or manifest.committed_at >= before:
-            return  # whoever commits it frees the slots, and notes what they hold
         finish_interrupted(save)
         tell_committed(save.root, save.run, save.step, manifest.kinds)
-        digests = {record.path: record.digest for record in manifest.files}
+        digests = {image: record.digest for record in manifest.files for image in record.images}
         for image in images:
-            release(image.slot, image.ticket.image, digests.get(image.ticket.path, ""))
+            if image.ticket.image in digests:
+                release(image.slot, image.ticket.image, digests[image.ticket.image])
+            else:
+                refuse_late_image(save, image)
     except (OSError, TrinitySyncError) as error:  # other saves have their turn
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 

@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
-from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.manifest import is_committed, own_manifest, read_manifest, run_of
+from trinity_sync.storage.runs import all_runs, left_behind_by
+from trinity_sync.storage.steps import newest
 from trinity_sync.storage.stored import is_stored, store_of
 from trinity_sync.storage.wishes import is_exported
 
@@ -34,6 +37,8 @@ class _Pending:
     request: SaveRequest
     since: float
     ask_at: float
+    images: set[str]
+    """Those of this process, which all have to be part of the commit."""
     exports: set[str]
     """Roles whose models are to be exported after the commit."""
     troubled: bool = False
@@ -53,12 +58,13 @@ class SaveWatch:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, request: SaveRequest, *, exports: str = "") -> None:
-        """Follow a save, and the export of a role's model; returns at once."""
+    def add(self, request: SaveRequest, *, images: Collection[str] = (), exports: str = "") -> None:
+        """Follow a save of some images, and the export of a role's model; returns at once."""
         now = time.monotonic()
         with self._changed:
-            new = _Pending(request, now, now + ASK_S, set())
+            new = _Pending(request, now, now + ASK_S, set(), set())
             save = self._pending.setdefault(request.key, new)
+            save.images |= {*images}
             save.exports |= {exports} - {""}
             self._changed.notify_all()
             if self._thread is None:
@@ -132,7 +138,7 @@ class SaveWatch:
 
     def _settled(self, save: _Pending) -> bool:
         request = save.request
-        committed = _committed(request)
+        committed = _committed(save)
         if committed:
             if request.key not in self.commit_seconds:
                 took = self.commit_seconds[request.key] = time.monotonic() - save.since
@@ -143,10 +149,21 @@ class SaveWatch:
             return False
         outcome = self._trigger.outcome(request)
         save.ask_at = time.monotonic() + ASK_S
-        done = _committed(request) and _exported(save)
+        done = _committed(save) and _exported(save)
+        if outcome.state == "completed" and not done and _superseded(request):
+            logger.info(
+                "%s of %s was committed, and has been removed or replaced since",
+                request.run_name,
+                request.root,
+            )
+            return True
         if outcome.state == "failed" or (outcome.state == "completed" and not done):
             what = "exported, but is committed" if committed else _missed(request)
-            why = outcome.message or f"its flow run completed without that step being {what}"
+            why = outcome.message
+            if outcome.state == "completed":
+                why = f"its flow run completed without that step being {what}"
+                if _committed_without(save):
+                    why = "the step had been committed before; save what has changed as another one"
             where = f" ({outcome.url})" if outcome.url else ""
             failure = f"{request.run_name} of {request.root} was not {what}: {why}{where}"
             logger.error("%s", failure)
@@ -175,19 +192,40 @@ def _missed(request: SaveRequest) -> str:
     return "committed"
 
 
-def _committed(request: SaveRequest) -> bool:
-    """Whether whoever waited finds the step, the iteration files that lead to it, and all of it in
-    the store, if the job has one."""
+def _committed(save: _Pending) -> bool:
+    """Whether the images of this process are part of the step, the iteration files lead to it, and
+    all of it is in the store, if the job has one."""
+    request = save.request
     root, run, step, kind = request.root, request.run, request.step, request.kind
     roles = request.roles if request.components else ()  # functions have none
-    if not is_committed(root, run, step, kind, roles):
+    manifest = own_manifest(root, run, step)
+    if manifest is None or not manifest.holds(kind, roles) or not save.images <= manifest.images:
         return False
-    if not all(is_announced(root, announced, run, step) for announced in SERVES_AS[kind]):
+    serves_as = {*SERVES_AS[kind]} & {*manifest.kinds}
+    if not all(is_announced(root, announced, run, step) for announced in serves_as):
         return False
     try:
-        if kind != "checkpoint" or not store_of(root):
-            return True
-        manifest = read_manifest(root, step)
-        return manifest is None or is_stored(root, manifest)
+        return kind != "checkpoint" or not store_of(root) or is_stored(root, manifest)
     except CommitError:  # nobody can tell, so the flow's end decides
         return False
+
+
+def _committed_without(save: _Pending) -> bool:
+    """Whether this run's commit of the step lacks images of this process."""
+    request = save.request
+    manifest = own_manifest(request.root, request.run, request.step)
+    return bool(manifest and request.kind in manifest.kinds and save.images - manifest.images)
+
+
+def _superseded(request: SaveRequest) -> bool:
+    """Whether a committed step was removed or replaced since: by retention, a rewind, a later run.
+
+    Retention removes a step only where there is a newer one of its kind.
+    """
+    root, run, step = request.root, request.run, request.step
+    if run_of(root, step) == run:
+        return False
+    best = newest(root, request.kind)
+    if best is not None and (best.run, best.step) > (run, step):
+        return True
+    return left_behind_by(all_runs(root), run, step) is not None

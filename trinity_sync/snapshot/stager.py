@@ -43,6 +43,8 @@ class Staged:
     """Seconds from the call to the last seal."""
     waited_s: float
     """Seconds thereof that no slot was free: the storage does not keep up."""
+    images: tuple[str, ...] = ()
+    """Random names of the images that were sealed, as in their tickets."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,9 @@ class Stager:
         finally:
             for slot in taken:
                 slot.unlock()
-        return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, waited)
+        images = tuple(ticket.image for _, ticket in filled)
+        stall_s = time.perf_counter() - plan.began
+        return Staged(plan.components, plan.nbytes, stall_s, waited, images)
 
     def _seal(self, filled: Sequence[tuple[Slot, Ticket]]) -> None:
         """Seal all of them, or none."""

@@ -9,23 +9,24 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, ManifestError, MissingShards, SaveError
+from trinity_sync.errors import Abandoned, CommitError, ManifestError, MissingShards, SaveError
 from trinity_sync.layout import (
     DAMAGE_MARK,
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
     SERVES_AS,
+    Kind,
     job_id,
     step_folder,
 )
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import (
@@ -46,9 +47,17 @@ from trinity_sync.storage.manifest import (
     read_manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.persist import Save, Written
+from trinity_sync.storage.persist import (
+    Save,
+    Written,
+    discard,
+    image_of_temporary,
+    mark_image_failed,
+    remove_files,
+)
 from trinity_sync.storage.placement import named
 from trinity_sync.storage.runs import refuse_abandoned
+from trinity_sync.storage.steps import newest, require_whole
 from trinity_sync.storage.writer import digest_of
 
 logger = logging.getLogger(__name__)
@@ -104,10 +113,15 @@ def commit(
         recycle: keep the files of a step that is replaced for the next saves to write over.
         clock: source of the manifest's time.
 
+    No commit makes the newest step of any kind older: a sync that would take the place of the
+    newest checkpoint takes it over if the weights are the same, byte for byte, and is refused if
+    not.
+
     Raises:
         MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
         Abandoned: a later run of the job has left this save behind.
-        SaveError: a file has vanished or changed since it was written.
+        SaveError: a file has vanished or changed since it was written; this run has committed
+            other content of the step; or the newest step of a kind would be lost.
         CommitError: this node was cut off, and another one may have the lock of the root.
     """
     with one_change_at_a_time(save.root) as lock:
@@ -118,16 +132,15 @@ def commit(
             _check_complete(save, written, receipts)  # else it is retried, and all is there
         ours = earlier.files if earlier and earlier.run == save.run else ()
         committed = {record.path: record for record in ours}
+        _refuse_other_content(save, written, committed)
         named = {file.record.path for file in written} | committed.keys()
+        files = (*(file.record for file in written), *_files_of(save, receipts, named))
         manifest = Manifest(
             job=job_id(save.root),
             run=save.run,
             step=save.step,
-            kinds=SERVES_AS[save.kind],
-            files=(
-                *(committed.get(file.record.path, file.record) for file in written),
-                *_files_of(save, receipts, named),
-            ),
+            kinds=serves_as(save.kind, files, receipts),
+            files=files,
             receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
             committed_at=clock(),
         )
@@ -137,7 +150,8 @@ def commit(
             raise Abandoned(
                 f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
             )
-        if earlier and earlier.run < save.run:
+        if earlier and earlier.run < save.run and not _takes_over(save, earlier, manifest):
+            _refuse_loss(save, earlier, manifest)
             _replace_step(save, written, manifest, earlier, lock, recycle=recycle)
         else:
             if not earlier:
@@ -153,6 +167,7 @@ def commit(
         if earlier and earlier.run < save.run:
             for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 settle_iteration(save.root, kind)
+        _remove_other_attempts(save, written)
     return manifest
 
 
@@ -192,13 +207,26 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
 
     Until one of them fills a slot, `load_shards` finds the committed file there.
     """
-    digests = {file.image: file.record.digest for file in written}
+    digests = {image: file.record.digest for file in written for image in file.record.images}
     for sealed in spool.of_step(save.run, save.step)[0]:
-        ticket = sealed.ticket
-        own = ticket.kind == save.kind and ticket.role in save.roles
-        if own or ticket.image in digests:  # not written: another save committed the same file
-            release(sealed.slot, ticket.image, digests.get(ticket.image, ""))
+        if sealed.ticket.image in digests:
+            release(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
+        elif save.owns(sealed.ticket):
+            refuse_late_image(save, sealed)
     forget_receipts(spool, save.run, save.step, save.kind)
+
+
+def refuse_late_image(save: Save, sealed: Sealed) -> None:
+    """Say of an image that it is not part of its save, which is committed; it is evicted first."""
+    if sealed.failed:
+        return
+    reason = (
+        f"the image of {sealed.ticket.what} is not saved: the {save.kind} of step {save.step} was "
+        f"committed in {save.root} without it. Submit all of a step in one call, and a state that "
+        "has changed as another step"
+    )
+    mark_image_failed(sealed, reason)
+    logger.error("%s", reason)
 
 
 def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[Receipt]) -> None:
@@ -226,6 +254,73 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
             f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
             "part over? The next save goes on without this one."
         )
+
+
+def serves_as(
+    kind: Kind, files: Iterable[FileRecord], receipts: Sequence[Receipt]
+) -> tuple[Kind, ...]:
+    """What a save is good for: a checkpoint serves as a sync if it holds weights.
+
+    Of a user's functions nobody can tell what they wrote, so theirs serves as both.
+    """
+    weights = receipts or any(record.component == "model" for record in files)
+    return SERVES_AS[kind] if weights else (kind,)
+
+
+def _refuse_other_content(
+    save: Save, written: Sequence[Written], committed: Mapping[str, FileRecord]
+) -> None:
+    """See that nothing is submitted again with another content.
+
+    Raises:
+        SaveError: this run has committed the file with other bytes.
+    """
+    for file in written:
+        known = committed.get(file.record.path)
+        if known and known.digest != file.record.digest:
+            raise SaveError(
+                f"{save} is not committed: run {save.run} has committed {known.path} of that step "
+                "with another content, which stays. Save a state that has changed as another step"
+            )
+
+
+def _takes_over(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
+    """Whether a sync adds nothing to an earlier run's checkpoint of the step: then that stays.
+
+    So it is where a run begins with a sync of the step that it has loaded.
+    """
+    if {*earlier.kinds} <= {*manifest.kinds}:
+        return False
+    held = {record.path: record.digest for record in earlier.files}
+    with suppress(CommitError):
+        require_whole(save.root, earlier)
+        return all(held.get(record.path) == record.digest for record in manifest.files)
+    return False
+
+
+def _refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:
+    """See that a step may be replaced by one that serves as fewer kinds.
+
+    Raises:
+        SaveError: it is the newest of a kind that the save does not serve as.
+    """
+    for kind in sorted({*earlier.kinds} - {*manifest.kinds}):
+        best = newest(save.root, kind)
+        if best and best.step == save.step:
+            raise SaveError(
+                f"{save} is not committed: it would replace the newest {kind}, of run "
+                f"{earlier.run}, with other weights, and nothing newer could be resumed from. Save "
+                f"a checkpoint of step {save.step} or another step first, or go back on purpose: "
+                f"trinity-sync rewind {save.root} --to STEP"
+            )
+
+
+def _remove_other_attempts(save: Save, written: Sequence[Written]) -> None:
+    """Remove what other attempts to save the same images have written, or died at."""
+    images = {image for file in written for image in file.record.images}
+    for folder in {(save.folder / file.record.path).parent for file in written}:
+        names = (entry.name for entry in os.scandir(folder))
+        remove_files(folder / name for name in names if image_of_temporary(name) in images)
 
 
 def _earlier(save: Save) -> Manifest | None:
@@ -273,7 +368,7 @@ def _name(file: Written, final: str, committed: FileRecord | None) -> None:
     What this run has committed, the sync of the step say, stays as it is and is never written over.
     """
     if file.temporary and committed:
-        Path(file.temporary).unlink(missing_ok=True)
+        discard([file])
     elif file.temporary:
         with suppress(FileNotFoundError):  # an earlier attempt named it
             os.replace(file.temporary, final)  # noqa: PTH105 (paths would double the time)

@@ -18,7 +18,6 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
-    MANIFEST,
     PRIVATE_FOLDER,
     step_folder,
     steps_on_disk,
@@ -31,8 +30,9 @@ from trinity_sync.storage.durable import TEMPORARY_SUFFIX, look_anew, sync_folde
 from trinity_sync.storage.iteration import read_iteration, settle_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.manifest import run_of
+from trinity_sync.storage.persist import image_of_temporary
 from trinity_sync.storage.recycling import is_ours_alone, remove_tree
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.steps import is_foreign, require_committed
 from trinity_sync.storage.wishes import exported_steps, exports_of, forget_exports
 
 
@@ -141,7 +141,7 @@ def remove_temporaries(
     folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
     found = [(step, path) for step, folder in folders.items() for path in _temporaries(folder)]
     for step, path in found:
-        image = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
+        image = image_of_temporary(path.name)
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime >= before or image in images:
                 continue
@@ -220,9 +220,8 @@ def _temporaries(folder: Path) -> Iterator[Path]:
 
 
 def _why_not(root: Path, step: int) -> str | None:
-    folder = step_folder(root, step)
-    if folder.is_dir() and not (folder / MANIFEST).exists():
-        return None  # another system's
+    if is_foreign(step_folder(root, step)):
+        return None
     try:
         require_committed(root, step)
     except CommitError as error:

@@ -26,6 +26,18 @@ class FileRecord:
     component: str = ""
     rank: int = 0
     world_size: int = 0
+    images: tuple[str, ...] = ()
+    """Random names of the images that were committed as this file, as in their tickets: several
+    where a state was submitted again, none for the files of a user's function."""
+
+    def joined(self, later: "FileRecord | None") -> "FileRecord":
+        """The record of a later commit of the same path, with the images of both; else this one."""
+        if later is None:
+            return self
+        images = dict.fromkeys(
+            (*self.images, *later.images) if self.digest == later.digest else later.images
+        )
+        return replace(later, images=tuple(images))
 
     @property
     def is_shard(self) -> bool:
@@ -63,6 +75,11 @@ class Manifest:
         return sum(record.nbytes for record in self.files)
 
     @property
+    def images(self) -> frozenset[str]:
+        """Names of the images that were committed with the step."""
+        return frozenset(image for record in self.files for image in record.images)
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles that have a shard in this step."""
         return tuple(sorted({record.role for record in self.files if record.role}))
@@ -77,12 +94,14 @@ class Manifest:
 
     def joined(self, later: "Manifest") -> "Manifest":
         """This commit and a later one of the same run and step, e.g. the sync and the rest."""
-        theirs = {record.path for record in later.files}
+        theirs = {record.path: record for record in later.files}
         names = {(receipt.name, receipt.rank) for receipt in later.receipts}
         return replace(
             later,
             kinds=tuple(sorted({*self.kinds, *later.kinds})),
-            files=_by_path([*(f for f in self.files if f.path not in theirs), *later.files]),
+            files=_by_path(
+                [*(f.joined(theirs.pop(f.path, None)) for f in self.files), *theirs.values()]
+            ),
             receipts=(
                 *(r for r in self.receipts if (r.name, r.rank) not in names),
                 *later.receipts,
@@ -152,7 +171,9 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
         raise _bad(path, "is not that of this folder")
     try:
         body["kinds"] = tuple(body["kinds"])
-        body["files"] = tuple(FileRecord(**record) for record in body["files"])
+        body["files"] = tuple(
+            FileRecord(**{**record, "images": tuple(record["images"])}) for record in body["files"]
+        )
         body["receipts"] = tuple(
             ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
             for receipt in body["receipts"]

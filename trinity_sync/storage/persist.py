@@ -10,6 +10,7 @@ import os
 import tarfile
 import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,10 @@ class Save:
         """The step's folder."""
         return step_folder(self.root, self.step)
 
+    def owns(self, ticket: Ticket) -> bool:
+        """Whether an image of this run and step was submitted with this very save."""
+        return ticket.kind == self.kind and ticket.role in self.roles
+
     def __str__(self) -> str:
         return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
 
@@ -61,7 +66,6 @@ class Written:
     """Absolute path; empty for a file that an earlier commit of the step contains already."""
     identity: tuple[int, int]
     """Inode and time of the last write in ns: tells the file from another one of its name."""
-    image: str
     components: tuple[str, ...]
     """All that the rank hands over in this save."""
     seconds: float
@@ -110,21 +114,20 @@ def persist(
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(share, save, component, options.gather_s, clock)
+    attempt = uuid.uuid4().hex[:8]
     gently = partial(yield_to_others, options.nice)
     with ExitStack() as held:
         # all of them first: an image that waits for its turn must not give way to a later save
         contents = [held.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-        write = partial(_write, share, save, options)
+        write = partial(_write, share, save, options, attempt)
         try:
             with ThreadPoolExecutor(options.writers, "persist", initializer=gently) as writers:
                 written = list(writers.map(write, sealed, contents))
         except BaseException:
-            for image in sealed:  # a full disk must not stay full because of us
-                for left in save.folder.rglob(f".*.{image.ticket.image}{TEMPORARY_SUFFIX}"):
-                    with suppress(OSError):
-                        left.unlink()
+            # a full disk must not stay full because of us
+            remove_files(save.folder.rglob(f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
             raise
     return [*committed, *(file for files in written for file in files)]
 
@@ -136,15 +139,26 @@ def discard(written: Iterable[Written]) -> None:
             Path(file.temporary).unlink(missing_ok=True)
 
 
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove temporary files as far as the file system lets us; what stays, ``reconcile`` finds."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
 def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
     """Note beside the images of a save that it failed, so that they give way first."""
     for sealed in spool.of_step(save.run, save.step)[0]:
-        if sealed.ticket.kind != save.kind or sealed.ticket.role not in save.roles:
-            continue
-        with suppress(FileNotFoundError), claimed(sealed.slot):
-            now = read_ticket(sealed.slot)
-            if now and now.image == sealed.ticket.image:  # none that came after it
-                failure_path(sealed.slot).write_text(reason)
+        if save.owns(sealed.ticket):
+            mark_image_failed(sealed, reason)
+
+
+def mark_image_failed(sealed: Sealed, reason: str) -> None:
+    """Note beside one image why it is not saved, unless its slot holds another one by now."""
+    with suppress(FileNotFoundError), claimed(sealed.slot):
+        now = read_ticket(sealed.slot)
+        if now and now.image == sealed.ticket.image:
+            failure_path(sealed.slot).write_text(reason)
 
 
 def _gather(
@@ -160,7 +174,13 @@ def _gather(
     while True:
         sealed, bad = spool.of_step(save.run, save.step)
         manifest = own_manifest(save.root, save.run, save.step)
-        if manifest and manifest.holds(save.kind, save.roles):  # retried after its commit
+        known = manifest.images if manifest else frozenset()
+        uncommitted = {
+            image.ticket.image
+            for image in sealed
+            if save.owns(image.ticket) and image.ticket.component == component
+        }.difference(known)
+        if manifest and manifest.holds(save.kind, save.roles) and not uncommitted:  # a retry
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline
@@ -183,7 +203,9 @@ def _gather(
             found = min(its, key=lambda i: i.ticket.kind != save.kind, default=None)
             # another save of the step, the sync, writes its image itself: wait for its commit
             theirs = found and found.ticket.kind != save.kind and not found.failed
-            if done:
+            if found and found.ticket.image in uncommitted:
+                images.append(found)  # also if it is submitted again: the commit compares the two
+            elif done:
                 committed += [_as_written(record, own[0].components) for record in done]
             elif found and (not theirs or overdue):
                 images.append(found)
@@ -212,7 +234,7 @@ def _committed(manifest: Manifest | None, role: str, component: str, rank: int) 
 
 
 def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
-    return Written(record, "", (0, 0), "", components, 0.0)
+    return Written(record, "", (0, 0), components, 0.0)
 
 
 @contextmanager
@@ -230,7 +252,12 @@ def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
 
 
 def _write(
-    share: Share, save: Save, options: WriteOptions, sealed: Sealed, image: memoryview
+    share: Share,
+    save: Save,
+    options: WriteOptions,
+    attempt: str,
+    sealed: Sealed,
+    image: memoryview,
 ) -> list[Written]:
     ticket = sealed.ticket
     if not Path(save.root).is_dir():
@@ -241,7 +268,8 @@ def _write(
             if ticket.form != "file":
                 small = _unpack(ticket, image)
                 files = [(f"{ticket.path}/{name}", memoryview(each)) for name, each in small]
-            return [_write_one(share.node, save, sealed, *file, options) for file in files]
+            write = partial(_write_one, share.node, save, sealed, options, attempt)
+            return [write(*file) for file in files]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
@@ -271,14 +299,20 @@ def _gave_way(save: Save, ticket: Ticket) -> ImageError:
 
 
 def _write_one(
-    node: str, save: Save, sealed: Sealed, path: str, content: memoryview, options: WriteOptions
+    node: str,
+    save: Save,
+    sealed: Sealed,
+    options: WriteOptions,
+    attempt: str,
+    path: str,
+    content: memoryview,
 ) -> Written:
     ticket = sealed.ticket
     final = save.folder / path
     if not final.resolve().is_relative_to(save.folder.resolve()):
         raise ImageError(f"{save}: the image of {ticket.what} wants to be written outside, {final}")
     make_folder(final.parent)
-    temporary = temporary_name(final, ticket.image)
+    temporary = temporary_name(final, attempt, ticket.image)
     start = time.perf_counter()
     take_spare(save.root, temporary, len(content))
     try:
@@ -288,7 +322,9 @@ def _write_one(
         sync_folder(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remove_spares(save.root)  # a retry finds their room
+            # a retry finds their room, and that of attempts that died
+            remove_spares(save.root)
+            remove_files(final.parent.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
         if error.filename is None:
             error.filename = os.fspath(final)
         raise
@@ -301,10 +337,10 @@ def _write_one(
             component=ticket.component,
             rank=ticket.rank,
             world_size=ticket.world_size,
+            images=(ticket.image,),
         ),
         temporary=os.fspath(temporary),
         identity=identity_of(temporary),
-        image=ticket.image,
         components=ticket.components,
         seconds=time.perf_counter() - start,
         export=ticket.export,
@@ -323,9 +359,20 @@ def yield_to_others(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-def temporary_name(final: Path, image: str) -> Path:
-    """Where ``final`` is written to before its commit."""
-    return final.with_name(f".{final.name}.{image}{TEMPORARY_SUFFIX}")
+def temporary_name(final: Path, attempt: str, image: str) -> Path:
+    """Where an attempt to save an image writes ``final`` before the commit.
+
+    Attempts have names of their own: two may be under way at a time, and each must find its own
+    file in the end.
+    """
+    return final.with_name(f".{final.name}.{attempt}.{image}{TEMPORARY_SUFFIX}")
+
+
+def image_of_temporary(name: str) -> str:
+    """The image that is written under a name of `temporary_name`; empty for other files."""
+    parts = name.removesuffix(TEMPORARY_SUFFIX).rsplit(".", 2)
+    temporary = name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+    return parts[2] if temporary and len(parts) == 3 else ""
 
 
 def identity_of(path: Path) -> tuple[int, int]:
