@@ -53,7 +53,9 @@ def prune(
     """
     settings = Settings()
     rules = Rules(
-        parse_policy(keep or settings.keep), parse_policy(keep_syncs or settings.keep_syncs)
+        parse_policy(keep or settings.keep),
+        parse_policy(keep_syncs or settings.keep_syncs),
+        parse_policy(settings.keep_aside),
     )
     at = now.timestamp() if now else time.time()
     done: list[Pruned] = []

@@ -20,6 +20,7 @@ from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.policies import StepInfo, parse_policy
 from trinity_sync.storage.recycling import WORTHWHILE, take_spare
 from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.wishes import AWAITED_S, Wish, forget_wish, give_up, make_wish
@@ -116,6 +117,48 @@ def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root:
     assert newest(root).step == 20
     prune(root)
     assert steps_on_disk(root) == [20]
+
+
+def begun_again(root: Path) -> None:
+    """A training of three steps; then one that begins at step 0, by mistake maybe."""
+    open_run(root, "first", 0)
+    for step in (8000, 9000, 10000):
+        commit_files(root, step)
+    commit_files(root, 10001, kind="state_dict")
+    open_run(root, "second", 0)
+    for step in (10, 20, 30, 40):
+        commit_files(root, step, run=2)
+
+
+def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: Path) -> None:
+    begun_again(root)
+    assert numbers(prune(root, "last=3", "last=1").removed) == [10]
+    assert steps_on_disk(root) == [20, 30, 40, 8000, 9000, 10000, 10001]
+    reasons = {each.step: why for each, why in planned(root).kept}
+    assert reasons[8000] == "all are kept that a run which began at step 0 did not go on from"
+
+
+def test_steps_of_the_training_before_go_as_what_was_set_aside(root: Path) -> None:
+    begun_again(root)
+    policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
+    carry_out(root, plan(survey(root), policies, now=2e9))
+    assert steps_on_disk(root) == [20, 30, 40, 10001]
+
+
+@pytest.mark.parametrize("how", ["loaded", "rewound"])
+def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
+    root: Path, how: str
+) -> None:
+    begun_again(root)
+    if how == "loaded":
+        open_run(root, "third", 10000)
+    else:
+        rewind(root, 10000)
+    commit_files(root, 10500, run=3)
+    prune(root, "last=2")
+    there = steps_on_disk(root)
+    assert [step for step in there if step > 1000 and step != 10001] == [10000, 10500]
+    assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
 
 
 def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> None:

@@ -1,14 +1,17 @@
 """Questions that span jobs, answered without a look at their files."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
 from trinity_sync.catalog.database import read_rows, reading
-from trinity_sync.catalog.models import Claim, Job, Metric, Step, WeightVersion
+from trinity_sync.catalog.models import Claim, Job, Metric, Run, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.storage.policies import StepInfo
+from trinity_sync.storage.runs import Run as Known
+from trinity_sync.storage.runs import lineage
 
 WORDS = {"pin": "pinned", "tag": "tagged", "lease": "leased by"}
 
@@ -43,7 +46,7 @@ class JobSteps:
 
 
 def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """All jobs, or one by its id, with their steps: five questions, however many steps there are.
+    """All jobs, or one by its id, with their steps: six questions, however many steps there are.
 
     What a step is held by is what pinned or leased it when its job was last looked at.
     """
@@ -61,6 +64,10 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
             held[each.job, each.step].append(
                 f"{WORDS.get(each.kind, each.kind)} {each.holder}".strip()
             )
+        runs: dict[str, list[Known]] = defaultdict(list)
+        of_job = [] if job is None else [Run.job == job]
+        for each in read_rows(connection, sa.select(Run.__table__).where(*of_job)):
+            runs[each.job].append(Known(each.number, "", each.resumed_from))
         of_job = [] if job is None else [Step.job == job]
         wanted = sa.select(Step.__table__).where(*of_job).order_by(Step.run, Step.step)
         for each in read_rows(connection, wanted):
@@ -91,7 +98,7 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
                 each.id,
                 each.root,
                 each.mirrored_at,
-                tuple(steps[each.id]),
+                tuple(_told_apart(steps[each.id], runs[each.id])),
                 flow_runs[each.id],
                 tuple(versions[each.id]),
             )
@@ -99,3 +106,10 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
                 connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
             )
         ]
+
+
+def _told_apart(steps: Collection[StepInfo], runs: Iterable[Known]) -> list[StepInfo]:
+    """The steps, each with the run that did not go on from it, as `retention.survey` has them."""
+    run_of_step = {each.step: each.run for each in steps}
+    line = lineage(runs, lambda step: run_of_step.get(step, 0))
+    return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

@@ -36,7 +36,8 @@ def prune(
         str | None, typer.Option(help="Steps of weights only to keep, likewise.")
     ] = None,
     keep_aside: Annotated[
-        str | None, typer.Option(help="What rewinds set aside: all, newer=30d, last=2, ...")
+        str | None,
+        typer.Option(help="What rewinds set aside, and steps of a training that was begun again."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
@@ -51,11 +52,12 @@ def prune(
     from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
 
     settings = read_settings()
+    set_aside = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
     rules = Rules(
         parse_policy(settings.keep if keep is None else keep),
         parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
+        set_aside,
     )
-    set_aside = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
     now = time.time()
     made = plan(survey(existing(root)), rules, now)
     aside = let_go_of_aside(root, set_aside, now, dry_run=dry_run)

@@ -33,6 +33,9 @@ class StepInfo:
     """Why nobody may remove it, whatever a policy says: pins, tags, leases, pointers."""
     damage: str = ""
     """What is wrong with its files; such a step is neither counted nor removed."""
+    superseded_by: int = 0
+    """Number of the run that began at step 0 although the step was there, and that training goes on
+    from; 0 for a step of that training itself."""
 
     @property
     def age(self) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from trinity_sync.storage.policies import All, parse_policy
 from trinity_sync.storage.remote import Remote
 from trinity_sync.storage.replicate import Replicated, replicate
 from trinity_sync.storage.retention import Rules, info_of, plan
-from trinity_sync.storage.runs import Run, all_runs, know_run, left_behind_by
+from trinity_sync.storage.runs import Run, all_runs, know_run, left_behind_by, lineage
 from trinity_sync.storage.steps import committed_steps, newest, require_committed
 from trinity_sync.storage.stored import is_stored, must_be_sent, note_store, note_stored
 
@@ -139,7 +139,11 @@ def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
         return ()  # without a look
     remote, held = Remote(url), claimed(root)
     there = {manifest.step: manifest for manifest in remote.committed()}
-    infos = [info_of(each, held=held.get(step, ())) for step, each in there.items()]
+    line = lineage(all_runs(root), lambda step: there[step].run if step in there else 0)
+    infos = [
+        info_of(each, held=held.get(step, ()), superseded_by=line.supersedes(each.run))
+        for step, each in there.items()
+    ]
     gone = [each.step for each in plan(infos, rules, now).removed]
     ours = [step for step in gone if is_stored(root, there[step])]
     for step in ours:

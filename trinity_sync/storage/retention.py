@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +27,9 @@ from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.locks import TRASH_LOCK, file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
-from trinity_sync.storage.policies import Policy, StepInfo
+from trinity_sync.storage.policies import All, Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
-from trinity_sync.storage.runs import newest_run, refuse_abandoned
+from trinity_sync.storage.runs import all_runs, lineage, newest_run, refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
 from trinity_sync.storage.stored import must_be_sent
 from trinity_sync.storage.wishes import awaited, forget_exports
@@ -46,6 +47,9 @@ class Rules:
     """For steps that a training can resume from."""
     syncs: Policy
     """For steps that hold weights only, which the next one supersedes."""
+    superseded: Policy = field(default_factory=All)
+    """For steps of both sorts that a run which began at step 0 did not go on from: whoever started
+    it may have forgotten to load, so they do not count among the others."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def verdicts(plan: Plan, removal: Removal | None) -> list[Verdict]:
 def survey(root: str | Path) -> list[StepInfo]:
     """All steps with a manifest that can be read, oldest first; others are nobody's to remove."""
     held = _held(root)
+    line = lineage(all_runs(root), partial(run_of, root))
     found = []
     for manifest in committed_steps(root):
         try:
@@ -113,7 +118,15 @@ def survey(root: str | Path) -> list[StepInfo]:
         metrics = read_metrics(root, manifest.run, manifest.step)
         if not damage and must_be_sent(root, manifest):
             held[manifest.step].append(NOT_STORED)
-        found.append(info_of(manifest, metrics=metrics, held=held[manifest.step], damage=damage))
+        found.append(
+            info_of(
+                manifest,
+                metrics=metrics,
+                held=held[manifest.step],
+                damage=damage,
+                superseded_by=line.supersedes(manifest.run),
+            )
+        )
     return sorted(found, key=lambda each: each.age)
 
 
@@ -123,6 +136,7 @@ def info_of(
     metrics: dict[str, float] | None = None,
     held: Sequence[str] = (),
     damage: str = "",
+    superseded_by: int = 0,
 ) -> StepInfo:
     """What policies know of the step of a manifest."""
     return StepInfo(
@@ -134,6 +148,7 @@ def info_of(
         metrics or {},
         tuple(held),
         damage,
+        superseded_by,
     )
 
 
@@ -160,8 +175,11 @@ def plan(steps: Sequence[StepInfo], rules: Rules, now: float) -> Plan:
         why[each.step] += each.held
         if each.damage:
             why[each.step].append(f"not judged: {each.damage}")
-    checkpoints = [each for each in whole if "checkpoint" in each.kinds]
-    syncs = [each for each in whole if "checkpoint" not in each.kinds]
+    for step, reason in rules.superseded.keeps([s for s in whole if s.superseded_by], now).items():
+        why[step].append(f"{reason} that a run which began at step 0 did not go on from")
+    ours = [each for each in whole if not each.superseded_by]
+    checkpoints = [each for each in ours if "checkpoint" in each.kinds]
+    syncs = [each for each in ours if "checkpoint" not in each.kinds]
     for policy, sort in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
         keeps = policy.keeps(sort, now)
         if not keeps and any(not why[each.step] for each in sort):

@@ -7,7 +7,7 @@ rewind is a run, too: it annuls the runs between the one whose commit it goes ba
 and with them what those had abandoned.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,6 +78,36 @@ def began_after(root: str | Path, number: int, path: Path) -> bool:
         return (_folder(root) / f"{number}.json").stat().st_mtime > path.stat().st_mtime
     except FileNotFoundError:
         return False
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The runs that the newest run of a job goes on from, down to the one that loaded nothing."""
+
+    runs: frozenset[int]
+
+    def supersedes(self, run: int) -> int:
+        """The first of these runs if the steps of an earlier ``run`` are not part of it; else 0."""
+        return min(self.runs) if self.runs and run not in self.runs and run < max(self.runs) else 0
+
+
+def lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
+    """The `Lineage` of a job.
+
+    Args:
+        runs: all that are written down.
+        run_of_step: run whose commit of a step is there, 0 if there is none.
+    """
+    by_number = {run.number: run for run in runs}
+    found, number = set[int](), max(by_number, default=0)
+    while number > 0:
+        found.add(number)
+        run = by_number.get(number)
+        if run and not run.resumed_from and not run.resumed_run:
+            break
+        before = run.resumed_run or run_of_step(run.resumed_from) if run else 0
+        number = before if 0 < before < number else number - 1
+    return Lineage(frozenset(found))
 
 
 def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
