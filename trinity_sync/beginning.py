@@ -77,8 +77,15 @@ class OwnRun:
                 "TRINITY_SYNC_RUN a new value at each start"
             )
 
+    @property
+    def resumed_from(self) -> int:
+        """Step that the run began at; 0 if it has not begun, or began without one."""
+        return self._run.resumed_from if self._run else 0
+
     def require_new_step(self, step: int) -> None:
         """See at the first checkpoint that the run has not committed it; it would not be saved.
+
+        But for the step that it began at, whose checkpoint a sync may have taken over.
 
         Raises:
             ConfigError: it has, and so the key is that of an earlier start.
@@ -86,7 +93,7 @@ class OwnRun:
         if self._has_saved:
             return
         run = self.begun()
-        if is_committed(self._root, run.number, step, "checkpoint"):
+        if step != run.resumed_from and is_committed(self._root, run.number, step, "checkpoint"):
             raise ConfigError(
                 f"step {step} of {self._root} was committed before by run {run.number}, whose key "
                 f"{run.key!r} this one has; give TRINITY_SYNC_RUN a new value at each start"

@@ -149,6 +149,11 @@ class CheckpointCoordinator(TrinityCalls):
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
         self._check(step, components, role, kind)
+        if (step, kind) in self._monitored:
+            raise ConfigError(
+                f"step {step}: register_and_monitor has asked for the flow run of its {kind}, "
+                "which may be committed; call save before it"
+            )
         if keep < 0:
             raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
         origin = self._origin(
@@ -295,8 +300,11 @@ class CheckpointCoordinator(TrinityCalls):
                 return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
             return ()
 
+        kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
+        if step == self._run.resumed_from:  # whose weights are committed
+            kinds = ("checkpoint",)
         return say_last_words(
-            step, components, left, save=save, wait=self.wait_all, committed=committed
+            step, components, left, kinds=kinds, save=save, wait=self.wait_all, committed=committed
         )
 
     def __enter__(self) -> "CheckpointCoordinator":

@@ -70,6 +70,8 @@ class JobProcess:
         self._run = OwnRun(self.root, run_key or own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
+        self._monitored: set[tuple[int, Kind]] = set()
+        """Saves of the newest step for which `register_and_monitor` has asked for the flow run."""
         self._failures: list[str] = []
         self._preemption = Preemption()
 

@@ -100,6 +100,7 @@ def say_last_words(
     components: Mapping[str, Any],
     deadline_s: float,
     *,
+    kinds: Sequence[Kind] = ("state_dict", "checkpoint"),
     save: Callable[[Kind, Mapping[str, Any]], Sequence[str]],
     wait: Callable[[float], None],
     committed: Callable[[], tuple[Kind, ...]],
@@ -110,14 +111,18 @@ def say_last_words(
         step: training step.
         components: state by component.
         deadline_s: seconds for all of it.
+        kinds: saves of the step, in their order.
         save: stages and hands over; returns the components that are sealed.
         wait: waits so many seconds for all saves, and raises what `wait_all` does.
         committed: what is committed of the step.
     """
     deadline = time.monotonic() + deadline_s
-    turns: list[tuple[Kind, Mapping[str, Any]]] = [("checkpoint", components)]
-    if "model" in components and len(components) > 1:
-        turns.insert(0, ("state_dict", {"model": components["model"]}))
+    weights = {name: state for name, state in components.items() if name == "model"}
+    turns: list[tuple[Kind, Mapping[str, Any]]] = [
+        (kind, weights if kind == "state_dict" else components)
+        for kind in kinds
+        if kind == "checkpoint" or (weights and len(components) > 1)
+    ]
     sealed: list[str] = []
     undone: list[str] = []
     for kind, states in turns:

@@ -67,6 +67,8 @@ class TrinityCalls(JobProcess):
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         self.wait_staged()
+        self._monitored = {each for each in self._monitored if each[0] == global_step}
+        self._monitored.add((global_step, kind))
         run = self._run.begun()
         tickets = [sealed.ticket for sealed in self.spool.of_step(run.number, global_step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]

@@ -147,6 +147,24 @@ def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
     assert "optim of step 3, role actor, rank 0 is not saved" in caplog.text
 
 
+@pytest.mark.parametrize("what", ["model", "metadata"])
+def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
+    job: Job, tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/config.json").write_text("{}")
+    metadata = tmp_path / "meta" if what == "metadata" else None
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    written = job.persist(3, "model", "metadata")
+    commit(job.save(3), written)
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": state(1)}, metadata=metadata)
+    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
+    release_slots(job.spool, job.save(3), written)
+    assert job.spool.tickets() == ([], [])
+    assert images <= require_committed(job.root, 3).images
+
+
 def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) -> None:
     job.world_size = 2
     for rank in (0, 1):

@@ -1,5 +1,6 @@
 """Where a run begins: at the step that was loaded, once, and never within another run."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.claims import leases
 from trinity_sync.storage.runs import newest_run
 
@@ -70,6 +71,54 @@ def test_a_restart_that_loads_nothing_does_not_pass_old_steps_off_as_new(
     again = coordinator_of(run_key="first")
     with pytest.raises(ConfigError, match=r"step 30 .* was committed before by run 1"):
         again.save(30, state(0))
+
+
+def test_a_sync_right_after_a_resume_keeps_the_checkpoint(coordinator_of: Open, job: Job) -> None:
+    whole = {**state(40), "optim": {"m": torch.ones(3)}}
+    coordinator_of(run_key="first").save(40, whole)
+    job.commit(40, "model", "optim")
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    second.save(40, {"model": loaded["model"]}, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    for kind in KINDS:
+        assert second.latest(kind) == step_folder(job.root, 40)
+    again = coordinator_of(run_key="third").load(40)
+    assert torch.equal(again["optim"]["m"], torch.ones(3))
+    assert torch.equal(again["model"]["w"], state(40)["model"]["w"])
+
+
+def test_last_words_right_after_a_resume_are_a_whole_checkpoint(
+    coordinator_of: Open, job: Job, saved: Path
+) -> None:
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    words = second.last_words(40, {**loaded, "extra_state": {"rng": 1}}, deadline_s=0.5)
+    assert words.handed_over == ("model", "extra_state")
+    assert {sealed.ticket.kind for sealed in job.spool.tickets()[0]} == {"checkpoint"}
+    job.commit(40, "model", "extra_state", run=2)
+    assert second.latest() == step_folder(job.root, 40)
+    assert coordinator_of(run_key="third").load(40)["extra_state"] == {"rng": 1}
+
+
+def test_a_checkpoint_of_the_step_that_a_run_began_at_is_not_taken_for_that_of_another_start(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    second = coordinator_of(run_key="second")
+    loaded = second.load(40)
+    second.save(40, loaded, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    second.save(40, {**loaded, "extra_state": {"rng": 1}})
+
+
+def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    saves.save_sync(lambda: None, 10)
+    asyncio.run(saves.register_and_monitor(10))
+    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has asked .* before it"):
+        saves.save(10, state(10))
+    saves.save(10, state(10), kind="state_dict")
+    saves.save(20, state(20))
 
 
 def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(

@@ -21,7 +21,7 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.snapshot.ticket import components_of
-from trinity_sync.storage.commit import finish_interrupted, refuse_late_image
+from trinity_sync.storage.commit import finish_interrupted, settle_late_image
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, mark_failed
 from trinity_sync.weights.notice import tell_committed
@@ -106,7 +106,7 @@ def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float)
             if image.ticket.image in digests:
                 release(image.slot, image.ticket.image, digests[image.ticket.image])
             else:
-                refuse_late_image(save, image)
+                settle_late_image(save, image)
     except (OSError, TrinitySyncError) as error:  # other saves have their turn
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 

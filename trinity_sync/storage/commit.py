@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError, ManifestError, MissingShards, SaveError
@@ -24,9 +25,10 @@ from trinity_sync.layout import (
     job_id,
     step_folder,
 )
-from trinity_sync.snapshot.reading import release
+from trinity_sync.snapshot.reading import locked, release
 from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import (
@@ -44,13 +46,16 @@ from trinity_sync.storage.manifest import (
     Manifest,
     ReceiptRecord,
     is_below,
+    own_manifest,
     read_manifest,
+    write_manifest,
     write_manifest_into,
 )
 from trinity_sync.storage.persist import (
     Save,
     Written,
     discard,
+    files_in,
     image_of_temporary,
     mark_image_failed,
     remove_files,
@@ -58,7 +63,7 @@ from trinity_sync.storage.persist import (
 from trinity_sync.storage.placement import named
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import newest, require_whole
-from trinity_sync.storage.writer import digest_of
+from trinity_sync.storage.writer import digest_of, digest_of_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -212,18 +217,46 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
         if sealed.ticket.image in digests:
             release(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
         elif save.owns(sealed.ticket):
-            refuse_late_image(save, sealed)
+            settle_late_image(save, sealed)
     forget_receipts(spool, save.run, save.step, save.kind)
 
 
-def refuse_late_image(save: Save, sealed: Sealed) -> None:
-    """Say of an image that it is not part of its save, which is committed; it is evicted first."""
+def settle_late_image(save: Save, sealed: Sealed) -> None:
+    """Free an image whose save is committed, or say that it is not part of it.
+
+    One that holds what is committed, byte for byte, joins the manifest: a state that was submitted
+    again. No other is freed; it is marked as failed, and so the first to be evicted.
+
+    Raises:
+        CommitError: this node was cut off, and another one may have the lock of the root.
+        OSError: the root cannot be read or written.
+    """
     if sealed.failed:
         return
+    ticket = sealed.ticket
+    try:
+        with locked(sealed.slot) as content:
+            now = read_ticket(sealed.slot)
+            if now is None or now.image != ticket.image:
+                return
+            files = files_in(ticket, content[: ticket.nbytes])
+            digests = {path: digest_of_bytes(each) for path, each in files}
+    except FileNotFoundError:
+        return
+    with one_change_at_a_time(save.root) as lock:
+        manifest = own_manifest(save.root, save.run, save.step)
+        records = [manifest.file(path) if manifest else None for path in digests]
+        same = [r for r in records if r and r.digest == digests[r.path]]
+        if manifest and len(same) == len(digests):
+            joined = [replace(r, images=(*r.images, ticket.image)) for r in same]
+            lock.require_ours()
+            write_manifest(save.root, manifest.joined(replace(manifest, files=tuple(joined))))
+            release(sealed.slot, ticket.image, digests.get(ticket.path, ""))
+            return
     reason = (
-        f"the image of {sealed.ticket.what} is not saved: the {save.kind} of step {save.step} was "
-        f"committed in {save.root} without it. Submit all of a step in one call, and a state that "
-        "has changed as another step"
+        f"{ticket.what} is not saved: the {save.kind} of that step was committed in {save.root} "
+        "without it, with another content. Submit all of a step in one call, and a state that has "
+        "changed as another step"
     )
     mark_image_failed(sealed, reason)
     logger.error("%s", reason)

@@ -264,12 +264,8 @@ def _write(
         raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     try:
         with ones_turn(JobSpool(Path(share.spool)), ticket):
-            files = [(ticket.path, image)]
-            if ticket.form != "file":
-                small = _unpack(ticket, image)
-                files = [(f"{ticket.path}/{name}", memoryview(each)) for name, each in small]
             write = partial(_write_one, share.node, save, sealed, options, attempt)
-            return [write(*file) for file in files]
+            return [write(*file) for file in files_in(ticket, image)]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
@@ -381,7 +377,15 @@ def identity_of(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _unpack(ticket: Ticket, image: memoryview) -> Iterable[tuple[str, bytes]]:
+def files_in(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview]]:
+    """The files that an image becomes, by path below the step's folder.
+
+    Raises:
+        ImageError: it is a folder's, and cannot be unpacked.
+    """
+    if ticket.form == "file":
+        yield ticket.path, image
+        return
     try:
         with tarfile.open(fileobj=io.BytesIO(image), mode="r:") as tar:
             for entry in tar:
@@ -389,6 +393,6 @@ def _unpack(ticket: Ticket, image: memoryview) -> Iterable[tuple[str, bytes]]:
                 content = tar.extractfile(entry) if entry.isfile() else None
                 if content is None or name.is_absolute() or ".." in name.parts:
                     raise ImageError(f"the image of {ticket.what} holds {entry.name!r}: not a file")
-                yield entry.name, content.read()
+                yield f"{ticket.path}/{entry.name}", memoryview(content.read())
     except tarfile.TarError as error:
         raise ImageError(f"the image of {ticket.what} is no folder of files: {error}") from error
