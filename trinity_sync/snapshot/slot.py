@@ -6,7 +6,9 @@ slot holds its lock alone, whoever reads it shares it: nobody sees an image that
 and a trainer never waits for a lock of a process that died.
 
 A job that is started again uses the slots of the process before, which may not have ended yet. So
-whoever keeps a slot shares a second lock on its file, and only the last of them removes it.
+whoever keeps a slot shares a second lock on its file, and only the last of them removes it. For the
+same reason the last bytes of the file name the last filling. They are written before any other byte
+changes, and compared under the lock before a process uses anything that it remembers of the slot.
 """
 
 import errno
@@ -17,6 +19,7 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +34,9 @@ from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
 logger = logging.getLogger(__name__)
 
 _ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
+_NAME = 64  # bytes at the end of the file for the name of its last filling
+
+_all: "weakref.WeakSet[Slot]" = weakref.WeakSet()
 
 
 class Slot:
@@ -39,14 +45,16 @@ class Slot:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.laid_out: Layout | None = None
-        """The layout whose headers are in place."""
+        """The layout whose headers are in place; valid under the lock."""
         self.holds: Ticket | None = None
-        """Ticket of the image that this process laid out here, sealed or not."""
+        """Ticket of the image that this process laid out here, sealed or not; likewise."""
+        self._filled = b""
+        """Name of this process's last filling, as written to the end of the file."""
         self._image = torch.empty(0, dtype=torch.uint8)
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
         self._file = _kept(path)
-        self._fd = self._file.fileno()
+        _all.add(self)
 
     @property
     def free(self) -> bool:
@@ -71,48 +79,111 @@ class Slot:
         except FileNotFoundError:
             return 0.0
 
-    def try_lock(self) -> bool:
-        """Take the lock if nobody holds it, nor another thread of this process."""
+    def try_lock(self, *, shared: bool = False) -> bool:
+        """Take the lock if nobody holds it, nor another thread of this process.
+
+        `laid_out` and `holds` are dropped if another process has filled the slot since.
+
+        Args:
+            shared: with the slot's readers, so that its bytes stay. A file that is gone is then not
+                made again.
+        """
         if not self._ours.acquire(blocking=False):
             return False
-        if not self._flock(fcntl.LOCK_EX):
-            self._ours.release()
-            return False
-        return True
+        locked = False
+        try:
+            locked = self._lock_file(shared)
+        finally:
+            if not locked:
+                self._ours.release()
+        return locked
+
+    def _lock_file(self, shared: bool) -> bool:
+        while True:
+            if self._file.closed:
+                if shared:
+                    return False
+                self._file = _kept(self.path)
+            if not self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+                return False
+            if _is_named(self._file, self.path):
+                self._recall()
+                return True
+            self._lose_file()
 
     def _flock(self, how: int) -> bool:
         try:
-            fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+            fcntl.flock(self._file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def unlock(self) -> None:
-        """Give the lock back."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._ours.release()
+    def _recall(self) -> None:
+        """Drop what this process remembers of the slot if another has filled or resized it."""
+        fd, count = self._file.fileno(), len(self._filled)
+        size = os.fstat(fd).st_size
+        if len(self._image) != size:
+            self._unmap()
+        if not count or os.pread(fd, count, max(0, size - count)) != self._filled:
+            self.laid_out = self.holds = None
 
-    def forget(self) -> None:
-        """Take back what is said of the bytes; call it under the lock, before they change."""
-        forget(self.path)
-        withdraw(self.path)
+    def _lose_file(self) -> None:
+        """Close and unmap the file; `try_lock` opens the one that has the slot's name then."""
+        self._unmap()
+        self._file.close()
         self.holds = None
 
+    def leave_to_parent(self) -> None:
+        """Close the file in a forked child, which would share its locks with the parent."""
+        self._ours = threading.Lock()
+        self._pinned = False
+        self._lose_file()
+
+    def unlock(self) -> None:
+        """Give the lock back."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._ours.release()
+
+    def begin(self, name: str, nbytes: int) -> torch.Tensor:
+        """As `image`, for a filling of this random name; call it under the exclusive lock.
+
+        From here on no process uses what the slot held, also if this one dies at once.
+        """
+        self._take_back()
+        self.holds = None
+        memory = self.image(nbytes)
+        self._filled = name.encode()
+        os.pwrite(self._file.fileno(), self._filled, len(memory) - len(self._filled))
+        return memory
+
+    def _take_back(self) -> None:
+        """Remove the notes that say what the bytes are."""
+        forget(self.path)
+        withdraw(self.path)
+
     def image(self, nbytes: int) -> torch.Tensor:
-        """The slot's memory as a ``uint8`` tensor of at least ``nbytes`` bytes.
+        """The slot's memory as a ``uint8`` tensor with room for an image of ``nbytes`` bytes.
 
         Raises:
             SpoolFull: the spool has no room for so many bytes; nothing was changed.
         """
-        if len(self._image) < nbytes:
-            size = -(-nbytes // _ROUND_TO) * _ROUND_TO
-            allocate(self._fd, self.path, size)
-            self._unpin()
+        fd = self._file.fileno()
+        size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
+        if len(self._image) != size:
+            allocate(fd, self.path, size)
+            self._unmap()
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            # a mapping keeps its file open, also in a child of a fork, and so would keep the lock
+            with Path(f"/proc/self/fd/{fd}").open("r+b") as again:
+                content = mmap.mmap(again.fileno(), size, flags)
             # the view keeps its mapping alive; the old one goes with the old view
-            self._image = torch.frombuffer(mmap.mmap(self._fd, size, flags), dtype=torch.uint8)
-            self.laid_out = None
+            self._image = torch.frombuffer(content, dtype=torch.uint8)
         return self._image
+
+    def _unmap(self) -> None:
+        self._unpin()
+        self._image = torch.empty(0, dtype=torch.uint8)
+        self.laid_out = None
 
     def pin(self) -> None:
         """Page-lock the mapped memory, once, so that CUDA copies into it at full speed."""
@@ -136,15 +207,25 @@ class Slot:
 
     def close(self, *, remove: bool) -> None:
         """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
-        self._unpin()
-        self._image = torch.empty(0, dtype=torch.uint8)
+        self._unmap()
+        if self._file.closed:
+            return
         if remove and self._flock(fcntl.LOCK_SH) and self.free:  # who reads it may do so to its end
             with suppress(BlockingIOError):  # it is kept by a process that was started meanwhile
-                _keep(self._fd, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
-                self.forget()
-                self.path.unlink(missing_ok=True)
-        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child of a fork would keep it
+                _keep(self._file, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
+                if _is_named(self._file, self.path):  # otherwise another process has made it again
+                    self._take_back()
+                    self.path.unlink(missing_ok=True)
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # a child of a fork would keep it
         self._file.close()
+
+
+def _leave_to_parent() -> None:
+    for slot in _all:
+        slot.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _kept(path: Path) -> io.FileIO:
@@ -152,16 +233,24 @@ def _kept(path: Path) -> io.FileIO:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         file = io.FileIO(fd, "r+")
-        _keep(fd, fcntl.F_RDLCK, fcntl.F_OFD_SETLKW)
-        if os.fstat(fd).st_nlink:  # else it was removed just now
+        _keep(file, fcntl.F_RDLCK, fcntl.F_OFD_SETLKW)
+        if _is_named(file, path):  # otherwise it was removed just now
             return file
         file.close()
 
 
-def _keep(fd: int, how: int, wait: int) -> None:
+def _is_named(file: io.FileIO, path: Path) -> bool:
+    """Whether the path leads to this open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _keep(file: io.FileIO, how: int, wait: int) -> None:
     """Take the lock of those who keep a slot, which has nothing to do with flock's."""
     whole_file = struct.pack("hhqqi4x", how, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
-    fcntl.fcntl(fd, wait, whole_file)
+    fcntl.fcntl(file, wait, whole_file)
 
 
 def allocate(fd: int, path: Path, size: int) -> None:

@@ -16,7 +16,7 @@ from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Export, failure_path, ticket_path
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,18 @@ class Slots:
             self._slots[key] = slots
         return self._slots[key]
 
+    def hold_image(self, origin: Origin, component: str) -> Slot | None:
+        """The slot with the image that this process staged at this step, locked as for reading.
+
+        None if there is none, or another trainer has overwritten it.
+        """
+        for slot in self._slots.get((origin.role, component, origin.rank), ()):
+            if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
+                if _is_of(slot.holds, origin):  # otherwise another trainer has filled the slot
+                    return slot
+                slot.unlock()
+        return None
+
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
         """A locked slot without an image, and the seconds that it took to get it."""
         slots = self.of(origin.role, component, origin.rank)
@@ -149,3 +161,12 @@ def _published_last(slot: Slot) -> tuple[int, int]:
     """Order in which free slots are taken: the newest version that readers know of comes last."""
     published = published_in(slot.path) if slot.published else None
     return (published.run, published.step) if published else (0, 0)
+
+
+def _is_of(image: Ticket | None, origin: Origin) -> bool:
+    """Whether an image is of this run and step."""
+    return image is not None and (image.run, image.run_key, image.step) == (
+        origin.run,
+        origin.run_key,
+        origin.step,
+    )

@@ -9,6 +9,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +59,7 @@ class _Part:
     storages: Storages
     watch: Watch | None
     staged_in: Slot | None = None
-    """Where the very image lies already, not sealed yet."""
+    """Where the very image lies already, not sealed yet; locked until the plan is carried out."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Plan:
     parts: Sequence[_Part]
     computed: Computed
     began: float
+    locks: ExitStack
+    """Release the slots of images that are there already."""
 
     @property
     def nbytes(self) -> int:
@@ -143,31 +146,36 @@ class Stager:
         """
         began = time.perf_counter()
         parts: list[_Part] = []
-        for component, state in states.items():
-            key = (origin.role, component, origin.rank)
-            layout, storages = lay_out(state, self._layouts.get(key))
-            self._layouts[key] = layout
-            path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
-            staged = self._holding(origin, component)
-            if staged and staged.laid_out is layout and staged.free:
-                parts.append(_Part(component, path, "file", layout, [], None, staged))
-                continue
-            watch = Watch(state, storages, layout, check=check) if overlap else None
-            storages = watch.storages if watch else storages
-            parts.append(_Part(component, path, "file", layout, storages, watch))
-        own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
-        folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
-        for folder, (path, packed) in folders.items():
-            if packed is not None:
-                layout = Layout(len(packed), [(0, packed)], [])
-                parts.append(_Part(folder, path, "folder", layout, [], None))
-        return Plan(
-            origin=origin,
-            components=(*dict.fromkeys((*states, *also, *(part.component for part in parts))),),
-            parts=parts,
-            computed=computed_now(storage for part in parts for storage in part.storages),
-            began=began,
-        )
+        with ExitStack() as locks:  # released here if a state cannot be laid out
+            for component, state in states.items():
+                key = (origin.role, component, origin.rank)
+                layout, storages = lay_out(state, self._layouts.get(key))
+                self._layouts[key] = layout
+                path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
+                if staged := self._slots.hold_image(origin, component):
+                    if staged.laid_out is layout and staged.free:
+                        locks.callback(staged.unlock)
+                        parts.append(_Part(component, path, "file", layout, [], None, staged))
+                        continue
+                    staged.unlock()
+                watch = Watch(state, storages, layout, check=check) if overlap else None
+                storages = watch.storages if watch else storages
+                parts.append(_Part(component, path, "file", layout, storages, watch))
+            own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
+            folders = {METADATA: (origin.role, metadata), ATTACHMENTS: (own, attachments)}
+            for folder, (path, packed) in folders.items():
+                if packed is not None:
+                    layout = Layout(len(packed), [(0, packed)], [])
+                    parts.append(_Part(folder, path, "folder", layout, [], None))
+            named = (*states, *also, *(part.component for part in parts))
+            return Plan(
+                origin=origin,
+                components=(*dict.fromkeys(named),),
+                parts=parts,
+                computed=computed_now(storage for part in parts for storage in part.storages),
+                began=began,
+                locks=locks.pop_all(),
+            )
 
     def carry_out(self, plan: Plan, *, threads: int = 0, sealed: bool = True) -> Staged:
         """Copy what was planned into slots and seal them, all of them or none.
@@ -188,27 +196,25 @@ class Stager:
 
     def _carry_out(self, plan: Plan, threads: int, sealed: bool) -> Staged:
         waited = 0.0
-        taken: list[Slot] = []
         filled: list[tuple[Slot, Ticket]] = []
         try:
-            for part in plan.parts:
-                if part.staged_in:
-                    # its bytes and whoever reads them stay, so it is sealed without the lock
-                    filled.append((part.staged_in, self._ticket(plan, part)))
-                    continue
-                slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
-                taken.append(slot)
-                waited += seconds
-                filled.append((slot, self._fill(slot, plan, part, threads)))
-            if sealed:
-                self._seal(filled)
-            for slot, ticket in filled:
-                slot.holds = ticket
+            with plan.locks as locks:
+                for part in plan.parts:
+                    if part.staged_in:
+                        filled.append((part.staged_in, self._ticket(plan, part)))
+                        continue
+                    slot, seconds = self._slots.acquire(
+                        plan.origin, part.component, part.layout.nbytes
+                    )
+                    locks.callback(slot.unlock)
+                    waited += seconds
+                    filled.append((slot, self._fill(slot, plan, part, threads)))
+                if sealed:
+                    self._seal(filled)
+                for slot, ticket in filled:
+                    slot.holds = ticket
         except OSError as error:
             raise _cannot_write(plan.origin, error) from error
-        finally:
-            for slot in taken:
-                slot.unlock()
         images = tuple(ticket.image for _, ticket in filled)
         stall_s = time.perf_counter() - plan.began
         return Staged(plan.components, plan.nbytes, stall_s, waited, images)
@@ -233,21 +239,25 @@ class Stager:
         Raises:
             SpoolError: the spool cannot be written.
         """
-        slot = self._holding(origin, component)
-        if slot is None or slot.holds is None or slot.laid_out is None:
-            return None
-        published = Published(
-            image=slot.holds.image,
-            run=origin.run,
-            step=origin.step,
-            role=origin.role,
-            rank=origin.rank,
-            world_size=origin.world_size,
-            nbytes=slot.holds.nbytes,
-            layout=slot.laid_out.digest,
-        )
         try:
-            publish(slot.path, published)
+            with ExitStack() as lock:
+                slot = self._slots.hold_image(origin, component)
+                if slot is None:
+                    return None
+                lock.callback(slot.unlock)
+                if slot.holds is None or slot.laid_out is None:
+                    return None
+                published = Published(
+                    image=slot.holds.image,
+                    run=origin.run,
+                    step=origin.step,
+                    role=origin.role,
+                    rank=origin.rank,
+                    world_size=origin.world_size,
+                    nbytes=slot.holds.nbytes,
+                    layout=slot.laid_out.digest,
+                )
+                publish(slot.path, published)
         except OSError as error:
             raise _cannot_write(origin, error) from error
         return published
@@ -275,8 +285,8 @@ class Stager:
         self._slots.close()
 
     def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
-        slot.forget()
-        image = slot.image(part.layout.nbytes)
+        ticket = self._ticket(plan, part)
+        image = slot.begin(ticket.image, part.layout.nbytes)
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
         there, slot.laid_out = slot.laid_out, None  # until it is whole
@@ -288,7 +298,6 @@ class Stager:
             computed=plan.computed,
             threads=threads,
         )
-        ticket = self._ticket(plan, part)
         if part.watch:
             part.watch.require_unchanged(image, ticket.what)
         slot.laid_out = part.layout
@@ -306,18 +315,6 @@ class Stager:
             sealed_at=0.0,
             **vars(plan.origin),
         )
-
-    def _holding(self, origin: Origin, component: str) -> Slot | None:
-        """The slot in which the component's image of this step lies, as this process staged it."""
-        for slot in self._slots.of(origin.role, component, origin.rank):
-            held = slot.holds
-            if held and (held.run, held.run_key, held.step) == (
-                origin.run,
-                origin.run_key,
-                origin.step,
-            ):
-                return slot
-        return None
 
 
 def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
