@@ -74,13 +74,18 @@ class MappedSlot:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def _map(self, nbytes: int) -> bool:
-        """Whether the memory has ``nbytes`` bytes, mapped anew if the slot has grown."""
-        if len(self.memory) < nbytes <= (size := os.fstat(self._fd).st_size):
+        """Whether the file has ``nbytes`` bytes; it is mapped again if it has grown."""
+        size = os.fstat(self._fd).st_size
+        if (
+            size < nbytes
+        ):  # it was cut short, and reading what is mapped beyond would be a bus error
+            return False
+        if len(self.memory) < nbytes:
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             with Path(f"/proc/self/fd/{self._fd}").open("rb") as again:
                 content = mmap.mmap(again.fileno(), size, flags, mmap.PROT_READ)
             self.memory = read_only(memoryview(content))
-        return len(self.memory) >= nbytes
+        return True
 
 
 def _leave_to_parent() -> None:

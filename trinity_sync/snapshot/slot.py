@@ -9,6 +9,9 @@ A job that is started again uses the slots of the process before, which may not 
 whoever keeps a slot shares a second lock on its file, and only the last of them removes it. For the
 same reason the last bytes of the file name the last filling. They are written before any other byte
 changes, and compared under the lock before a process uses anything that it remembers of the slot.
+
+The file may also be removed or cut short by something that takes no lock. So under the lock it is
+compared with its name and its mapping; a file that is gone is made again.
 """
 
 import errno
@@ -62,6 +65,11 @@ class Slot:
         return not ticket_path(self.path).exists()
 
     @property
+    def has_file(self) -> bool:
+        """Whether the locked file still has the slot's name."""
+        return _is_named(self._file, self.path)
+
+    @property
     def published(self) -> bool:
         """Whether readers have been told of what the slot holds."""
         return published_path(self.path).exists()
@@ -106,7 +114,7 @@ class Slot:
                 self._file = _kept(self.path)
             if not self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 return False
-            if _is_named(self._file, self.path):
+            if self.has_file:
                 self._recall()
                 return True
             self._lose_file()
@@ -213,7 +221,7 @@ class Slot:
         if remove and self._flock(fcntl.LOCK_SH) and self.free:  # who reads it may do so to its end
             with suppress(BlockingIOError):  # it is kept by a process that was started meanwhile
                 _keep(self._file, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
-                if _is_named(self._file, self.path):  # otherwise another process has made it again
+                if self.has_file:  # otherwise another process has made it again
                     self._take_back()
                     self.path.unlink(missing_ok=True)
         fcntl.flock(self._file, fcntl.LOCK_UN)  # a child of a fork would keep it

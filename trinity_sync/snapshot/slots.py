@@ -73,9 +73,9 @@ class Slots:
 
     def of(self, role: str, component: str, rank: int) -> list[Slot]:
         """The slots of a rank's component, with those that an earlier process added."""
+        self._spool.make()
         key = (role, component, rank)
         if key not in self._slots:
-            self._spool.make()
             slots = []
             for number in itertools.count():
                 path = self._spool.slot(*key, number)

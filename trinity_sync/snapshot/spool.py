@@ -59,11 +59,15 @@ class JobSpool:
     """The job's root, for whoever may `make` the folder."""
 
     def make(self) -> None:
-        """Make the folder if it is missing: who used it before us may have removed it at its end.
+        """Make the folder if it is missing.
+
+        A process that ended may have removed it, or something that knows nothing of it: systemd's
+        RemoveIPC, a cleaner of temporary files.
 
         Raises:
             SpoolError: as `own_folder`.
         """
+        own_folder(self.folder.parent)
         own_folder(self.folder)
         note = self.folder / ROOT_NOTE
         if self.of and not note.exists():
@@ -154,7 +158,9 @@ class JobSpool:
 
         Raises:
             SpoolFull: they will not fit; the message says how many bytes are needed.
+            SpoolError: as `make`.
         """
+        self.make()
         room = os.statvfs(self.folder)
         free = room.f_bavail * room.f_frsize
         mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
@@ -173,7 +179,6 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
     """
-    own_folder(spool)
     job = JobSpool(spool / job_id(root), Path(root).resolve())
     job.make()
     return job

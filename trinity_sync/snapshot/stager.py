@@ -224,6 +224,13 @@ class Stager:
         done: list[Slot] = []
         try:
             for slot, ticket in filled:
+                if not slot.has_file:
+                    raise SpoolError(
+                        f"step {ticket.step}, role {ticket.role}, rank {ticket.rank}: nothing was "
+                        f"handed over, because {slot.path} was removed while it was filled. Look "
+                        "for what removes it (trinity-sync doctor names systemd's RemoveIPC). "
+                        "Later saves try again."
+                    )
                 was_free = slot.free
                 seal(slot.path, replace(ticket, sealed_at=self._clock()))
                 if was_free:
