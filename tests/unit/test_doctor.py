@@ -1,6 +1,7 @@
 """What is wrong is found and comes with what to do; looking changes nothing."""
 
 import os
+import pwd
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -15,7 +16,7 @@ from tests.conftest import environment
 from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
-from trinity_sync.orchestration.doctor import Check, examine, packages_check
+from trinity_sync.orchestration.doctor import Check, examine, logout_check, packages_check
 from trinity_sync.orchestration.doctor_job import examine_root
 from trinity_sync.orchestration.server_time import ahead_s
 from trinity_sync.settings import Settings
@@ -156,3 +157,55 @@ def test_packages_out_of_their_range_or_missing_are_named() -> None:
     assert "no-such-package is missing" in found.found
     assert "rich" not in found.found
     assert packages_check(["rich>=1"]).state == "ok"
+
+
+@pytest.fixture
+def logind(tmp_path: Path) -> Iterator[Path]:
+    """A ``busctl`` that answers as that of a node with systemd, what ``answer`` in its folder says.
+
+    No systemd runs where these tests do.
+    """
+    command = tmp_path / "bin/busctl"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\necho $* > {command}.asked\ncat {tmp_path}/answer\n")
+    command.chmod(0o755)
+    with environment({"PATH": f"{command.parent}:{os.environ['PATH']}"}):
+        yield tmp_path
+
+
+@pytest.fixture
+def somebody() -> pwd.struct_passwd:
+    """A user of this machine who is no system user."""
+    return next(user for user in pwd.getpwall() if user.pw_uid > 999)
+
+
+def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
+    logind: Path, somebody: pwd.struct_passwd
+) -> None:
+    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    (logind / "answer").write_text("b true\n")
+    found = logout_check(spool, uid, logind)
+    assert found
+    assert (found.state, "RemoveIPC" in found.found) == ("warn", True)
+    assert f"loginctl enable-linger {somebody.pw_name}" in found.todo
+    asked = (logind / "bin/busctl.asked").read_text().split()
+    assert asked[1:] == ["org.freedesktop.login1", "/org/freedesktop/login1", asked[3], "RemoveIPC"]
+
+
+def test_a_spool_that_systemd_leaves_alone_is_no_warning(
+    logind: Path, somebody: pwd.struct_passwd, tmp_path: Path
+) -> None:
+    spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
+    (logind / "answer").write_text("b true\n")
+    assert logout_check(spool, 0, logind) is None  # root's, as those of system users, stay
+    assert logout_check(tmp_path, uid, logind) is None
+    (logind / "answer").write_text("b false\n")
+    assert logout_check(spool, uid, logind) is None
+    (logind / "answer").write_text("b true\n")
+    assert logout_check(spool, uid, logind)
+    (logind / somebody.pw_name).touch()  # lingers
+    assert logout_check(spool, uid, logind) is None
+
+
+def test_a_node_without_systemd_has_no_warning_of_it(somebody: pwd.struct_passwd) -> None:
+    assert logout_check(Path("/dev/shm/trinity_sync-test"), somebody.pw_uid) is None

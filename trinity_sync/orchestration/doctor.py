@@ -5,7 +5,9 @@ Nothing is changed. What concerns one job is in `doctor_job`.
 
 import importlib.metadata
 import os
+import pwd
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,13 @@ STALE_S = 600.0
 SKEW_S = 5.0
 PLANNED_WITHIN_S = 120.0
 """Seconds after which a server has planned the runs of a new schedule; its loop takes 60."""
+SYSTEM_UID_MAX = 999
+LINGERING = Path("/var/lib/systemd/linger")
+REMOVES_IPC = [
+    *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
+    *("org.freedesktop.login1.Manager", "RemoveIPC"),
+]
+"""Prints the setting of the running systemd-logind, whose default a distribution may change."""
 
 
 def examine(
@@ -235,7 +244,39 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         f"{spool} on {kind}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free",
         "" if kind in ("tmpfs", "ramfs") else "set TRINITY_SYNC_SPOOL to a folder in memory",
     )
+    if check := logout_check(spool, os.getuid()):
+        yield check
     yield from (_tickets(job, clock) for job in job_spools(spool))
+
+
+def logout_check(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | None:
+    """A warning if systemd removes the spool when the user logs out (``RemoveIPC``).
+
+    systemd-logind removes all files of the user in ``/dev/shm`` once the last session has ended,
+    whatever still runs. It spares system users, and users that linger.
+
+    Args:
+        spool: the node's spool.
+        uid: of its user.
+        lingering: systemd's folder with a file for each user that lingers.
+    """
+    if uid <= SYSTEM_UID_MAX or not spool.resolve().is_relative_to("/dev/shm"):
+        return None
+    try:
+        user = pwd.getpwuid(uid).pw_name
+        said = subprocess.run(REMOVES_IPC, capture_output=True, text=True, timeout=5).stdout
+    except (KeyError, OSError, subprocess.SubprocessError):
+        return None  # no systemd runs here, or it does not know the user
+    if said.strip() != "b true" or (lingering / user).exists():
+        return None
+    return Check(
+        "spool at logout",
+        "warn",
+        f"systemd removes {spool} when the last session of {user} ends (RemoveIPC=yes), with the "
+        "images that are not saved yet",
+        f"run: loginctl enable-linger {user}; or set RemoveIPC=no in /etc/systemd/logind.conf and "
+        "run: systemctl restart systemd-logind",
+    )
 
 
 def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
