@@ -122,7 +122,8 @@ class CheckpointCoordinator(TrinityCalls):
         """Hand the state of one step over; it commits even if this process dies right afterwards.
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. What was handed
-        over at this step before (the model, for a sync) is not copied again.
+        over at this step before (the model, for a sync) is not copied again, unless it has changed
+        since; then this save fails, as `wait_all` raises.
 
         Args:
             step: training step, not negative.

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ class StateSaves:
         attachments: bytes | None = None,
         overlap: bool = False,
     ) -> Staged:
-        """Stage what was not staged at this step before, and hand it over.
+        """Stage what was not staged at this step before, or has changed since, and hand it over.
+
+        What has changed is compared with the step when that is committed: this save fails then.
 
         Raises:
             ConfigError: components come after the save was handed over.
@@ -72,24 +75,22 @@ class StateSaves:
         """
         self.wait_staged()
         role, step, kind = origin.role, origin.step, origin.kind
-        earlier = self._staged.get((role, step), [])
+        earlier = [
+            name
+            for name in self._staged.get((role, step), [])
+            if name not in components or self._is_staged(origin, name, components[name])
+        ]
         states = {name: state for name, state in components.items() if name not in earlier}
         handed_over = (role, step, kind) in self._handed_over
         if not states and attachments is None:
             if handed_over or kind == "state_dict":  # a checkpoint serves as the step's sync, too
-                if handed_over and kind == "checkpoint":
-                    logger.warning(
-                        "step %d, role %s: its checkpoint was handed over before, so this call "
-                        "saves nothing; if the state has changed since, save it as another step",
-                        step,
-                        role,
-                    )
                 return NOTHING_STAGED
             states = dict(components)  # all of it went with the sync: the checkpoint has its own
-        if handed_over:
+        late = [name for name in states if name not in self._staged.get((role, step), [])]
+        if handed_over and (late or attachments is not None):
             raise ConfigError(
-                f"step {step}, role {role}: {', '.join(states) or 'attachments'} comes after the "
-                f"{kind} was handed over; hand all components of a step over in one call"
+                f"step {step}, role {role}: {', '.join(late) or 'attachments'} comes after the "
+                f"{kind} was submitted; submit all components of a step in one call"
             )
         packed = None
         if metadata is not None and origin.rank == 0 and METADATA not in earlier:
@@ -161,6 +162,12 @@ class StateSaves:
             if self._background:
                 self._background.shutdown()
             self._stager.close()
+
+    def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
+        """Whether a state has not changed since it was staged at this step, as far as is known."""
+        with suppress(Exception):  # a state that cannot be read is staged, which says why it fails
+            return self._stager.holds(origin, component, state)
+        return False
 
     def _carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:
         origin = plan.origin

@@ -90,18 +90,6 @@ def test_small_tensors_and_plain_values_are_those_of_the_call(saves: Saves) -> N
     assert staged["lr"] == [0.1]
 
 
-def test_a_second_state_of_the_same_step_is_said_not_to_be_saved(
-    saves: Saves, caplog: pytest.LogCaptureFixture
-) -> None:
-    saves.stager.begin.set()
-    saves.save(1, {"w": torch.zeros(8)}, overlap=False)
-    assert not caplog.messages
-    assert saves.save(1, {"w": torch.ones(8)}, overlap=False).components == ()
-    assert "step 1, role actor" in caplog.text
-    assert "saves nothing" in caplog.text
-    assert saves.staged()["w"].tolist() == [0.0] * 8
-
-
 def test_an_optimizers_step_waits_until_its_tensors_are_copied(saves: Saves) -> None:
     weight = torch.nn.Parameter(torch.rand(BIG))
     before = weight.detach().clone()

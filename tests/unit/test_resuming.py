@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import KINDS, step_folder
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.storage.claims import leases
 from trinity_sync.storage.runs import newest_run
 
@@ -119,6 +119,36 @@ def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of
         saves.save(10, state(10))
     saves.save(10, state(10), kind="state_dict")
     saves.save(20, state(20))
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
+def test_a_state_that_has_changed_is_not_taken_for_the_one_of_its_step(
+    coordinator_of: Open, job: Job, kind: Kind
+) -> None:
+    saves = coordinator_of()
+    changing = state(10)
+    saves.save(10, changing, kind=kind)
+    assert saves.save(10, changing, kind=kind).images == ()
+    changing["model"]["w"][7] = -1
+    (image,) = saves.save(10, changing).images
+    job.commit(10, kind=kind)  # either of the two
+    ((late,), _) = job.spool.tickets()
+    if kind == "checkpoint":
+        assert late.failed
+    else:
+        assert late.ticket.image == image
+        with pytest.raises(SaveError, match="with another content"):
+            job.commit(10)
+
+
+def test_an_uploaded_state_that_has_changed_is_staged_again(coordinator_of: Open, job: Job) -> None:
+    saves = coordinator_of()
+    changing = state(10)
+    saves.upload(10, lambda: changing["model"])
+    changing["model"]["w"].data[7] = -1
+    saves.save(10, changing)
+    job.commit(10)
+    assert coordinator_of(run_key="second").load(10)["model"]["w"][7] == -1
 
 
 def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(

@@ -121,6 +121,39 @@ def _copy_all(pieces: "deque[Piece]", small: list[Piece], threads: int) -> None:
         helper.result()
 
 
+def equal_bytes(
+    image: torch.Tensor, parts: Sequence[tuple[int, torch.UntypedStorage]], *, threads: int = 0
+) -> bool:
+    """Whether each storage, on the CPU, has the bytes at its offset in ``image``.
+
+    Args:
+        image, parts, threads: as in `copy_into`.
+    """
+    pieces: deque[Piece] = deque()
+    base = image.data_ptr()
+    for offset, storage in parts:
+        for at in range(0, storage.nbytes(), PIECE):
+            nbytes = min(PIECE, storage.nbytes() - at)
+            pieces.append((base + offset + at, storage.data_ptr() + at, nbytes))
+    found: list[bool] = []
+
+    def compare_until_empty() -> None:
+        while not found:
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                return
+            if _compare(*piece):
+                found.append(True)
+
+    helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
+    running = [_pool().submit(compare_until_empty) for _ in range(helpers)]
+    compare_until_empty()
+    for helper in running:
+        helper.result()
+    return not found
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The storage as a ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -142,6 +175,9 @@ def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], object]:
     return memmove
 
 
+_compare = ctypes.CDLL(None).memcmp
+"""Of two addresses; 0 if so many bytes are the same there. Other Python threads run meanwhile."""
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy = _memmove(ctypes.CDLL(None))
 """From one address to another, while other Python threads run."""
 _copy_at_once = _memmove(ctypes.PyDLL(None))

@@ -18,7 +18,7 @@ import torch
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Component, shard_file
-from trinity_sync.snapshot.copying import Computed, computed_now, on_device
+from trinity_sync.snapshot.copying import Computed, computed_now, equal_bytes, on_device
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.overlap import Watch
 from trinity_sync.snapshot.published import Published, publish
@@ -153,7 +153,7 @@ class Stager:
                 self._layouts[key] = layout
                 path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
                 if staged := self._slots.hold_image(origin, component):
-                    if staged.laid_out is layout and staged.free:
+                    if staged.free and _has(staged, layout, storages):
                         locks.callback(staged.unlock)
                         parts.append(_Part(component, path, "file", layout, [], None, staged))
                         continue
@@ -240,6 +240,22 @@ class Stager:
                 ticket_path(slot.path).unlink(missing_ok=True)
             raise
 
+    def holds(self, origin: Origin, component: str, state: Any) -> bool:
+        """Whether the image of a component of this step, as this process staged it, is at hand and
+        is that of ``state``; tensors on a GPU are taken for unchanged.
+
+        Raises:
+            ImageError: as `plan`.
+        """
+        slot = self._slots.hold_image(origin, component)
+        if slot is None:
+            return False
+        try:
+            key = (origin.role, component, origin.rank)
+            return _has(slot, *lay_out(state, self._layouts.get(key)))
+        finally:
+            slot.unlock()
+
     def publish(self, origin: Origin, component: str) -> Published | None:
         """Tell readers that the step's image is that of a version; None if none is at hand.
 
@@ -322,6 +338,18 @@ class Stager:
             sealed_at=0.0,
             **vars(plan.origin),
         )
+
+
+def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
+    """Whether the image in a locked slot is that of a state, byte for byte."""
+    if slot.laid_out is not layout:
+        return False
+    parts = [
+        (offset, storage)
+        for (offset, _), storage in zip(layout.holes, storages, strict=True)
+        if storage.device.type == "cpu"
+    ]
+    return equal_bytes(slot.image(layout.nbytes), parts)
 
 
 def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
