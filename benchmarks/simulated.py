@@ -72,6 +72,7 @@ class Job:
                         form="folder" if folder else "file",
                         nbytes=len(content),
                         sealed_at=time.time(),
+                        monotonic_s=time.monotonic(),
                     )
                     seal(slot, ticket)
         return SaveRequest(

@@ -3,6 +3,7 @@
 import errno
 import gc
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
+from trinity_sync.snapshot.ticket import seal, ticket_path
 from trinity_sync.storage.persist import mark_failed
 
 
@@ -112,6 +115,84 @@ def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_alrea
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
 
 
+def test_a_wall_clock_that_is_set_forward_evicts_no_fresh_image(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    an_hour_ago = time.time() - 3600  # by the clock as it is set now
+    for sealed in job.spool.tickets()[0]:
+        os.utime(ticket_path(sealed.slot), (an_hour_ago, an_hour_ago))
+    committer = threading.Timer(0.05, job.commit, args=(1,))
+    committer.start()
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    committer.join()
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+    assert "GIVES WAY" not in caplog.text
+
+
+def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) -> None:
+    script = textwrap.dedent(
+        f"""
+        import os, signal, torch
+        from pathlib import Path
+        from tests.unit.job import Job
+        from trinity_sync.snapshot.spool import JobSpool
+        job = Job(Path({str(job.root)!r}), JobSpool(Path({str(job.spool.folder)!r})))
+        for step in (1, 2):
+            job.stage(step, {{"model": {{"w": torch.zeros(3)}}}})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    died = subprocess.run([sys.executable, "-c", script], check=False)
+    assert died.returncode == -signal.SIGKILL
+    first = job.spool.of_step(1, 1)[0][0]
+    os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
+
+
+def test_images_of_before_a_reboot_are_evicted(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    for sealed in job.spool.tickets()[0]:
+        seal(sealed.slot, replace(sealed.ticket, monotonic_s=time.monotonic() + 1e6))
+    job.stagers.pop(0).close()
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    assert job.stage(3, {"model": {"w": torch.zeros(3)}}).waited_s < 60
+
+
+def test_an_image_whose_ticket_is_torn_is_evicted(job: Job) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    torn = job.spool.of_step(1, 2)[0][0]
+    ticket_path(torn.slot).write_text("{")
+    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
+    job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 3]
+
+
+def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) -> None:
+    now = [1e10]
+    job.stagers[0] = other = Stager(job.spool, slots=1, slot_wait_s=30, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    now[0] += 60
+
+    def clock() -> float:
+        if job.spool.of_step(1, 1)[0]:  # its age has been asked for
+            job.commit(1)
+            job.stagers[0] = other
+            job.stage(2, {"model": {"w": torch.ones(3)}})
+        return now[0]
+
+    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0.2, clock=clock)
+    with pytest.raises(SpoolError, match="step 3"):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert [s.ticket.step for s in job.spool.tickets()[0]] == [2]
+    other.close()
+
+
 def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
@@ -171,7 +252,7 @@ def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
     def commit_meanwhile() -> float:
         if job.spool.of_step(1, 1)[0] and job.spool.of_step(1, 2)[0]:
             job.commit(1)
-        return time.time()
+        return time.monotonic()
 
     job.stagers[0] = Stager(job.spool, slot_wait_s=60, clock=commit_meanwhile)
     for step in (1, 2, 3):

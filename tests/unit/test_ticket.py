@@ -27,6 +27,7 @@ TICKET = Ticket(
     form="file",
     nbytes=123,
     sealed_at=1.5,
+    monotonic_s=2.5,
 )
 
 

@@ -79,14 +79,6 @@ class Slot:
         """Whether the save of the image in the slot is known to have failed."""
         return failure_path(self.path).exists()
 
-    @property
-    def sealed_at(self) -> float:
-        """When the ticket was written, in seconds since the epoch; 0 if there is none."""
-        try:
-            return ticket_path(self.path).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
-
     def try_lock(self, *, shared: bool = False) -> bool:
         """Take the lock if nobody holds it, nor another thread of this process.
 

@@ -7,16 +7,17 @@ them, one whose save failed or that nobody writes gives way.
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trinity_sync.errors import SpoolError, SpoolFull
+from trinity_sync.errors import SpoolError, SpoolFull, TicketError
 from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, ticket_path
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket, ticket_path
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Slots:
         spool: the job's folder on this node.
         count: slots that a component has; readers that are slow may make it more.
         wait_s: as ``slot_wait_s`` of the `Stager`.
-        clock: seconds since the epoch.
+        clock: as of the `Stager`.
     """
 
     def __init__(
@@ -113,13 +114,17 @@ class Slots:
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
                 may_add = False
-            oldest_first = sorted(set(slots).difference(free), key=lambda slot: slot.sealed_at)
-            for slot in oldest_first:
-                age = self._clock() - slot.sealed_at
-                if (slot.failed or age >= self._wait_s) and slot.try_lock():
-                    if not slot.free:  # else its commit freed it just now
-                        self._give_way(slot, origin, age)
+            ages = {slot: self._age_s(slot) for slot in slots if slot not in free}
+            for slot in sorted(ages, key=lambda slot: -ages[slot]):
+                if not (slot.failed or ages[slot] >= self._wait_s) or not slot.try_lock():
+                    continue
+                if slot.free:  # its commit freed it just now
                     return slot, waited
+                age = self._age_s(slot)
+                if slot.failed or age >= self._wait_s:
+                    self._give_way(slot, origin, age)
+                    return slot, waited
+                slot.unlock()  # another trainer has sealed an image there just now
             if waited >= self._wait_s:
                 raise SpoolError(
                     f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
@@ -144,14 +149,28 @@ class Slots:
         slot.close(remove=True)
         return None
 
+    def _age_s(self, slot: Slot) -> float:
+        """Seconds since the image in ``slot`` was sealed; infinite if nobody can save it."""
+        try:
+            ticket = read_ticket(slot.path)
+        except TicketError:
+            return math.inf
+        return ticket.age_s(self._clock()) if ticket else 0.0
+
     def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
         """Drop the image in ``slot``, which was not saved in time."""
+        if slot.failed:
+            why = "its save failed"
+        elif math.isinf(age):
+            why = "its ticket is torn, or of before a reboot,"
+        else:
+            why = f"nobody wrote it within {age:.0f} s"
         logger.warning(
             "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
             "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
             slot.path,
             origin.step,
-            "its save failed" if slot.failed else f"nobody wrote it within {age:.0f} s",
+            why,
         )
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)

@@ -88,7 +88,8 @@ class Stager:
         slots: slots per component; two let one be written while the other is filled.
         slot_wait_s: seconds after its seal for which an image that nobody writes keeps its slot
             when all slots are taken, and that staging waits for writers at most.
-        clock: source of the tickets' times.
+        clock: seconds by which images age, the same for all processes of the node. No wall clock:
+            when that is set forward, fresh images would seem old.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Stager:
         *,
         slots: int = 2,
         slot_wait_s: float = 30.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._slots = Slots(spool, slots, slot_wait_s, clock)
@@ -232,7 +233,8 @@ class Stager:
                         "Later saves try again."
                     )
                 was_free = slot.free
-                seal(slot.path, replace(ticket, sealed_at=self._clock()))
+                sealed_now = replace(ticket, sealed_at=time.time(), monotonic_s=self._clock())
+                seal(slot.path, sealed_now)
                 if was_free:
                     done.append(slot)
         except BaseException:
@@ -336,6 +338,7 @@ class Stager:
             form=part.form,
             nbytes=part.layout.nbytes,
             sealed_at=0.0,
+            monotonic_s=0.0,
             **vars(plan.origin),
         )
 

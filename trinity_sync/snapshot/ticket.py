@@ -7,6 +7,7 @@ good one. Removing the ticket frees the slot.
 
 import hashlib
 import json
+import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -50,6 +51,8 @@ class Ticket:
     nbytes: int
     sealed_at: float
     """Seconds since the epoch."""
+    monotonic_s: float
+    """The same moment by the node's monotonic clock, which all its processes share."""
     keep: int = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
     export: Export = ""
@@ -60,6 +63,16 @@ class Ticket:
     def what(self) -> str:
         """The image in words, for messages."""
         return f"{self.component} of step {self.step}, role {self.role}, rank {self.rank}"
+
+    def age_s(self, now: float) -> float:
+        """Seconds since the seal, which no setting of the wall clock changes.
+
+        Infinite if the node was booted since, which a spool on a disk survives.
+
+        Args:
+            now: of `time.monotonic`, read after the ticket.
+        """
+        return now - self.monotonic_s if now >= self.monotonic_s else math.inf
 
 
 def components_of(tickets: Collection[Ticket]) -> tuple[Component, ...]:
