@@ -20,6 +20,7 @@
      ├─ RemoteError          a store of copies cannot be reached, read or written
      │   └─ DamagedCopy      what is there are not the bytes that its manifest names
      ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
+     ├─ LockTimeoutError     a lock that another process has for too long
      ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
      │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
@@ -27,6 +28,8 @@
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
 """
+
+from pathlib import Path
 
 
 class TrinitySyncError(Exception):
@@ -99,6 +102,17 @@ class DamagedCopy(RemoteError):
 
 class StepClaimed(TrinitySyncError):
     """A lease or a pin holds a step that was to be taken away."""
+
+
+class LockTimeoutError(TrinitySyncError):
+    """Another process has a lock for longer than whoever waited for it could wait."""
+
+    def __init__(self, message: str, *, path: Path | None = None, holder: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        """Of the lock's file."""
+        self.holder = holder
+        """Who has it, in words."""
 
 
 class CatalogError(TrinitySyncError):

@@ -8,15 +8,18 @@ neither.
 It does not need torch, and so spares the processes that write images the seconds of its import.
 """
 
-import fcntl
-import mmap
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trinity_sync.snapshot.flock import LockFile
 from trinity_sync.snapshot.kept import Kept, keep
 from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
+
+FILL_S = 600.0
+"""Seconds in which a trainer has filled a slot that it had begun to fill."""
 
 
 @contextmanager
@@ -27,43 +30,43 @@ def held(path: Path) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: there is no such slot.
+        LockTimeoutError: the trainer that fills it hangs.
     """
-    with _under_lock(path, fcntl.LOCK_SH) as fd:
-        yield fd
+    with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
+        yield lock.fd
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[memoryview]:
     """The bytes of a slot, read-only, while nobody may change them; as `held` else."""
-    with held(path) as fd:
-        size = os.fstat(fd).st_size
+    with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
+        size = os.fstat(lock.fd).st_size
         # unmapped with the last view of it: a slice may outlive the block, the lock does not
-        yield memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ) if size else b"")
+        yield memoryview(lock.map(size) if size else b"")
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
     """The sealed image in the slot at ``path`` is this thread's to write out, or to free.
 
-    Waits for whoever has claimed it. The image may have given way meanwhile: look at its ticket
-    again, under the slot's lock too, which is taken after this one.
+    Waits for whoever has claimed it, however long that writes. The image may have given way
+    meanwhile: look at its ticket again, under the slot's lock too, which is taken after this one.
 
     Raises:
         FileNotFoundError: no image is sealed there.
     """
-    with _under_lock(ticket_path(path), fcntl.LOCK_EX):
+    with _under_lock(ticket_path(path), shared=False, limit_s=math.inf):
         yield
 
 
 @contextmanager
-def _under_lock(path: Path, how: int) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
+    lock = LockFile(path, os.O_RDWR)
     try:
-        fcntl.flock(fd, how)
-        yield fd
+        lock.acquire(shared=shared, limit_s=limit_s)
+        yield lock
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
-        os.close(fd)
+        lock.close()
 
 
 def release(path: Path, image: str, digest: str = "") -> None:

@@ -16,19 +16,17 @@ compared with its name and its mapping; a file that is gone is made again.
 
 import errno
 import fcntl
-import io
 import logging
-import mmap
 import os
 import struct
 import threading
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from trinity_sync.errors import SpoolFull
+from trinity_sync.snapshot.flock import LockFile
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.kept import forget
 from trinity_sync.snapshot.published import published_path, withdraw
@@ -36,10 +34,10 @@ from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
 
 logger = logging.getLogger(__name__)
 
+REMOVE_S = 60.0
+"""Seconds in which another process has removed a slot that it had begun to remove."""
 _ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
 _NAME = 64  # bytes at the end of the file for the name of its last filling
-
-_all: "weakref.WeakSet[Slot]" = weakref.WeakSet()
 
 
 class Slot:
@@ -57,7 +55,6 @@ class Slot:
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
         self._file = _kept(path)
-        _all.add(self)
 
     @property
     def free(self) -> bool:
@@ -100,27 +97,20 @@ class Slot:
 
     def _lock_file(self, shared: bool) -> bool:
         while True:
-            if self._file.closed:
+            if self._file.fd < 0:
                 if shared:
                     return False
                 self._file = _kept(self.path)
-            if not self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if not self._file.try_acquire(shared=shared):
                 return False
             if self.has_file:
                 self._recall()
                 return True
             self._lose_file()
 
-    def _flock(self, how: int) -> bool:
-        try:
-            fcntl.flock(self._file, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     def _recall(self) -> None:
         """Drop what this process remembers of the slot if another has filled or resized it."""
-        fd, count = self._file.fileno(), len(self._filled)
+        fd, count = self._file.fd, len(self._filled)
         size = os.fstat(fd).st_size
         if len(self._image) != size:
             self._unmap()
@@ -133,15 +123,9 @@ class Slot:
         self._file.close()
         self.holds = None
 
-    def leave_to_parent(self) -> None:
-        """Close the file in a forked child, which would share its locks with the parent."""
-        self._ours = threading.Lock()
-        self._pinned = False
-        self._lose_file()
-
     def unlock(self) -> None:
         """Give the lock back."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.release()
         self._ours.release()
 
     def begin(self, name: str, nbytes: int) -> torch.Tensor:
@@ -153,7 +137,7 @@ class Slot:
         self.holds = None
         memory = self.image(nbytes)
         self._filled = name.encode()
-        os.pwrite(self._file.fileno(), self._filled, len(memory) - len(self._filled))
+        os.pwrite(self._file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
     def _take_back(self) -> None:
@@ -167,17 +151,14 @@ class Slot:
         Raises:
             SpoolFull: the spool has no room for so many bytes; nothing was changed.
         """
-        fd = self._file.fileno()
+        fd = self._file.fd
         size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
         if len(self._image) != size:
             allocate(fd, self.path, size)
             self._unmap()
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            # a mapping keeps its file open, also in a child of a fork, and so would keep the lock
-            with Path(f"/proc/self/fd/{fd}").open("r+b") as again:
-                content = mmap.mmap(again.fileno(), size, flags)
             # the view keeps its mapping alive; the old one goes with the old view
-            self._image = torch.frombuffer(content, dtype=torch.uint8)
+            memory = self._file.map(size, writable=True, populate=True)
+            self._image = torch.frombuffer(memory, dtype=torch.uint8)
         return self._image
 
     def _unmap(self) -> None:
@@ -206,51 +187,50 @@ class Slot:
             self._pinned = False
 
     def close(self, *, remove: bool) -> None:
-        """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it."""
-        self._unmap()
-        if self._file.closed:
+        """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it.
+
+        In a forked child the slot is the parent's, and stays.
+        """
+        if self._file.fd < 0:
             return
-        if remove and self._flock(fcntl.LOCK_SH) and self.free:  # who reads it may do so to its end
-            with suppress(BlockingIOError):  # it is kept by a process that was started meanwhile
-                _keep(self._file, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
-                if self.has_file:  # otherwise another process has made it again
-                    self._take_back()
-                    self.path.unlink(missing_ok=True)
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # a child of a fork would keep it
+        self._unmap()
+        # who reads it may do so to its end, and a process that was started meanwhile keeps it
+        unused = remove and self._file.try_acquire(shared=True) and self.free
+        if unused and _keep(self._file, fcntl.F_WRLCK) and self.has_file:
+            self._take_back()
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
 
-def _leave_to_parent() -> None:
-    for slot in _all:
-        slot.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _kept(path: Path) -> io.FileIO:
+def _kept(path: Path) -> LockFile:
     """The file at ``path``, made if need be, with a share in the lock of those who keep it."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        file = io.FileIO(fd, "r+")
-        _keep(file, fcntl.F_RDLCK, fcntl.F_OFD_SETLKW)
+        file = LockFile(path, os.O_RDWR | os.O_CREAT)
+        file.wait(lambda file=file: _keep(file, fcntl.F_RDLCK), REMOVE_S)  # type: ignore[misc]
         if _is_named(file, path):  # otherwise it was removed just now
             return file
         file.close()
 
 
-def _is_named(file: io.FileIO, path: Path) -> bool:
+def _is_named(file: LockFile, path: Path) -> bool:
     """Whether the path leads to this open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+        return os.path.samestat(os.fstat(file.fd), path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _keep(file: io.FileIO, how: int, wait: int) -> None:
-    """Take the lock of those who keep a slot, which has nothing to do with flock's."""
+def _keep(file: LockFile, how: int) -> bool:
+    """Take the lock of those who keep a slot, which has nothing to do with flock's; if it is free.
+
+    Like flock's it belongs to the open file.
+    """
     whole_file = struct.pack("hhqqi4x", how, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
-    fcntl.fcntl(file, wait, whole_file)
+    try:
+        fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, whole_file)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def allocate(fd: int, path: Path, size: int) -> None:

@@ -50,6 +50,9 @@ LEASE_S = 600.0
 LONG_LEASE_S = 86_400.0
 """The same for who reads whole steps; a lease ends earlier with its process."""
 
+CLAIM_S = 30.0
+"""Seconds in which a lease or pin has been taken, also on a slow file server."""
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -88,7 +91,8 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if self.process == process_name(os.getpid()):  # else a child that was forked in the block
+            self.release()
 
 
 @dataclass(frozen=True)
@@ -295,8 +299,12 @@ def nobody_claims(root: str | Path) -> Iterator[Held]:
     """No lease or pin comes into being within such a block: for whoever removes steps.
 
     Look at `leases` and `pins` inside, and take a step's name away before the block ends.
+
+    Raises:
+        LockTimeoutError: others have the lock for longer than a lease or pin takes; no commit is to
+            wait for them meanwhile.
     """
-    with file_lock(_lock_of(root)) as lock:
+    with file_lock(_lock_of(root), limit_s=CLAIM_S) as lock:
         yield lock
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import uuid
@@ -127,8 +126,9 @@ def _give_free_name(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        with (path.parent / ".names.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        from trinity_sync.storage.locks import file_lock  # which makes folders by what is here
+
+        with file_lock(path.parent / ".names.lock"):
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
             temporary.replace(path)

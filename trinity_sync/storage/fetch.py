@@ -4,6 +4,7 @@ The files gather in ``root/.trinity_sync/fetching/global_step_N``, where a downl
 goes on; the folder gets its name, with the manifest inside, when all of it is whole and durable.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def fetch(
     if _is_here(base, manifest, replace):
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
-    with file_lock(base / PRIVATE_FOLDER / "fetching.lock"):  # one fetch into a root at a time
+    lock = base / PRIVATE_FOLDER / "fetching.lock"
+    with file_lock(lock, limit_s=math.inf):  # one fetch into a root at a time, however long
         if _is_here(base, manifest, replace):
             return manifest, False
         folder = step_folder(fetching_folder(base), manifest.step)

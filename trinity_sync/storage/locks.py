@@ -5,20 +5,24 @@ takes it and that of ``claims.nobody_claims`` takes it first.
 """
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.flock import LockFile, name_of_process
 from trinity_sync.storage.durable import make_folder
 from trinity_sync.storage.mounts import mount_of
 
 TRASH_LOCK = "trash.lock"
 """Of whoever empties the trash, in the private folder."""
+LIMIT_S = 600.0
+"""Seconds that whoever needs a lock waits for it at most, unless it says otherwise."""
+LONG_S = 3600.0
+"""The same for locks under which others digest, or remove, as much as a step has."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,7 @@ class Held:
     """A lock, within the block that has it."""
 
     path: Path
-    fd: int
-    """Of its file."""
+    file: LockFile
 
     def require_ours(self) -> None:
         """See that it is still ours, right before what cannot be taken back.
@@ -36,60 +39,80 @@ class Held:
         is told when it writes to the file of the lock, and by nothing else that it does.
 
         Raises:
-            CommitError: another node may have it.
+            CommitError: another node may have it, or the process that has it is this one's parent.
         """
-        if not mount_of(self.path).shared:
-            return
+        if self.file.fd < 0:
+            raise CommitError(
+                f"the lock {self.path} belongs to the process that forked this one, so nothing is "
+                "changed here; do it in that process, or take the lock anew"
+            )
         try:
-            os.pwrite(self.fd, b"\n", 0)
-            os.fsync(self.fd)
+            self._note()
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return  # of a server that has looked at the lock before
             raise CommitError(
                 f"this node has lost the lock {self.path}: the file server did not hear of it for "
                 "too long, and may have given the lock to another node. What was to be done under "
                 "it was broken off; do it again"
             ) from error
 
+    def _note(self) -> None:
+        """Write into the file who has the lock, for other nodes, whose kernels cannot tell."""
+        if not mount_of(self.path).shared:
+            return
+        try:
+            os.pwrite(self.file.fd, f"{name_of_process()}\n".encode(), 0)
+            os.fsync(self.file.fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # else it is of a server that has looked at the lock before
+
 
 @contextmanager
-def file_lock(path: Path, *, shared: bool = False) -> Iterator[Held]:
+def file_lock(path: Path, *, shared: bool = False, limit_s: float = LIMIT_S) -> Iterator[Held]:
     """Wait for the lock of the file at ``path``, made if it is missing, and have it in the block.
+
+    Who waits is told by a warning who has it.
 
     Args:
         path: of a file that is nothing but the lock.
         shared: have it together with others that share it, and against those that do not.
+        limit_s: seconds to wait at most; ``math.inf`` where others may rightly take any time.
+
+    Raises:
+        LockTimeoutError: others have had it for so long.
     """
     with _opened(path) as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        yield Held(path, lock)
+        lock.acquire(shared=shared, limit_s=limit_s)
+        held = Held(path, lock)
+        if not shared:
+            with suppress(OSError):
+                held._note()
+        yield held
 
 
 @contextmanager
 def file_lock_if_free(path: Path) -> Iterator[bool]:
     """As `file_lock`, without waiting: whether it is ours within the block."""
     with _opened(path) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = True
-        except BlockingIOError:
-            ours = False
-        yield ours
+        yield lock.try_acquire()
 
 
 @contextmanager
 def one_change_at_a_time(root: str | Path) -> Iterator[Held]:
-    """Wait for the commits and rewinds of other processes and threads; then nobody else's begin."""
-    with file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock") as lock:
+    """Wait for the commits and rewinds of other processes and threads; then nobody else's begin.
+
+    Raises:
+        LockTimeoutError: one of them has taken an hour.
+    """
+    with file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
         yield lock
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(path: Path) -> Iterator[LockFile]:
     make_folder(path.parent)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants to read what is shared
+    lock = LockFile(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants to read what is shared
     try:
-        yield fd
+        yield lock
     finally:
-        os.close(fd)
+        lock.close()

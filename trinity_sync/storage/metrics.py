@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, LockTimeoutError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.locks import file_lock
 
 logger = logging.getLogger(__name__)
+
+WRITE_S = 60.0
+"""Seconds in which another process has written its metrics of a step."""
 
 
 class MetricsLog:
@@ -24,6 +27,7 @@ class MetricsLog:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._writer: ThreadPoolExecutor | None = None
+        self._limit_s = WRITE_S
 
     def record(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
         """Take metrics over to be written; see `CheckpointCoordinator.record_metrics`."""
@@ -49,15 +53,29 @@ class MetricsLog:
 
     def _write(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            write_metrics(self._root, run, step, metrics)
-        except OSError as error:
+            write_metrics(self._root, run, step, metrics, limit_s=self._limit_s)
+            self._limit_s = WRITE_S
+        except (OSError, LockTimeoutError) as error:
+            if isinstance(error, LockTimeoutError):
+                self._limit_s = 0.0  # those in line do not wait as long, one after the other
             logger.warning("the metrics of step %d are not recorded: %s", step, error)
 
 
-def write_metrics(root: str | Path, run: int, step: int, metrics: Mapping[str, float]) -> None:
-    """Add to the metrics of a step; those of an earlier run of the job are replaced."""
+def write_metrics(
+    root: str | Path,
+    run: int,
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    limit_s: float = WRITE_S,
+) -> None:
+    """Add to the metrics of a step; those of an earlier run of the job are replaced.
+
+    Raises:
+        LockTimeoutError: others have the lock of the metrics for ``limit_s`` seconds.
+    """
     folder = _folder(root)
-    with file_lock(folder / "lock"):
+    with file_lock(folder / "lock", limit_s=limit_s):
         body = {"run": run, "metrics": {**read_metrics(root, run, step), **metrics}}
         replace_file(folder / f"{step}.json", json.dumps(body))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from trinity_sync.snapshot.flock import opened_again
 from trinity_sync.storage.meter import unmetered
 from trinity_sync.storage.writer import ALIGNMENT, DIGEST, NO_DIRECT_IO, through_page_cache
 
@@ -88,7 +89,8 @@ def map_open(fd: int, nbytes: int) -> tuple[memoryview, str]:
     to them does not reach the file.
     """
     size = min(nbytes, os.fstat(fd).st_size)
-    memory = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else b"")
+    with opened_again(fd) as again:  # what is mapped would keep the lock of ``fd``
+        memory = memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
     return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
 
 

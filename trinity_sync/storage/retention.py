@@ -24,7 +24,7 @@ from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.locks import TRASH_LOCK, file_lock, one_change_at_a_time
+from trinity_sync.storage.locks import LONG_S, TRASH_LOCK, file_lock, one_change_at_a_time
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import All, Policy, StepInfo
@@ -217,6 +217,7 @@ def carry_out(
     Raises:
         OSError: something cannot be removed; steps before it are gone.
         CommitError: this node was cut off, and another one may have its locks; likewise.
+        LockTimeoutError: another process hangs with one of the locks; likewise.
     """
     done = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
@@ -327,6 +328,6 @@ def _empty_trash(root: Path, *, keep: int) -> None:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with file_lock(trash.parent / TRASH_LOCK):
+    with file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S):
         for folder in trash.iterdir():
             remove_folder(root, folder, keep=keep)

@@ -14,6 +14,7 @@ whoever the kernel wakes first writes first.
 The first needs a shared file system that carries locks from node to node, as commits do.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ from trinity_sync.storage.locks import file_lock
 def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     """Wait until the strategy of an image's save lets it be written; others wait for the block.
 
+    However many write first, it waits; every now and then a warning says for which process.
+
     Args:
         spool: of the job on this node.
         ticket: of the image.
@@ -36,7 +39,7 @@ def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     if path is None:
         yield
         return
-    with file_lock(path):
+    with file_lock(path, limit_s=math.inf):
         yield
 
 

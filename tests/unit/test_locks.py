@@ -1,0 +1,285 @@
+"""Locks end with their holder, are left alone by its children, and are never waited for in vain."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.unit.job import Job
+from tests.unit.restricted import restricted
+from tests.unit.steps import commit_files
+from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.layout import step_folder
+from trinity_sync.snapshot import flock
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.storage import claims, metrics
+from trinity_sync.storage.claims import leases, take_lease
+from trinity_sync.storage.locks import file_lock, file_lock_if_free
+from trinity_sync.storage.metrics import MetricsLog, read_metrics
+from trinity_sync.storage.policies import All, LastN
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """A child of this process that lives as long as the block, as a DataLoader's worker would."""
+    ends, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        os.read(ends, 1)
+        os._exit(0)
+    os.close(ends)
+    try:
+        yield
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+
+
+@contextmanager
+def running(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A script of Python that has printed a line, and may go on until it reads from its input."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        yield process
+
+
+HOLD = """
+    import sys
+    from pathlib import Path
+    from trinity_sync.storage.locks import file_lock
+    with file_lock(Path(sys.argv[1]), shared="shared" in sys.argv):
+        print("ready", flush=True)
+        sys.stdin.read()
+    """
+
+
+def is_free(path: Path) -> bool:
+    with file_lock_if_free(path) as ours:
+        return ours
+
+
+def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "lock"
+    with ExitStack() as child:
+        with file_lock(path):
+            child.enter_context(forked())
+            assert not is_free(path)
+        assert is_free(path)
+
+
+def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with ExitStack() as block:
+        held = block.enter_context(file_lock(path))
+        if (child := os.fork()) == 0:
+            try:
+                with pytest.raises(CommitError, match="belongs to the process that forked this"):
+                    held.require_ours()
+                block.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert not is_free(path)
+    assert is_free(path)
+
+
+TAKE = {
+    "a lock file": "held.enter_context(file_lock(path))",
+    "a slot that is filled": "slot = Slot(path); slot.image(9); assert slot.try_lock()",
+    "a slot that is read": "content = held.enter_context(locked(path))",
+    "an image that is restored": "content = map_open(held.enter_context(reading.held(path)), 9)",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "child"), [*((what, "forked") for what in TAKE), ("a lock file", "started")]
+)
+def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
+    tmp_path: Path, what: str, child: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    path.chmod(0o600)
+    script = """
+        import os, signal, subprocess, sys
+        from contextlib import ExitStack
+        from pathlib import Path
+        from trinity_sync.snapshot import reading
+        from trinity_sync.snapshot.reading import locked
+        from trinity_sync.snapshot.slot import Slot
+        from trinity_sync.storage.locks import file_lock
+        from trinity_sync.storage.reader import map_open
+        path, held = Path(sys.argv[1]), ExitStack()
+        exec(sys.argv[2])
+        if sys.argv[3] == "started":
+            subprocess.Popen(["sh", "-c", "echo ready; cat"], close_fds=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("ready", flush=True)
+        sys.stdin.read()
+        """
+    with running(script, path, TAKE[what], child) as process:
+        assert process.wait(60) == -signal.SIGKILL
+        slot = Slot(path)
+        assert slot.try_lock()
+        slot.unlock()
+        slot.close(remove=True)  # nobody else keeps it
+        assert not path.exists()
+
+
+def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    slot = Slot(path)
+    slot.image(9)[:9] = 7
+    assert slot.try_lock()
+    if (child := os.fork()) == 0:
+        slot.close(remove=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert path.read_bytes()[:9] == b"\x07" * 9
+    assert not is_free(path)
+    slot.unlock()
+    slot.close(remove=True)
+    assert not path.exists()
+
+
+def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> None:
+    commit_files(job.root, 4)
+    with take_lease(job.root, 4, "parent") as lease:
+        if (child := os.fork()) == 0:
+            lease.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [each.holder for each in leases(job.root)] == ["parent"]
+    assert leases(job.root) == []
+
+
+def test_who_waits_too_long_is_told_who_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flock, "SAY_S", 0.0)
+    path = tmp_path / "lock"
+    with running(HOLD, path) as holder:
+        with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0.05):
+            pass
+        for text in (str(told.value), caplog.messages[0]):
+            assert f"the lock {path}" in text
+            assert f"process {holder.pid} ({sys.executable} -c" in text
+        assert told.value.path == path
+        assert f"process {holder.pid} " in told.value.holder
+        assert holder.stdin
+        holder.stdin.close()
+        with file_lock(path, limit_s=60):
+            pass
+
+
+def test_all_who_share_a_lock_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with running(HOLD, path, "shared") as one, running(HOLD, path, "shared") as other:
+        with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0):
+            pass
+        for holder in (one, other):
+            assert f"process {holder.pid} (" in told.value.holder
+        with file_lock(path, shared=True, limit_s=0):
+            pass
+
+
+def test_a_child_of_another_program_that_keeps_a_lock_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    script = """
+        import fcntl, os, sys
+        file = open(sys.argv[1], "w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fork():
+            os._exit(0)
+        print("ready", os.getpid(), sep="\\n", flush=True)
+        sys.stdin.read()
+        """
+    with running(script, path) as process:
+        assert process.wait(60) == 0
+        assert process.stdout
+        keeper = int(process.stdout.readline())
+        with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0):
+            pass
+        assert told.value.holder.startswith(f"process {keeper} ")
+
+
+def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    script = """
+        import sys
+        from pathlib import Path
+        from trinity_sync.errors import LockTimeoutError
+        from trinity_sync.storage.locks import file_lock
+        try:
+            with file_lock(Path(sys.argv[1]), limit_s=0):
+                pass
+        except LockTimeoutError as error:
+            print(error.holder)
+        """
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    command = [*alone, sys.executable, "-c", textwrap.dedent(script), str(path)]
+    with file_lock(path) as held:
+        os.pwrite(held.file.fd, b"process 7 (python train.py) on node other\nwhat was there", 0)
+        done = subprocess.run(command, capture_output=True, text=True)
+    if "unshare" in done.stderr:
+        pytest.skip("a process may have no PID namespace of its own here")
+    assert done.stdout == (
+        "a process that cannot be seen from here; the last to note itself in the file is process 7 "
+        "(python train.py) on node other\n"
+    )
+
+
+def test_on_a_shared_file_system_the_holder_notes_itself(tmp_path: Path) -> None:
+    with restricted(tmp_path) as mount, file_lock(mount / "lock") as held:
+        for _ in range(2):
+            assert (mount / "lock").read_text().startswith(f"process {os.getpid()} (")
+            held.require_ours()
+
+
+def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "CLAIM_S", 0.05)
+    for step in (1, 2):
+        commit_files(job.root, step)
+    made = plan(survey(job.root), Rules(LastN(1), All()), now=0)
+    assert [each.step for each in made.removed] == [1]
+    with running(HOLD, job.root / ".trinity_sync/claims.lock", "shared") as hangs:
+        with pytest.raises(LockTimeoutError, match=f"claims.lock .* process {hangs.pid} "):
+            carry_out(job.root, made)
+        assert step_folder(job.root, 1).is_dir()
+        assert is_free(job.root / ".trinity_sync/commit.lock")
+    carry_out(job.root, made)
+    assert not step_folder(job.root, 1).is_dir()
+
+
+def test_a_training_ends_although_the_metrics_cannot_be_written(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "WRITE_S", 0.05)
+    log = MetricsLog(job.root)
+    with running(HOLD, job.root / ".trinity_sync/metrics/lock") as hangs:
+        for step in range(100):
+            log.record(1, step, {"loss": 1.0})
+        log.close()
+        assert len(caplog.messages) == 100
+        assert f"process {hangs.pid} " in caplog.text
+    log = MetricsLog(job.root)
+    log.record(1, 7, {"loss": 2.0})
+    log.close()
+    assert read_metrics(job.root, 1, 7) == {"loss": 2.0}
