@@ -1,7 +1,9 @@
 """Locks end with their holder, are left alone by its children, and are never waited for in vain."""
 
+import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -10,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
@@ -19,11 +22,14 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot import flock
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import claims, metrics
-from trinity_sync.storage.claims import leases, take_lease
-from trinity_sync.storage.locks import file_lock, file_lock_if_free
+from trinity_sync.storage.claims import leases, nobody_claims, take_lease
+from trinity_sync.storage.locks import file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
 from trinity_sync.storage.policies import All, LastN
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+
+SOMEBODY = 12345
+"""The number of a user, and of a group, that is nobody else's."""
 
 
 @contextmanager
@@ -283,3 +289,109 @@ def test_a_training_ends_although_the_metrics_cannot_be_written(
     log.record(1, 7, {"loss": 2.0})
     log.close()
     assert read_metrics(job.root, 1, 7) == {"loss": 2.0}
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("folder", "lock"),
+    [(0o700, 0o600), (0o755, 0o600), (0o750, 0o600), (0o775, 0o660), (0o777, 0o666)],
+)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_those_open_a_lock_who_may_write_beside_it(
+    tmp_path: Path, folder: int, lock: int, umask: int, no_umask: None
+) -> None:
+    os.umask(umask)
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks").chmod(folder)
+    path = tmp_path / "locks/lock"
+    for _ in range(2):
+        with file_lock(path):
+            assert stat.S_IMODE(path.stat().st_mode) == lock
+        path.chmod(0o666)  # as locks of another time may have
+
+
+def test_a_lock_that_leads_elsewhere_is_not_opened(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.touch(0o644)
+    (tmp_path / "lock").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="symbolic links"), file_lock(tmp_path / "lock"):
+        pass
+    (tmp_path / "linked").hardlink_to(elsewhere)
+    with file_lock(tmp_path / "linked"):
+        assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
+
+
+def as_another_user(body: object, *groups: int) -> None:
+    """Call ``body`` in a child that is another user."""
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups(groups)
+            os.setgid(SOMEBODY)
+            os.setuid(SOMEBODY)
+            body()  # type: ignore[operator]
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def open_to_all(job: Job) -> Job:
+    """A job whose root all users may look into."""
+    for folder in (job.root, *job.root.parents):
+        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o777 == 0o700:
+            folder.chmod(0o755)
+    return job
+
+
+def test_who_may_only_read_a_root_holds_nothing_up(
+    open_to_all: Job, no_umask: None, tmp_path: Path
+) -> None:
+    job = open_to_all
+    os.umask(0o022)
+    job.stage(1, {"model": {"w": torch.ones(3)}}, strategy="single_thread")
+    job.commit(1)
+    with one_change_at_a_time(job.root), nobody_claims(job.root):
+        pass
+    metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
+    carry_out(job.root, plan(survey(job.root), Rules(LastN(1), All()), now=0))
+    locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
+    assert {"commit.lock", "claims.lock", "writing.lock", "lock"} <= {path.name for path in locks}
+
+    def hold_all() -> None:
+        assert (step_folder(job.root, 1) / "manifest.json").read_text()
+        for path in locks:
+            with pytest.raises(PermissionError):
+                fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+
+    as_another_user(hold_all)
+
+
+def test_all_who_may_write_into_a_root_use_its_locks(open_to_all: Job, no_umask: None) -> None:
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    os.umask(0o077)
+    private = open_to_all.root / ".trinity_sync"
+    private.mkdir()
+    os.chown(private, -1, SOMEBODY + 1)
+    private.chmod(0o2770)
+
+    def take(*names: str) -> None:
+        for name in names:
+            with file_lock(private / name), file_lock_if_free(private / name) as both:
+                assert not both
+
+    take("ours")
+    as_another_user(lambda: take("ours", "theirs"), SOMEBODY + 1)
+    take("ours", "theirs")
+    assert (private / "theirs").stat().st_uid == SOMEBODY

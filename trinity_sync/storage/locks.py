@@ -2,10 +2,14 @@
 
 The one that keeps two changes of a root's committed steps apart is `one_change_at_a_time`. Whoever
 takes it and that of ``claims.nobody_claims`` takes it first.
+
+To take such a lock a process needs no more than to read the file, so only those who may write into
+the folder of a lock may open it: whoever may read a root cannot keep others from it.
 """
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -111,8 +115,26 @@ def one_change_at_a_time(root: str | Path) -> Iterator[Held]:
 @contextmanager
 def _opened(path: Path) -> Iterator[LockFile]:
     make_folder(path.parent)
-    lock = LockFile(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants to read what is shared
+    lock = LockFile(path, os.O_RDWR | os.O_CREAT)  # NFS wants to read what is shared
     try:
+        _let_writers_alone_open(lock.fd, path.parent)
         yield lock
     finally:
         lock.close()
+
+
+def _let_writers_alone_open(fd: int, folder: Path) -> None:
+    """Let those open a lock who may write into its folder, whatever the umask, and nobody else."""
+    found, above = os.fstat(fd), folder.stat()
+    if found.st_uid != os.geteuid() or found.st_nlink > 1 or not stat.S_ISREG(found.st_mode):
+        return
+    writers = above.st_mode & 0o222
+    with suppress(OSError):  # file systems without owners or modes
+        if writers & stat.S_IWGRP and found.st_gid != above.st_gid:
+            os.fchown(fd, -1, above.st_gid)
+    if os.fstat(fd).st_gid != above.st_gid:  # it is no group of ours
+        writers &= ~stat.S_IWGRP
+    wanted = stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
+    with suppress(OSError):
+        if stat.S_IMODE(found.st_mode) != wanted:
+            os.fchmod(fd, wanted)
