@@ -3,9 +3,12 @@
 import itertools
 import mmap
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -173,3 +176,42 @@ def test_spares_never_keep_a_save_from_a_full_disk_for_good(job: Job, small_disk
         job.commit(1)
     job.commit(1)
     require_committed(small_disk, 1)
+
+
+@pytest.mark.parametrize("handled", [False, True], ids=["by default", "handled"])
+def test_who_opens_a_file_that_is_looked_at_sends_no_signal_here(
+    tmp_path: Path, handled: bool
+) -> None:
+    """The kernel tells the holder of a lease by SIGIO, which ends a process by default."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    look = """
+        import signal, subprocess, sys, threading
+        from pathlib import Path
+        from trinity_sync.storage.recycling import is_ours_alone
+        seen = []
+        if sys.argv[3] == "True":
+            signal.signal(signal.SIGIO, lambda *_: seen.append(1))
+        opener = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+        def look():
+            while opener.poll() is None:
+                is_ours_alone(Path(sys.argv[1]))
+        thread = threading.Thread(target=look)
+        thread.start()
+        look()
+        thread.join()
+        assert not seen
+        assert is_ours_alone(Path(sys.argv[1]))
+        sys.exit(opener.returncode)
+        """
+    meet_leases = """
+        import os, sys
+        met, parent = 0, os.getppid()
+        while met < 20 and os.getppid() == parent:
+            try:
+                os.close(os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK))
+            except BlockingIOError:
+                met += 1
+        """
+    command = [sys.executable, "-c", dedent(look), str(path), dedent(meet_leases)]
+    subprocess.run([*command, str(handled)], check=True)

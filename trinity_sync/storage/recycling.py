@@ -11,7 +11,11 @@ that other nodes may see: the kernel of this one does not know what they read.
 import fcntl
 import os
 import shutil
+import signal
+import struct
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -22,6 +26,8 @@ from trinity_sync.storage.mounts import mount_of
 
 WORTHWHILE = 1 << 20
 """Bytes from which a file is worth keeping."""
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0
+"""Of Linux's fcntl.h: who is told of what becomes of an open file; a thread."""
 
 
 def recycles(root: str | Path, wish: bool | Literal["always"]) -> bool:
@@ -120,10 +126,26 @@ def is_ours_alone(path: Path) -> bool:
     try:
         if os.fstat(fd).st_nlink > 1:
             return False
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return True
+        with ThreadPoolExecutor(1, "lease") as thread:
+            return thread.submit(_can_be_leased, fd).result()
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _can_be_leased(fd: int) -> bool:
+    """Whether the kernel gives a write lease of the file; call it in a thread that then ends.
+
+    Whoever opens the file while it is leased has the kernel send a SIGIO, which ends a process that
+    does not expect one. It goes to this thread alone, which blocks it and takes it along.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
+    owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
+    fcntl.fcntl(fd, _F_SETOWN_EX, owner)  # else the lease makes the process the owner
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
