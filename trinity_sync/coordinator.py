@@ -47,6 +47,9 @@ class CheckpointCoordinator(TrinityCalls):
         settings: from the environment by default.
         trigger: from the settings by default.
 
+    It belongs to the process that made it: in a child that is forked, leaving its block and `close`
+    do nothing, and whatever would save, load or wait raises `ConfigError`.
+
     Raises:
         ConfigError: an argument cannot work.
         RootError: the file system of the root lacks what a commit needs.
@@ -149,6 +152,7 @@ class CheckpointCoordinator(TrinityCalls):
             SpoolFull: the very first save does not fit into the spool. Later on, a save that
                 cannot be handed over does not stop the training: `wait_all` raises it.
         """
+        self._require_own_process()
         self._check(step, components, role, kind)
         if (step, kind) in self._monitored:
             raise ConfigError(
@@ -188,6 +192,7 @@ class CheckpointCoordinator(TrinityCalls):
             ConfigError: the name or the path cannot be used, or this step or a later one is being
                 saved already.
         """
+        self._require_own_process()
         self._attachments.add(step, name, content)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
@@ -227,7 +232,8 @@ class CheckpointCoordinator(TrinityCalls):
         """Have every ``optimizer.step()`` call `wait_staged` first; returns the hook's handle."""
 
         def wait(*_: Any) -> None:
-            self.wait_staged()
+            if self._is_own:  # the memory of a forked child is another
+                self.wait_staged()
 
         return optimizer.register_step_pre_hook(wait)
 
@@ -237,6 +243,7 @@ class CheckpointCoordinator(TrinityCalls):
         Raises:
             SpoolFull: the spool is too small for them; the message says what is needed.
         """
+        self._require_own_process()
         self.require_room(sum(nbytes.values()))
         for component, size in nbytes.items():
             self._stager.prewarm(role, component, self.rank, size)
@@ -267,6 +274,7 @@ class CheckpointCoordinator(TrinityCalls):
         Raises:
             ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
+        self._require_own_process()
         self._metrics.record(self._run.begun().number, step, metrics)
 
     def last_words(
@@ -317,6 +325,8 @@ class CheckpointCoordinator(TrinityCalls):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._is_own:
+            return  # a child that was forked in the block leaves it
         try:
             if error is None and not self.preempted:  # then last_words has waited
                 self.wait_all()

@@ -46,6 +46,7 @@ class JobProcess:
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
     ) -> None:
+        self._process = os.getpid()
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.settings = settings or Settings()
@@ -119,21 +120,26 @@ class JobProcess:
 
         Raises:
             SpoolFull, ImageError: as `save`; an image is torn if the state changed too early.
+            ConfigError: this is not the process that made the coordinator.
         """
+        self._require_own_process()
         return self._states.wait_staged()
 
     def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
         """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
 
-        The handler only notes the time; ask `preempted` between two steps.
+        The handler only notes the time; ask `preempted` between two steps. In processes that this
+        one forks (a DataLoader's workers) the signal does what it did before.
 
         Args:
             signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
             grace_s: seconds from the signal until the process is killed.
 
         Raises:
-            ConfigError: this is not the main thread, or the signal cannot be caught.
+            ConfigError: this is not the main thread, or the signal cannot be caught; or this is not
+                the process that made the coordinator.
         """
+        self._require_own_process()
         self._preemption.notice(signum, grace_s)
 
     @property
@@ -155,6 +161,7 @@ class JobProcess:
             SaveFailed: something was not committed; the message says what, why and where to look.
                 Each failure is raised once.
             SaveTimeout: the time is over; the saves may still commit.
+            ConfigError: this is not the process that made the coordinator.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self.wait_staged()
@@ -174,11 +181,14 @@ class JobProcess:
         """Let go of everything; what was handed over goes on without this process.
 
         Signals that `on_preemption` took end the process again, or do what they did before.
+        In a forked child it does nothing: all of it is the parent's.
 
         Args:
             timeout: seconds to get requests out that Prefect has not taken yet. After that the
                 worker of this node finds their images by itself.
         """
+        if not self._is_own:
+            return
         try:
             self._states.close()
         finally:
@@ -188,9 +198,24 @@ class JobProcess:
             self._preemption.forget()
         self.spool.remove_if_unused()
 
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process made the coordinator, and did not get it from one that forked it."""
+        return self._process == os.getpid()
+
+    def _require_own_process(self) -> None:
+        if not self._is_own:
+            raise ConfigError(
+                f"rank {self.rank} of {self.root}: this coordinator was made by process "
+                f"{self._process}, and this is process {os.getpid()}, which was forked from it; "
+                "its slots, threads and saves stay there. Call it in that process, or make a "
+                "coordinator of its own here, with another root."
+            )
+
     def _origin(
         self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
     ) -> Origin:
+        self._require_own_process()
         if step < 0:
             raise ConfigError(f"step {step} is negative")
         run = self._run.begun()

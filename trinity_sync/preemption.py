@@ -6,12 +6,15 @@ checkpoint, and if time runs out in between, the weights are what is left.
 """
 
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,7 @@ class Preemption:
     def __init__(self) -> None:
         self._noticed_at: float | None = None
         self._grace_s = 30.0
-        self._replaced: list[tuple[int, Any, Any]] = []
-        """Signal, handler of ours, and what was there before."""
+        self._handlers: list[_Handler] = []
 
     @property
     def noticed(self) -> bool:
@@ -45,30 +47,109 @@ class Preemption:
     def notice(self, signum: int, grace_s: float) -> None:
         """Take note of a signal from now on, in the place of what was done at it before.
 
+        Only this process does: in a child that it forks the signal does what it did before.
+
         Raises:
             ConfigError: this is not the main thread, or the signal cannot be caught.
         """
 
-        def note(*_: Any) -> None:
+        def note() -> None:
             self._noticed_at = self._noticed_at or time.monotonic()
 
         try:
-            before = signal.signal(signum, note)
+            handler = _Handler(signum, note)
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"signal {signum} cannot be noticed here: {error}. Call on_preemption in the main "
                 "thread, with a signal that can be caught, such as SIGTERM or SIGUSR1."
             ) from error
         self._grace_s = grace_s
-        self._replaced.append((signum, note, before))
+        self._handlers.append(handler)
 
     def forget(self) -> None:
         """Have the signals do again what they did before, but where others handle them by now."""
-        while self._replaced:
-            signum, note, before = self._replaced.pop()
+        while self._handlers:
+            handler = self._handlers.pop()
+            handler.ended = True
             with suppress(ValueError):  # not the main thread
-                if signal.getsignal(signum) is note:
-                    signal.signal(signum, signal.SIG_DFL if before is None else before)
+                _restore(handler.signum)
+
+
+class _Handler:
+    """Takes the place of what is done at a signal, until it has ended.
+
+    Args:
+        signum: of the signal.
+        note: called when it comes.
+
+    Raises:
+        ValueError, OSError: as ``signal.signal``.
+    """
+
+    taken: ClassVar[set[int]] = set()
+    """Signals of which there was ever one in this process."""
+
+    def __init__(self, signum: int, note: Callable[[], None]) -> None:
+        self.signum = signum
+        self.ended = False
+        self._note = note
+        self._process = os.getpid()
+        self.before = signal.getsignal(signum)
+        signal.signal(signum, self)
+        self.taken.add(signum)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is to note the signal: not in a child that was forked."""
+        return not self.ended and self._process == os.getpid()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self.alive:
+            self._note()
+        elif callable(before := _Handler.first_alive(self.before)):
+            before(signum, frame)
+        elif before != signal.SIG_IGN:  # called by a handler that has come since, and stays
+            now = signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+            signal.signal(signum, now)
+
+    @staticmethod
+    def first_alive(handler: Any) -> Any:
+        """What is done at a signal once those that have ended are passed over."""
+        while isinstance(handler, _Handler) and not handler.alive:
+            handler = handler.before
+        return signal.SIG_DFL if handler is None else handler
+
+
+def _restore(signum: int) -> None:
+    now = signal.getsignal(signum)
+    if isinstance(now, _Handler):
+        signal.signal(signum, _Handler.first_alive(now))
+
+
+_forking = threading.local()
+
+
+def _hold_signals_back() -> None:
+    """Let none come in a child before it is dealt with as it was before."""
+    taken = _Handler.taken
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken) if taken else None
+
+
+def _let_signals_come() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _restore_in_child() -> None:
+    for signum in _Handler.taken:
+        _restore(signum)
+    _let_signals_come()
+
+
+os.register_at_fork(
+    before=_hold_signals_back, after_in_parent=_let_signals_come, after_in_child=_restore_in_child
+)
 
 
 def noticed_by_any(noticed: bool) -> bool:

@@ -82,6 +82,7 @@ class TrinityCalls(JobProcess):
         self._hand_over(request, always=True)
 
     def _call_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
+        self._require_own_process()
         return Receipt(
             name=check_name("name of a save", name),
             run=self._run.begun().number,

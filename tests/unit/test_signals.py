@@ -51,3 +51,15 @@ def test_who_takes_the_signal_later_keeps_it(coordinator_of: Open, others: list[
     signal.raise_signal(signal.SIGUSR1)
     assert second.preempted
     assert others == []
+
+
+def test_coordinators_that_are_closed_in_any_order_give_the_signal_back(
+    coordinator_of: Open, others: list[int]
+) -> None:
+    first, second = coordinator_of(), coordinator_of()
+    first.on_preemption(signal.SIGUSR1)
+    second.on_preemption(signal.SIGUSR1)
+    first.close(timeout=0)
+    second.close(timeout=0)
+    signal.raise_signal(signal.SIGUSR1)
+    assert others == [signal.SIGUSR1]
