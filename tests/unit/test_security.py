@@ -2,7 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,7 @@ from trinity_sync.errors import (
     ManifestError,
     SaveError,
     SpoolError,
+    TrinitySyncError,
 )
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
 from trinity_sync.orchestration.roots import require_allowed, roots_of
@@ -90,6 +95,74 @@ def test_a_file_of_another_user_runs_nothing(job: Job, trap: Path) -> None:
     os.chown(shards(job)[1], 12345, 12345)
     with pytest.raises(CommitError, match="is not this user's alone"):
         load_states(job.root, 2, "actor")
+    assert not trap.exists()
+
+
+SWAPPER = """
+import os, sys
+name, theirs, ours, begun = sys.argv[1:]
+open(begun, "w").close()
+while True:
+    for file in (ours, theirs):  # a rename between two names of one file does nothing
+        os.link(file, name + ".next")
+        os.rename(name + ".next", name)
+"""
+
+
+@pytest.fixture
+def swapped(job: Job, trap: Path, tmp_path: Path) -> Iterator[Path]:
+    """The shard of step 2, whose name others give to their own file and to one of ours in turn."""
+    shard = shards(job)[1]
+    theirs, ours, begun = (tmp_path / name for name in ("theirs", "ours", "begun"))
+    os.link(shard, theirs)
+    of_others(theirs)
+    ours.write_bytes(bytes(shard.stat().st_size))
+    command = [sys.executable, "-c", SWAPPER, *map(str, (shard, theirs, ours, begun))]
+    with subprocess.Popen(command) as swapper:
+        try:
+            while not begun.exists():
+                assert swapper.poll() is None
+            yield shard
+        finally:
+            assert swapper.poll() is None
+            swapper.kill()
+
+
+def drilled_without_manifest(root: Path, _: Path) -> None:
+    for step in (1, 2):
+        (step_folder(root, step) / MANIFEST).unlink(missing_ok=True)
+    drill(root)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda root, _: load_states(root, 2, "actor"),
+        lambda _, shard: load_file(shard),
+        lambda _, shard: load_file(shard, mmap=True),
+        drilled_without_manifest,
+    ],
+    ids=["load", "file", "mapped", "drill"],
+)
+def test_a_file_that_is_swapped_while_it_is_loaded_runs_nothing(
+    job: Job, trap: Path, swapped: Path, read: Any
+) -> None:
+    refused = 0
+    while refused < 50 and not trap.exists():
+        try:
+            read(job.root, swapped)
+        except CommitError as error:
+            refused += "is not this user's alone" in str(error)
+        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, TrinitySyncError):
+            continue  # ours, which holds nothing
+    assert not trap.exists()
+
+
+def test_an_image_that_others_may_have_written_runs_nothing(job: Job, trap: Path) -> None:
+    for slot in job.spool.folder.glob("*.slot"):
+        of_others(slot)
+    with pytest.raises(CommitError, match="is not this user's alone"):
+        load_states(job.root, 2, "actor", spool=job.spool)
     assert not trap.exists()
 
 

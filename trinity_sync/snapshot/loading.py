@@ -12,12 +12,32 @@ import os
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.trust import only_plain
+
+
+def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
+    """The state in the bytes of the file at ``path``, as `state_of`; plain unless it is trusted.
+
+    Args:
+        image: as in `state_of`.
+        path: for messages.
+        trusted: what ``trust.is_trusted`` said of the open file that the bytes were read from.
+
+    Raises:
+        CommitError: it is not trusted, and holds more than tensors and plain values.
+        ImageError: as `state_of`.
+    """
+    if trusted:
+        return state_of(image)
+    with only_plain(path):
+        return state_of(image, plain=True)
 
 
 def state_of(image: memoryview, *, plain: bool = False) -> Any:

@@ -5,6 +5,9 @@ classes, and a job must be able to load its own. A file is trusted if it is this
 else may write it, or if it lies below a folder that ``TRINITY_SYNC_TRUSTED`` names (several are
 separated by ``:``). From all others PyTorch takes what ``weights_only`` allows, and NumPy's arrays
 besides, of which veRL's random state consists.
+
+Others may write the folder that a file is in, or one above it, and give its name to another file at
+any moment. So it is the open file that is trusted or not, and the bytes are read from that.
 """
 
 import os
@@ -14,26 +17,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from trinity_sync.errors import CommitError
 
 TRUSTED = "TRINITY_SYNC_TRUSTED"
 
 
-def is_trusted(path: Path) -> bool:
-    """Whether a file may be unpickled as it is; see the module.
+def is_own(fd: int) -> bool:
+    """Whether an open file is this user's and nobody else may write it.
 
-    Raises:
-        OSError: there is no such file.
+    Look before the first byte is read: whoever may write it then may do so while it is read.
     """
-    found = path.stat()
-    if found.st_uid == os.getuid() and not found.st_mode & 0o022:
-        return True
-    real = path.resolve()
+    found = os.fstat(fd)
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def is_trusted(fd: int) -> bool:
+    """Whether an open file may be unpickled as it is; see the module, and `is_own` for when."""
+    real = Path(f"/proc/self/fd/{fd}").readlink()
     named = filter(None, os.environ.get(TRUSTED, "").split(os.pathsep))
-    return any(real.is_relative_to(Path(folder).resolve()) for folder in named)
+    return is_own(fd) or any(real.is_relative_to(Path(folder).resolve()) for folder in named)
 
 
 @contextmanager
@@ -43,6 +45,7 @@ def only_plain(path: Path) -> Iterator[None]:
     Raises:
         CommitError: what is loaded within is more than tensors, arrays and plain values.
     """
+    import torch
     import torch.distributed.tensor  # DTensor is plain once it is known
 
     with torch.serialization.safe_globals(_numpy()):
@@ -62,14 +65,24 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
 
     Raises:
         CommitError: as `only_plain`.
+        OSError: it cannot be opened, or is a link.
     """
-    if is_trusted(path):
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=False)
-    with only_plain(path):
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    import torch
+
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        opened = f"/proc/self/fd/{fd}"  # torch.load maps what has a name, and nothing else
+        if is_trusted(fd):
+            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
+        with only_plain(path):
+            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=True)
+    finally:
+        os.close(fd)
 
 
 def _numpy() -> list[Any]:
+    import numpy as np
+
     core = np._core if hasattr(np, "_core") else np.core
     kinds = [kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")]
     plain = [kind for kind in kinds if kind is not np.dtypes.ObjectDType]

@@ -6,6 +6,7 @@ its own, it takes a share of the time. Other files are digested, such as those o
 which only their loader understands; exported weights are not, since a restart reads none.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
-from trinity_sync.snapshot.loading import state_of
-from trinity_sync.snapshot.trust import is_trusted, only_plain
+from trinity_sync.snapshot.loading import load_image
+from trinity_sync.snapshot.trust import is_trusted
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.reader import digest_file, read_file
+from trinity_sync.storage.reader import digest_file, opened, read_open
 from trinity_sync.storage.restore import load_shards, require_digest
 from trinity_sync.storage.steps import newest
 
@@ -96,12 +97,10 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
     nbytes = 0
     for path in paths:
         try:
-            image, _ = read_file(path, path.stat().st_size)
-            if is_trusted(path):
-                state_of(image)
-            else:
-                with only_plain(path):
-                    state_of(image, plain=True)
+            with opened(path) as fd:
+                trusted = is_trusted(fd)
+                image, _ = read_open(fd, os.fstat(fd).st_size)
+            load_image(image, path, trusted=trusted)
         except CommitError:
             raise
         except Exception as error:

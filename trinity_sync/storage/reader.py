@@ -7,8 +7,9 @@ on a virtual machine whose host takes freed pages back: it has to find each of t
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -31,9 +32,20 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     Raises:
         OSError: the file is missing or the disk is broken.
     """
+    with opened(path) as fd:
+        return read_open(fd, nbytes)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a file and of no link, for reads past the page cache where that is allowed.
+
+    Raises:
+        OSError: as `read_file`.
+    """
     fd = _open(path)
     try:
-        return read_open(fd, nbytes)
+        yield fd
     finally:
         os.close(fd)
 
@@ -43,7 +55,6 @@ def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = unmeter
 
     ``took`` is called with the bytes of each piece.
     """
-    fd = _open(path)
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[None], memoryview, int]] = deque()
 
@@ -54,18 +65,15 @@ def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = unmeter
         took(size)
         return piece
 
-    try:
-        with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
-            for at in range(0, nbytes, PIECE):
-                full = len(waiting) == 2 * READERS
-                piece = take_in() if full else _fresh_memory(min(PIECE, nbytes))
-                size = min(PIECE, nbytes - at)
-                pages = -(-size // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
-                waiting.append((pool.submit(_read, fd, piece[:pages], at), piece, size))
-            while waiting:
-                take_in()
-    finally:
-        os.close(fd)
+    with opened(path) as fd, ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+        for at in range(0, nbytes, PIECE):
+            full = len(waiting) == 2 * READERS
+            piece = take_in() if full else _fresh_memory(min(PIECE, nbytes))
+            size = min(PIECE, nbytes - at)
+            pages = -(-size // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
+            waiting.append((pool.submit(_read, fd, piece[:pages], at), piece, size))
+        while waiting:
+            take_in()
     return f"{DIGEST}:{digest.hexdigest()}"
 
 

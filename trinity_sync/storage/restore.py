@@ -17,17 +17,19 @@ from typing import Any, Literal
 
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.loading import state_of
+from trinity_sync.snapshot.loading import load_image
 from trinity_sync.snapshot.reading import held
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.trust import is_trusted, only_plain
+from trinity_sync.snapshot.trust import is_trusted
 from trinity_sync.storage.manifest import FileRecord, Manifest
-from trinity_sync.storage.reader import READERS, map_open, read_file, read_open
+from trinity_sync.storage.reader import READERS, map_open, opened, read_open
 from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
 
 Source = Literal["spool", "disk"]
+Read = tuple[memoryview, bool]
+"""The bytes of a file, and whether the file that they were read from is trusted."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def load_shards(
             for record in records
         ]
         while reads:  # of what was yielded, nothing is kept here while the next one is waited for
-            yield _unpickled(folder / records[-len(reads)].path, *reads.pop(0).result())
+            yield _loaded(folder / records[-len(reads)].path, *reads.pop(0).result())
 
 
 def load_states(
@@ -124,7 +126,8 @@ def load_bytes(root: str | Path, step: int, path: str) -> bytes:
         CommitError: as `load_shards`.
     """
     record = _record(root, require_committed(root, step), path)
-    return bytes(_from_disk(step_folder(root, step) / path, record))
+    content, _ = _from_disk(step_folder(root, step) / path, record)
+    return bytes(content)
 
 
 def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
@@ -137,29 +140,25 @@ def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
     return record
 
 
-def _unpickled(path: Path, image: memoryview, source: Source) -> Restored:
-    if source == "spool" or is_trusted(path):  # nobody else may write into the spool
-        return Restored(state_of(image), source, len(image))
-    with only_plain(path):
-        return Restored(state_of(image, plain=True), source, len(image))
+def _loaded(path: Path, read: Read, source: Source) -> Restored:
+    image, trusted = read
+    return Restored(load_image(image, path, trusted=trusted), source, len(image))
 
 
 def _read(
     folder: Path, record: FileRecord, spool: JobSpool | None, locks: ExitStack | None
-) -> tuple[memoryview, Source]:
-    start = time.perf_counter()
-    image = _from_spool(spool, record, locks) if spool else None
-    source: Source = "disk" if image is None else "spool"
-    if image is None:
-        image = _from_disk(folder / record.path, record)
-    seconds = time.perf_counter() - start
-    logger.info(
-        "%s: %.2f GB from the %s in %.2f s", folder / record.path, len(image) / 1e9, source, seconds
-    )
-    return image, source
+) -> tuple[Read, Source]:
+    start, path = time.perf_counter(), folder / record.path
+    read = _from_spool(spool, record, locks) if spool else None
+    source: Source = "disk" if read is None else "spool"
+    if read is None:
+        read = _from_disk(path, record)
+    seconds, gigabytes = time.perf_counter() - start, len(read[0]) / 1e9
+    logger.info("%s: %.2f GB from the %s in %.2f s", path, gigabytes, source, seconds)
+    return read, source
 
 
-def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> memoryview | None:
+def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> Read | None:
     """The file's bytes from a slot that still holds them; None if there is none.
 
     With ``locks``, they are the slot's own, whose lock goes there.
@@ -169,6 +168,7 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
         try:
             with ExitStack() as lock:
                 fd = lock.enter_context(held(slot))
+                trusted = is_trusted(fd)
                 if locks is None:
                     image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
                 else:
@@ -176,7 +176,7 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
                 if digest == record.digest:
                     if locks is not None:
                         locks.push(lock.pop_all())
-                    return image
+                    return image, trusted
         except OSError as error:
             logger.warning("%s cannot be read, its file is: %s", slot, error)
             continue
@@ -184,16 +184,18 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
     return None
 
 
-def _from_disk(path: Path, record: FileRecord) -> memoryview:
+def _from_disk(path: Path, record: FileRecord) -> Read:
     try:
-        image, digest = read_file(path, record.nbytes)
+        with opened(path) as fd:
+            trusted = is_trusted(fd)
+            image, digest = read_open(fd, record.nbytes)
     except OSError as error:
         raise CommitError(
             f"{path} cannot be read: {error.strerror}. Mend that, or load another step "
             "(trinity-sync ls shows them)."
         ) from error
     require_digest(path, record, digest)
-    return image
+    return image, trusted
 
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
