@@ -1,6 +1,9 @@
 """A daemon that does not get ready is reported with what its user needs to know."""
 
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon, Patience
+from trinity_sync.snapshot.receipt import process_fields, process_lives, process_name
 
 RAY = """
 print("Local node IP: 127.0.0.1")
@@ -57,3 +61,37 @@ def test_one_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) ->
             daemon.await_ready("it", sleeper, lambda: False, patience)
     finally:
         daemon.stop(sleeper, 5)
+
+
+NAMED = r"""
+import ctypes, pathlib, sys
+ctypes.CDLL(None).prctl(15, b"ray) S 1 (\xe5\x8f\x82\xe6\x95\xb0")  # PR_SET_NAME
+pathlib.Path("named").touch()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[int]:
+    """A process whose name the kernel has cut within a character, after 15 bytes."""
+    command = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
+        while not (tmp_path / "named").exists():
+            assert process.poll() is None
+        yield process.pid
+        process.communicate()
+
+
+def test_a_process_is_known_whatever_bytes_it_has_for_a_name(named: int) -> None:
+    assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
+    assert int(process_fields(named)[1]) == os.getpid()
+    assert process_lives(process_name(named))
+
+
+def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
+    named: int, tmp_path: Path
+) -> None:
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    daemon.stop(sleeper, 5)
+    assert not sleeper.lives
+    assert process_lives(process_name(named))

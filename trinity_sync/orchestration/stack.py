@@ -231,6 +231,7 @@ def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
                 cwd=settings.home,
                 capture_output=True,
                 text=True,
+                errors="replace",  # libraries write what they are given
                 timeout=patience.left,
             )
     except subprocess.TimeoutExpired:

@@ -108,17 +108,22 @@ def process_fields(pid: int) -> list[str]:
         ProcessLookupError: there is no such process.
     """
     try:
-        # the command, in parentheses, may hold spaces and parentheses itself
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # the command, in parentheses, may hold any bytes: the process names itself, and the kernel
+        # cuts that after 15 of them
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+        return fields.decode("ascii").split()
     except FileNotFoundError as error:
         raise ProcessLookupError(f"no process {pid}") from error
 
 
 def process_lives(name: str) -> bool:
     """Whether the process of that name (`process_name`) still runs on this node."""
+    pid, _, _ = name.partition("/")
+    if not (pid.isascii() and pid.isdigit()):
+        return False  # no name of a process
     try:
-        return process_name(int(name.partition("/")[0])) == name
-    except (ProcessLookupError, ValueError):
+        return process_name(int(pid)) == name
+    except ProcessLookupError:
         return False
 
 
