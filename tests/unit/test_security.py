@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.catalog.database import opened
@@ -24,9 +25,12 @@ from trinity_sync.errors import (
     ManifestError,
     SaveError,
     SpoolError,
+    StackError,
     TrinitySyncError,
 )
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
+from trinity_sync.orchestration import daemon, parts, stack
+from trinity_sync.orchestration.parts import StackState
 from trinity_sync.orchestration.roots import require_allowed, roots_of
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -292,11 +296,77 @@ def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_pat
         commit(job.save(1), [], [receipt])
 
 
-def test_source_files_are_not_trusted_at_the_wish_of_others(tmp_path: Path) -> None:
+@pytest.fixture
+def careless() -> Iterator[None]:
+    """New files may be written by everybody, unless whoever makes them says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mode", [0o646, 0o664, 0o666])
+def test_source_files_are_not_trusted_at_the_wish_of_others(
+    tmp_path: Path, careless: None, mode: int
+) -> None:
     make_wish(tmp_path, Wish(1, 1, "actor", trust_remote_code=True))
     (own,) = wishes(tmp_path)
     assert own.trust_remote_code
     (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.wish")
-    path.chmod(0o666)
+    path.chmod(mode)
     (theirs,) = wishes(tmp_path)
     assert not theirs.trust_remote_code
+
+
+def test_what_is_no_wish_of_its_name_is_passed_over(tmp_path: Path) -> None:
+    make_wish(tmp_path, Wish(1, 1, "actor"))
+    exports = tmp_path / ".trinity_sync" / "exports"
+    (exports / "global_step_2.actor.wish").mkdir()
+    os.mkfifo(exports / "global_step_3.actor.wish")
+    (exports / "global_step_4.actor.wish").symlink_to("global_step_1.actor.wish")
+    for step, role in ((5, "actor/../../.."), (6, "actor")):
+        wish = {"run": 1, "step": 5, "role": role}
+        (exports / f"global_step_{step}.actor.wish").write_text(json.dumps(wish))
+    assert wishes(tmp_path) == [Wish(1, 1, "actor")]
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
+    tmp_path: Path, careless: None
+) -> None:
+    for name in ("stack.json", "ray_token"):  # of a careless day
+        (tmp_path / name).write_text("known to all")
+    with environment({"RAY_AUTH_MODE": ""}):
+        auth = parts._ray_auth(tmp_path)
+    stack._write(tmp_path, StackState(ray_auth=auth))
+    token = Path(auth["RAY_AUTH_TOKEN_PATH"])
+    assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
+    assert token.read_text() != "known to all"
+    (tmp_path / "stack.json").chmod(0o644)
+    assert stack.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
+    assert mode_of(tmp_path / "stack.json") == 0o600
+    with environment({"RAY_AUTH_MODE": ""}):
+        before, _ = token.read_text(), parts._ray_auth(tmp_path)
+    assert token.read_text() == before
+
+
+def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(
+    tmp_path: Path, careless: None
+) -> None:
+    log = tmp_path / "home" / "logs" / "one.log"
+    log.parent.mkdir(parents=True)  # of a careless day
+    started = daemon.start([sys.executable, "-c", ""], env={}, cwd=tmp_path, log=log)
+    daemon.stop(started, 5)
+    assert mode_of(log.parent) == 0o700
+
+
+def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
+    state = StackState(ray_folder=str(tmp_path / "mine"))
+    (tmp_path / "mine").mkdir()
+    stack._write(tmp_path, state)
+    of_others(tmp_path / "stack.json")
+    with pytest.raises(StackError, match="others may write it"):
+        stack.down(Settings(home=tmp_path))
+    assert (tmp_path / "mine").exists()

@@ -57,8 +57,8 @@ class Daemon:
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
-    """Start a daemon; its output is appended to ``log``."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    """Start a daemon; its output is appended to ``log``, in a folder that is this user's alone."""
+    make_private(log.parent)
     with log.open("ab") as output:
         log_from = output.tell()
         child = subprocess.Popen(
@@ -72,6 +72,12 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
         )
     _started.append(child)
     return Daemon(process_name(child.pid), str(log), log_from)
+
+
+def make_private(folder: Path) -> None:
+    """Let nobody else look into a folder of the stack's, which is made if it is missing."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def yield_to_others(daemon: Daemon, nice: int) -> None:

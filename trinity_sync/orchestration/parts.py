@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import urllib.request
@@ -21,6 +22,7 @@ from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon
 from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
+from trinity_sync.storage.durable import replace_file
 
 WORKER_MODULE = "trinity_sync.orchestration.serve"
 SERVER_MODULE = "trinity_sync.orchestration.prefect_server"
@@ -85,6 +87,7 @@ def start_server(settings: Settings, state: StackState) -> StackState:
     command = ["-m", SERVER_MODULE, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
     env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
+    daemon.make_private(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
     daemon.yield_to_others(server, settings.nice)
     return replace(state, server=server)
@@ -221,7 +224,16 @@ def _ray_auth(home: Path) -> dict[str, str]:
     if os.environ.get("RAY_AUTH_MODE"):
         return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
     path = home.absolute() / "ray_token"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
+    if not _is_secret(path):
+        replace_file(path, secrets.token_hex(32), mode=0o600)
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def _is_secret(path: Path) -> bool:
+    """Whether a file is there that nobody else has been able to read or write."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    alone = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return alone and stat.S_ISREG(found.st_mode) and found.st_size > 0

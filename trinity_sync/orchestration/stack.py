@@ -20,6 +20,8 @@ from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration.daemon import Daemon, Patience
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.trust import is_own
+from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.locks import file_lock
 
 STATE_FILE = "stack.json"
@@ -163,7 +165,7 @@ def find(settings: Settings | None = None) -> StackState | None:
     """The stack that `up` left in ``home``, running or not; None if there is none.
 
     Raises:
-        StackError: its state file is damaged.
+        StackError: its state file is damaged, or not this user's alone.
     """
     return _read((settings or Settings()).home)
 
@@ -315,7 +317,7 @@ def _part(name: str, process: Daemon | None, url: str) -> Part:
 def _locked(home: Path) -> Iterator[None]:
     """One `up` or `down` at a time."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with file_lock(home / "stack.lock"):
             yield
     except OSError as error:
@@ -328,12 +330,25 @@ def _locked(home: Path) -> Iterator[None]:
 def _read(home: Path) -> StackState | None:
     path = home / STATE_FILE
     try:
-        body = json.loads(path.read_text())
+        with path.open("rb") as file:
+            if not is_own(file.fileno()):
+                raise StackError(
+                    f"state file {path} is another user's, or others may write it, so what it "
+                    "names is not touched. Use the stack as the user that started it, or set "
+                    "TRINITY_SYNC_HOME to a folder of your own."
+                )
+            os.fchmod(file.fileno(), 0o600)
+            body = json.loads(file.read())
         for name in ("server", "ray", "worker"):
             body[name] = body[name] and Daemon(**body[name])
         return StackState(**body)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except PermissionError as error:
+        raise StackError(
+            f"state file {path} cannot be read: {error.strerror}. Use the stack as the user that "
+            "started it, or set TRINITY_SYNC_HOME to a folder of your own."
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise StackError(
             f"state file {path} is damaged; stop the processes that its logs name by hand, then "
@@ -346,6 +361,4 @@ def _write(home: Path, state: StackState) -> None:
     if state == StackState():
         path.unlink(missing_ok=True)
         return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(state), indent=1))
-    temporary.replace(path)
+    replace_file(path, json.dumps(asdict(state), indent=1), mode=0o600)  # Ray's token may be in it

@@ -17,11 +17,17 @@ until it is closed."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write ``content`` so that a reader, or a reboot, finds the old file or the new one whole."""
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Write ``content`` so that a reader, or a reboot, finds the old file or the new one whole.
+
+    Args:
+        path: the file.
+        content: all that it will hold.
+        mode: its permissions from the first byte on, whatever the old file's are, less the umask.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
-        _write_synced(temporary, content)
+        _write_synced(temporary, content, mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -134,8 +140,8 @@ def _give_free_name(temporary: Path, path: Path) -> None:
             temporary.replace(path)
 
 
-def _write_synced(path: Path, content: str | bytes) -> None:
-    with path.open("xb") as file:
+def _write_synced(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

@@ -8,6 +8,7 @@ exported must not fill the disk with its steps.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,9 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.snapshot.trust import is_own
 from trinity_sync.storage.durable import make_folder, names_anew, replace_file
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 COMPONENT = "hf_model"
 """Of the files of an exported model, in the manifest."""
@@ -50,11 +54,11 @@ def make_wish(root: str | Path, wish: Wish) -> None:
     """Note a wish, durably; again is harmless."""
     path = _path(root, wish.step, wish.role)
     make_folder(path.parent)
-    replace_file(path, json.dumps(asdict(wish)))
+    replace_file(path, json.dumps(asdict(wish)), mode=0o644)
 
 
 def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
-    """The wishes that wait, of one step or of all; torn ones are passed over.
+    """The wishes that wait, of one step or of all; those that cannot be read are passed over.
 
     In those that somebody else may have written, no source files are trusted.
     """
@@ -63,12 +67,16 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
         match = _NAME.fullmatch(path.name)
         if match and step in (None, int(match[1])):
             try:
-                wish = Wish(**json.loads(path.read_text()))
-                status = path.stat()
-                own = status.st_uid == os.getuid() and not status.st_mode & 0o002
-                found.append(replace(wish, trust_remote_code=wish.trust_remote_code and own))
-            except (FileNotFoundError, ValueError, TypeError):
+                wish = _read(path)
+            except FileNotFoundError:
+                continue  # granted meanwhile
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning(
+                    "%s is no request for an export, and is passed over: %s", path, error
+                )
                 continue
+            if (wish.step, wish.role) == (int(match[1]), match[2]):  # its name says where it leads
+                found.append(wish)
     return found
 
 
@@ -121,6 +129,14 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
     """Whether a step holds the exported model of a role."""
     files = manifest.files if manifest else ()
     return any((file.role, file.component) == (role, COMPONENT) for file in files)
+
+
+def _read(path: Path) -> Wish:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a pipe is waited for
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        own = is_own(file.fileno())
+        wish = Wish(**json.loads(file.read()))
+    return replace(wish, trust_remote_code=wish.trust_remote_code and own)
 
 
 def _path(root: str | Path, step: int, role: str) -> Path:
