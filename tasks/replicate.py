@@ -4,7 +4,6 @@ import logging
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -12,7 +11,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError, TrinitySyncError
-from trinity_sync.orchestration.roots import require_allowed
+from trinity_sync.orchestration.roots import require_allowed, require_allowed_store
 from trinity_sync.settings import Settings
 from trinity_sync.storage.primary import send, send_missing, thin_out
 from trinity_sync.storage.replicate import replicate
@@ -73,5 +72,4 @@ def send_step(root: str, step: int, url: str) -> None:
 def _require_allowed(root: str, url: str) -> None:
     settings = Settings()
     require_allowed(settings, root)
-    if (store := urlsplit(url)).scheme in ("file", "local"):
-        require_allowed(settings, f"{store.netloc}{store.path}")
+    require_allowed_store(settings, url)

@@ -122,7 +122,7 @@ class Settings(BaseSettings):
     ``["/data/ckpts"]``. By default all jobs that have committed something on the node."""
 
     allowed: tuple[Path, ...] = ()
-    """Folders below which flows may work: roots, exports and ``file://`` stores; JSON in the
+    """Folders below which flows may work: roots, exports and stores of the node; JSON in the
     environment. Empty for everywhere, as far as the user may."""
 
     schedules: bool = True

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tasks.replicate import replicate_step, send_step
 from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
@@ -31,7 +32,13 @@ from trinity_sync.errors import (
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
 from trinity_sync.orchestration import daemon, parts, stack
 from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.roots import require_allowed, roots_of
+from trinity_sync.orchestration.roots import (
+    known_roots,
+    note_root,
+    require_allowed,
+    require_allowed_store,
+    roots_of,
+)
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt
@@ -277,8 +284,77 @@ def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
             require_allowed(allowed, path)
 
 
+SPELLED = [
+    "file://{}",
+    "local://{}",
+    "file://{}/../theirs",
+    "file:/{}",
+    "file:{}",
+    "FILE://{}",
+    "async_wrapper::file://{}",
+    "async_wrapper://::file://{}",
+    "simplecache::file://{}",
+    "filecache::local://{}",
+    "dir::file://{}",
+    "dir://{}::file:///",
+    "zip://x::file://{}/a.zip",
+    "s3://bucket/job::file://{}",
+    "reference://{}",
+    "asynclocal://{}",
+    "generic://file://{}",
+    "sftp://localhost{}",
+    "webhdfs://localhost{}",
+    "hdfs://default{}",
+    "memory://{}",
+    "{}",
+]
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
+    job: Job, tmp_path: Path, spelled: str
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    commit_files(tmp_path / "theirs", 1)
+    before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
+    url = spelled.format(tmp_path / "theirs")
+    with environment({"TRINITY_SYNC_ALLOWED": json.dumps([str(job.root)])}):
+        for task in (replicate_step.fn, send_step.fn):
+            with pytest.raises(ConfigError):
+                task(str(job.root), 1, url, *([0] if task is replicate_step.fn else []))
+    assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before
+
+
+@pytest.mark.parametrize("inside", ["file://{}/copies", "local://{}/copies", "file://~/copies"])
+def test_a_store_in_an_allowed_folder_or_elsewhere_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    allowed = Settings(allowed=(tmp_path,))
+    require_allowed_store(allowed, inside.format(tmp_path))
+    require_allowed_store(allowed, "s3://bucket/job")
+    (tmp_path / "copies").symlink_to("/")
+    with pytest.raises(ConfigError, match="TRINITY_SYNC_ALLOWED names"):
+        require_allowed_store(allowed, inside.format(tmp_path))
+
+
+def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+        note_root(Settings(home=tmp_path / "home"), root)
+    assert sorted(known_roots(Settings(home=tmp_path / "home"))) == roots
+    allowed = Settings(home=tmp_path / "home", allowed=(roots[0],))
+    assert known_roots(allowed) == roots[:1]
+
+
 def test_a_password_in_a_url_is_not_repeated() -> None:
-    for url in ("s3://user:hidden@bucket/job", "s3://bucket/job?key=hidden"):
+    for url in (
+        "s3://user:hidden@bucket/job",
+        "s3://bucket/job?key=hidden",
+        "dir::s3://me:hidden@b/j",
+    ):
         for refuse in (refuse_credentials, Remote):
             with pytest.raises(ConfigError) as refused:
                 refuse(url)

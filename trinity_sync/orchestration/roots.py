@@ -26,8 +26,13 @@ def note_root(settings: Settings, root: str | Path) -> None:
 
 
 def known_roots(settings: Settings) -> list[Path]:
-    """The roots to look after, by name; those that are no folder at the moment are left out."""
-    return [root for root in settings.maintain or _noted(settings) if root.is_dir()]
+    """The roots to look after, by name.
+
+    Those that are no folder at the moment are left out, as are those that were noted and are not
+    allowed any more.
+    """
+    noted = (root for root in _noted(settings) if _is_allowed(settings, root))
+    return [root for root in settings.maintain or noted if root.is_dir()]
 
 
 def forget_root(settings: Settings, root: str | Path) -> bool:
@@ -62,13 +67,39 @@ def require_allowed(settings: Settings, path: str | Path) -> None:
     Raises:
         ConfigError: it is not below one of ``TRINITY_SYNC_ALLOWED``.
     """
-    real = Path(path).resolve()
-    if settings.allowed and not any(real.is_relative_to(a.resolve()) for a in settings.allowed):
+    if not _is_allowed(settings, path):
         raise ConfigError(
             f"{path} is not below a folder that flows may use on this node: TRINITY_SYNC_ALLOWED "
             f"names {', '.join(map(str, settings.allowed))}. Take a path below one of these, or "
             "have it added there."
         )
+
+
+def require_allowed_store(settings: Settings, url: str) -> None:
+    """As `require_allowed`, of a store: what its URL leads to decides, not how that is spelled.
+
+    Raises:
+        ConfigError: it is on this node and not allowed, or it may be; or it is no URL of a store.
+    """
+    if not settings.allowed:
+        return
+    from trinity_sync.storage.remote import ELSEWHERE, LOCAL, Remote, protocol_of  # slow to import
+
+    protocol = protocol_of(url)
+    folder = Remote(url).folder if protocol in LOCAL else None
+    if folder is not None:
+        require_allowed(settings, folder)
+    elif protocol not in ELSEWHERE:
+        raise ConfigError(
+            f"{url} may lead to folders of this node, of which flows may use those alone that "
+            f"TRINITY_SYNC_ALLOWED names. Take a store of {', '.join(sorted(ELSEWHERE))}, or "
+            "file:// with a path below one of these folders."
+        )
+
+
+def _is_allowed(settings: Settings, path: str | Path) -> bool:
+    real = Path(path).resolve()
+    return not settings.allowed or any(real.is_relative_to(a.resolve()) for a in settings.allowed)
 
 
 def _noted(settings: Settings) -> list[Path]:

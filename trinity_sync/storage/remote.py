@@ -37,6 +37,12 @@ from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 from trinity_sync.storage.writer import DIGEST
 
+LOCAL = ("file", "local")
+"""Protocols of folders of this node."""
+ELSEWHERE = {"abfs", "abfss", "adl", "az", "box", "cos", "dbfs", "dropbox", "gcs", "gdrive", "gs"}
+ELSEWHERE |= {"hf", "lakefs", "oci", "ocilake", "oss", "s3", "s3a", "tos", "tosfs"}
+"""Protocols of stores that are on no node. The host of ``sftp``, ``smb`` or ``webhdfs`` may be this
+one, and ``hdfs`` is, where nobody has told Hadoop otherwise."""
 CHUNK = 16 << 20
 """Bytes of a part; a file in flight takes about three of them in memory."""
 UPLOADED = ".uploaded"
@@ -60,14 +66,34 @@ def refuse_credentials(url: str) -> None:
     """See that a store's URL may be shown to anybody.
 
     Raises:
-        ConfigError: it holds a user, a password or a query.
+        ConfigError: it holds a user, a password or a query, or chains URLs that might.
     """
+    if "::" in url:  # fsspec's way to say that one of its file systems is behind another
+        raise ConfigError(
+            "a URL with :: chains file systems, and steps are kept in one; pass the URL of the "
+            "store alone, like s3://bucket/job or file:///copies"
+        )
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query:
         raise ConfigError(
             f"the URL of {parts.scheme}://.../{parts.path.strip('/')} holds a user, a password "
             "or a query; put credentials into the environment, where logs do not see them"
         )
+
+
+def protocol_of(url: str) -> str:
+    """The protocol by which a store's URL is reached, as it is spelled there.
+
+    Raises:
+        ConfigError: it is no URL of a folder, or may not be shown to anybody.
+    """
+    refuse_credentials(url)
+    protocol, separator, where = url.partition("://")
+    if not separator or not where.strip("/"):
+        raise ConfigError(
+            f"{url!r} is no URL of a folder; pass one like s3://bucket/job or file:///copies"
+        )
+    return protocol
 
 
 class Remote:
@@ -78,25 +104,25 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        refuse_credentials(url)
-        parts = urlsplit(url)
-        if "://" not in url or not (parts.netloc + parts.path).strip("/"):
-            raise ConfigError(
-                f"{url!r} is no URL of a folder; pass one like s3://bucket/job or file:///copies"
-            )
+        protocol = protocol_of(url)
         self.url = url.rstrip("/")
-        local = {"auto_mkdir": True} if parts.scheme in ("file", "local") else {}
+        local = {"auto_mkdir": True} if protocol in LOCAL else {}
         options = {"use_listings_cache": False, **local}
         try:
             self._fs: fsspec.AbstractFileSystem
             self._fs, self._base = url_to_fs(self.url, **options)
         except ImportError as error:
             raise ConfigError(
-                f"{parts.scheme}:// needs a package that is not installed ({error}); for S3: "
+                f"{protocol}:// needs a package that is not installed ({error}); for S3: "
                 "pip install 'trinity-sync[s3]'"
             ) from error
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{url!r} cannot be used: {error}") from error
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this node that it is, whatever the form of its URL; None if it is none."""
+        return Path(self._base) if isinstance(self._fs, LocalFileSystem) else None
 
     # ---------------------------------------------------------------- steps
 
