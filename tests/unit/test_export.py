@@ -27,6 +27,7 @@ from trinity_sync.export.shards import ShardedModel
 from trinity_sync.export.step import export_step, grant
 from trinity_sync.export.writing import save_tensors
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.trust import TRUSTED
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.verify import check, choose, judge
@@ -433,3 +434,37 @@ def test_states_that_are_no_fsdp_model_are_refused(
     commit(ranks, model.config)
     with pytest.raises(ExportError, match=r"model\.norm\.weight is missing"):
         export_step(job.root, 1, to=tmp_path / "out")
+
+
+OWN_MODEL = """
+from pathlib import Path
+from transformers import Qwen2ForCausalLM
+Path({ran!r}).touch()
+class OwnForCausalLM(Qwen2ForCausalLM):
+    pass
+"""
+
+
+@pytest.mark.parametrize("theirs", ["", "modeling_own.py", "config.json"])
+def test_code_of_a_model_is_imported_if_nobody_else_may_have_written_it(
+    job: Job, commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(tmp_path / "hf")
+    model, ran = tiny(), tmp_path / "ran"
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    commit(shards(model.state_dict(), (2,)), model.config)
+    folder = step_folder(job.root, 1) / "actor" / "huggingface"
+    (folder / "modeling_own.py").write_text(OWN_MODEL.format(ran=str(ran)))
+    with pytest.raises(ConfigError, match="has source files of its own"):
+        export_step(job.root, 1, to=tmp_path / "out")
+    assert not ran.exists()
+    if theirs:
+        (folder / theirs).chmod(0o666)
+        with pytest.raises(ConfigError, match=f"{theirs} is not this user's alone"):
+            export_step(job.root, 1, to=tmp_path / "out", trust_remote_code=True)
+        assert not ran.exists()
+        monkeypatch.setenv(TRUSTED, str(job.root))
+    export_step(job.root, 1, to=tmp_path / "out", trust_remote_code=True)
+    assert ran.exists()
+    assert same(weights(tmp_path / "out"), model.state_dict())

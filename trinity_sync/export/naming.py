@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from trinity_sync.errors import ConfigError, ExportError
+from trinity_sync.snapshot.trust import TRUSTED, is_trusted, open_file
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,31 +58,63 @@ def naming_of(folder: Path, names: list[str], *, trust_remote_code: bool = False
 
     Raises:
         ExportError: there is no config, or it is of a model that transformers cannot make.
-        ConfigError: the model has source files of its own, and they are not trusted.
+        ConfigError: the model has source files of its own, and they are not trusted, or others may
+            write them.
     """
     if not (folder / "config.json").is_file():  # transformers would take the path for a hub's name
         raise ExportError(
             f"no {folder.name}/config.json in the step ({folder}); an export needs one: save with "
             "metadata=FOLDER, which holds huggingface/config.json, as the FSDP manager does"
         )
+    if trust_remote_code:
+        with TemporaryDirectory(prefix="trinity-code-") as alone:
+            copy = Path(alone, folder.name)
+            _copy_code(folder, copy)
+            shell = _shell_of(folder, copy, trust_remote_code=True)
+    else:
+        shell = _shell_of(folder, folder, trust_remote_code=False)
+    shell.tie_weights()
+    ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
+    return Naming(shell, frozenset(ignored | _tied(shell, names)), _fuses(shell))
+
+
+def _shell_of(folder: Path, copy: Path, *, trust_remote_code: bool) -> Any:
+    """The model of ``folder`` on the meta device, made of what is in ``copy``."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(copy, trust_remote_code=trust_remote_code)
         if getattr(config, "auto_map", None) and not trust_remote_code:
             raise ConfigError(
                 f"the model of {folder} has source files of its own; if you trust them, export "
                 "with --trust-remote-code"
             )
         with torch.device("meta"):
-            shell = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ExportError(f"no model can be made of {folder}/config.json: {error}") from error
-    shell.tie_weights()
-    ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
-    return Naming(shell, frozenset(ignored | _tied(shell, names)), _fuses(shell))
+
+
+def _copy_code(folder: Path, to: Path) -> None:
+    """Copy the source files of a model, and the config that names them, to where nobody else is.
+
+    Others may write the folder, so what is imported is what was read from files that are trusted.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    for path in [folder / "config.json", *folder.rglob("*.py")]:
+        copy = to / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(path) as file:
+            if not is_trusted(file.fileno()):
+                raise ConfigError(
+                    f"{path} is not this user's alone, so no code of the model is imported. If you "
+                    f"trust who may write it, set {TRUSTED}={folder}"
+                )
+            copy.write_bytes(file.read())
 
 
 def auto_class(config: Any) -> Any:

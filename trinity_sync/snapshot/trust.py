@@ -15,11 +15,21 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trinity_sync.errors import CommitError
 
 TRUSTED = "TRINITY_SYNC_TRUSTED"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file that others may have put there: no link is followed, and no pipe waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, "rb", opener=lambda name, usual: os.open(name, usual | flags))
 
 
 def is_own(fd: int) -> bool:
@@ -65,19 +75,16 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
 
     Raises:
         CommitError: as `only_plain`.
-        OSError: it cannot be opened, or is a link.
+        OSError: as `open_file`.
     """
     import torch
 
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        opened = f"/proc/self/fd/{fd}"  # torch.load maps what has a name, and nothing else
-        if is_trusted(fd):
+    with open_file(path) as file:
+        opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps what has a name, nothing else
+        if is_trusted(file.fileno()):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
         with only_plain(path):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=True)
-    finally:
-        os.close(fd)
 
 
 def _numpy() -> list[Any]:

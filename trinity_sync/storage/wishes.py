@@ -9,14 +9,13 @@ exported must not fill the disk with its steps.
 
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
-from trinity_sync.snapshot.trust import is_own
+from trinity_sync.snapshot.trust import is_own, open_file
 from trinity_sync.storage.durable import make_folder, names_anew, replace_file
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.manifest import Manifest
@@ -132,8 +131,7 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 
 
 def _read(path: Path) -> Wish:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a pipe is waited for
-    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+    with open_file(path) as file:
         own = is_own(file.fileno())
         wish = Wish(**json.loads(file.read()))
     return replace(wish, trust_remote_code=wish.trust_remote_code and own)
