@@ -45,10 +45,14 @@ from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.snapshot.trust import TRUSTED, load_file
 from trinity_sync.storage import manifest as manifests
+from trinity_sync.storage.aside import fetching_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
 from trinity_sync.storage.drill import drill
+from trinity_sync.storage.fetch import fetch
+from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.remote import Remote, refuse_credentials
+from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
 
@@ -363,6 +367,29 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
         with pytest.raises(CatalogError) as failed, opened(url):
             pass
         assert "hidden" not in str(failed.value)
+
+
+def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Path) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    job.commit(1)
+    replicate(job.root, f"file://{tmp_path}/store", 1)
+    mine, new = tmp_path / "mine", tmp_path / "new"
+    mine.write_text("mine")
+    shard = f"actor/{shard_file('model', 1, 0)}"
+    link = fetching_folder(new) / "global_step_1" / shard
+    link.parent.mkdir(parents=True)
+    link.symlink_to(mine)
+    fetch(f"file://{tmp_path}/store", 1, new)
+    (step,) = load_states(new, 1, "actor").values()
+    assert step["w"].sum() == 3
+    (new / ".trinity_sync" / "commit.lock").unlink()
+    (new / ".trinity_sync" / "commit.lock").symlink_to(mine)
+    with (
+        pytest.raises(OSError, match="Too many levels of symbolic links"),
+        one_change_at_a_time(new),
+    ):
+        pass
+    assert mine.read_text() == "mine"
 
 
 def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def _download(
         took(record.nbytes)
         return
     digest = xxhash.xxh3_128()
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # a link of others', or a file of theirs that would be ours then
+    with path.open("xb") as file:
         for chunk in remote.chunks(manifest.step, record.path):
             digest.update(chunk)
             file.write(chunk)
