@@ -53,7 +53,32 @@ class SpoolFull(SpoolError):
 
 
 class TicketError(SpoolError):
-    """A ticket that is torn, corrupted or of another version."""
+    """A ticket that is torn, corrupted or of another version.
+
+    Attributes:
+        path: of the ticket.
+        role, component, rank: of its slot, whose name has them; empty and -1 for another name.
+        run, step: as far as the ticket can be read, else None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | None = None,
+        role: str = "",
+        component: str = "",
+        rank: int = -1,
+        run: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.role = role
+        self.component = component
+        self.rank = rank
+        self.run = run
+        self.step = step
 
 
 class ImageError(TrinitySyncError):

@@ -20,8 +20,9 @@
 """
 
 import hashlib
+import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from trinity_sync.errors import ConfigError
@@ -51,17 +52,28 @@ ITERATION_FILES: dict[Kind, str] = {
     "state_dict": "latest_state_dict_iteration.txt",
 }
 
-_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_STEP_FOLDER = "global_step_"
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
+
+
+_READABLE = 100
+"""Characters of a folder's name that a job's has: file names of at most 255 are made of it."""
 
 
 def refuse_url(root: str | Path) -> None:
     """See that a root is no URL, also if it went through a path, which makes ``s3:/`` of it.
 
     Raises:
-        ConfigError: it is one; the message says how to have steps in a store.
+        ConfigError: it is one; the message says how to have steps in a store. Or its name is not
+            text, so that no flow run can be asked for.
     """
+    if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
+        raise ConfigError(
+            f"root {str(root)!r} is not valid UTF-8, which Prefect and the catalog need; rename "
+            "the folder"
+        )
     if url := _URL.fullmatch(str(root)):
         raise ConfigError(
             f"{root} is a URL, and the root of a job is a folder: steps are written, renamed and "
@@ -77,7 +89,20 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 def is_step_folder(path: str | Path) -> bool:
     """Whether a path ends with ``global_step_{N}``."""
-    return bool(_STEP_FOLDER.fullmatch(Path(path).name))
+    return step_of_folder(Path(path).name) is not None
+
+
+def step_of_folder(name: str) -> int | None:
+    """Return N of ``global_step_{N}``, as `step_folder` writes it; None for any other name."""
+    return parse_number(name[len(_STEP_FOLDER) :]) if name.startswith(_STEP_FOLDER) else None
+
+
+def parse_number(text: str) -> int | None:
+    """Return the number that ``str`` writes so, of at most 18 digits; None for any other text.
+
+    ``007`` and digits of other scripts are no second way to write a step.
+    """
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def shard_file(component: str, world_size: int, rank: int) -> str:
@@ -86,12 +111,17 @@ def shard_file(component: str, world_size: int, rank: int) -> str:
 
 
 def steps_on_disk(root: str | Path) -> list[int]:
-    """Steps that have a folder under ``root``, committed or not, oldest first."""
+    """Steps that have a folder under ``root``, or a link to one, committed or not, by number."""
     base = Path(root)
     if not base.is_dir():
         return []
-    matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in base.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    with os.scandir(base) as entries:
+        found = {step_of_folder(entry.name): entry for entry in entries}
+    return sorted(
+        step
+        for step, entry in found.items()
+        if step is not None and (Path(entry) if entry.is_symlink() else entry).is_dir()
+    )
 
 
 def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
@@ -102,13 +132,27 @@ def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
     """
     refuse_url(local_path)
     path = Path(local_path).absolute()
-    match = _STEP_FOLDER.fullmatch(path.parent.name)
-    if not match or not _NAME.fullmatch(path.name):
+    step = step_of_folder(path.parent.name)
+    if step is None or not _NAME.fullmatch(path.name):
         raise ConfigError(
             f"checkpoint path {str(local_path)!r} is not of the form "
             "<root>/global_step_<N>/<role>; pass such a path, e.g. ckpts/global_step_40/actor"
         )
-    return path.parent.parent, int(match[1]), path.name
+    return path.parent.parent, step, path.name
+
+
+def is_path(text: str) -> bool:
+    """Whether the operating system can be given a text as a path."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def is_below(path: str) -> bool:
+    """Whether a name, as a manifest has them, stays below the step's folder."""
+    pure = PurePosixPath(path)
+    return is_path(path) and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
 
 
 def check_name(what: str, value: str) -> str:
@@ -125,5 +169,13 @@ def check_name(what: str, value: str) -> str:
 def job_id(root: str | Path) -> str:
     """A name for the job at ``root``, unique on a machine: folder name and a digest of its path."""
     real = Path(root).resolve()
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name).strip("-") or "job"
-    return f"{readable}-{hashlib.sha256(str(real).encode()).hexdigest()[:8]}"
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
+    return f"{readable}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:8]}"
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -41,16 +41,17 @@ from trinity_sync.orchestration.roots import (
 )
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.notes import digest_of_body
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.snapshot.trust import TRUSTED, load_file
-from trinity_sync.storage import manifest as manifests
 from trinity_sync.storage.aside import fetching_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
 from trinity_sync.storage.drill import drill
 from trinity_sync.storage.fetch import fetch
 from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.remote import Remote, refuse_credentials
 from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
@@ -221,7 +222,7 @@ def edited(root: Path, change: Any) -> None:
     body = json.loads(path.read_text())
     del body["digest"]
     change(body)
-    path.write_text(json.dumps({**body, "digest": manifests._digest(body)}))
+    path.write_text(json.dumps({**body, "digest": digest_of_body(body)}))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, c
     commit_files(tmp_path, 1)
     edited(tmp_path, change)
     with pytest.raises(ManifestError):
-        manifests.read_manifest(tmp_path, 1)
+        read_manifest(tmp_path, 1)
 
 
 def request(job: Job, **other: Any) -> SaveRequest:

@@ -22,6 +22,7 @@ from trinity_sync.cli.frame import (
     step_in,
 )
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import parse_number
 
 if TYPE_CHECKING:
     from trinity_sync.storage.leftovers import Finding
@@ -96,9 +97,10 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
     from trinity_sync.storage.remote import Remote
 
     remote = Remote(url)
-    if step is not None and not step.isdecimal():
+    number = None if step is None else parse_number(step)
+    if step is not None and number is None:
         raise ConfigError(f"{step!r} is no number, and a store has no tags")
-    there = remote.steps() if step is None else [remote.step(int(step))]
+    there = remote.steps() if number is None else [remote.step(number)]
     known = sorted(
         (each.manifest for each in there if each.manifest), key=lambda each: (each.run, each.step)
     )

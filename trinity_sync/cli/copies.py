@@ -9,6 +9,7 @@ import typer
 from trinity_sync.cli.bar import bar
 from trinity_sync.cli.frame import AsJson, Root, app, existing, print_json, size, step_in
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import parse_number
 
 Url = Annotated[
     str,
@@ -75,10 +76,10 @@ def fetch(
     """Download a step, compare every digest, and commit it here."""
     from trinity_sync.storage.fetch import fetch as carry_out
 
-    if step != "newest" and not step.isdecimal():
+    number = parse_number(step)
+    if step != "newest" and number is None:
         raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
     with bar("fetching") as meter:
-        number = None if step == "newest" else int(step)
         manifest, fetched = carry_out(url, number, root, meter=meter)
     if fetched:
         typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.layout import step_of_folder
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 
@@ -170,6 +171,4 @@ class _HandsOver(CheckpointIO):
 
     def _step_of(self, path: Any) -> int | None:
         folder = Path(path)
-        name = folder.name.removeprefix("global_step_")
-        ours = folder.resolve().parent == self._root and name != folder.name and name.isdigit()
-        return int(name) if ours else None
+        return step_of_folder(folder.name) if folder.resolve().parent == self._root else None

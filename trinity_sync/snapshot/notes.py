@@ -1,11 +1,23 @@
-"""Small files beside a slot that say what its bytes are: whole or not there."""
+"""Records: small JSON files that hold a dataclass of plain values.
 
+Whoever reads one is given a record of the right types or an error of its own. A digest says that a
+text is what was written, and says nothing of who wrote it: another version, or a person.
+"""
+
+import hashlib
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+_INTS_END = 2**63
+"""What no file system, database or C library has as a size or number."""
+_TIMES_END = 253e9
+"""Seconds since the epoch, in the year 9987: ``datetime`` can still tell them."""
 
 
 def write_note(path: Path, note: Any) -> None:
@@ -18,6 +30,115 @@ def write_note(path: Path, note: Any) -> None:
 def read_note(path: Path, kind: type[T]) -> T | None:
     """The note; None without one, and with one that is not understood."""
     try:
-        return kind(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return make_record(kind, load_object(path.read_bytes()))
+    except (FileNotFoundError, ValueError):
         return None
+
+
+def load_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: it is torn, nested too deeply, no text, or no object.
+    """
+    try:
+        body = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(body, dict):
+        raise ValueError("it is no JSON object")
+    return body
+
+
+def digest_of_body(body: dict[str, Any]) -> str:
+    """Digest of a record's values, whatever their order and spacing in its file.
+
+    Raises:
+        ValueError: they are nested too deeply.
+    """
+    try:
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def make_record(kind: type[T], body: Any, **given: Any) -> T:
+    """Make a dataclass of what JSON gave, where each value has the type of its field.
+
+    An int is a size or a number, from 0 to what 63 bits hold, and a float is a time or duration in
+    seconds, from 0 to the year 9987.
+
+    Args:
+        kind: the dataclass.
+        body: its fields by name; those that have a default may be missing.
+        given: fields that are not in ``body``, taken as they are.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type.
+    """
+    makers = _makers(kind)  # type: ignore[arg-type]  # a class is hashable
+    if not isinstance(body, dict) or not makers.keys() - given.keys() >= body.keys():
+        raise ValueError(f"it has other fields than a {kind.__name__}")
+    try:
+        return kind(**{name: makers[name](value) for name, value in body.items()}, **given)
+    except TypeError as error:
+        raise ValueError(f"it lacks a field of a {kind.__name__}") from error
+
+
+@cache
+def _makers(kind: type) -> dict[str, Callable[[Any], Any]]:
+    return {name: _maker(hint) for name, hint in get_type_hints(kind).items()}
+
+
+def _maker(hint: Any) -> Callable[[Any], Any]:
+    """A function that returns a value of JSON as a field has it, or raises ValueError."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return partial(_one_of, arguments)
+    if origin is tuple:
+        return partial(_tuple, _maker(arguments[0]))
+    if origin is dict:
+        return partial(_dict, _maker(arguments[1]))
+    if is_dataclass(hint) and isinstance(hint, type):
+        return partial(make_record, hint)
+    return _PLAIN.get(hint, _refuse)
+
+
+def _one_of(values: tuple[str, ...], value: Any) -> str:
+    return value if isinstance(value, str) and value in values else _refuse(value)
+
+
+def _tuple(make: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    return tuple(map(make, value)) if isinstance(value, list) else _refuse(value)
+
+
+def _dict(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _refuse(value)
+    return {name: make(each) for name, each in value.items()}
+
+
+def _int(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < _INTS_END else _refuse(value)
+
+
+def _seconds(value: Any) -> float:
+    plain = type(value) is float or type(value) is int
+    return float(value) if plain and 0 <= value < _TIMES_END else _refuse(value)
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    return value if type(value) is kind else _refuse(value)
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise ValueError(f"it has a field of another type or range, {type(value).__name__}")
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    int: _int,
+    float: _seconds,
+    str: partial(_exactly, str),
+    bool: partial(_exactly, bool),
+}

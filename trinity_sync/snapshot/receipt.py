@@ -15,6 +15,7 @@ from typing import Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.layout import Kind, check_name
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.snapshot.spool import JobSpool
 
 State = Literal["started", "finished", "failed"]
@@ -63,11 +64,12 @@ def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Re
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
-            body = json.loads(path.read_text())
-            receipt = Receipt(**{**body, "files": tuple(body["files"])})
+            receipt = make_record(Receipt, load_object(path.read_bytes()))
+            if path != _path(spool, receipt):
+                raise ValueError("it is that of another save")
         except FileNotFoundError:
             continue  # forgotten meanwhile
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             raise SpoolError(
                 f"receipt {path} of step {step} is torn, so nobody can tell how that save function "
                 "ended. Remove it; the step is not committed, the next save goes on."

@@ -72,7 +72,7 @@ class JobSpool:
         note = self.folder / ROOT_NOTE
         if self.of and not note.exists():
             temporary = note.with_name(f".{ROOT_NOTE}.{uuid.uuid4().hex}")
-            temporary.write_text(str(self.of))
+            temporary.write_bytes(os.fsencode(self.of))
             temporary.replace(note)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
@@ -85,7 +85,7 @@ class JobSpool:
     def root(self) -> Path | None:
         """The job's root, which need not exist any more; None if nobody wrote it down."""
         try:
-            return Path((self.folder / ROOT_NOTE).read_text())
+            return Path(os.fsdecode((self.folder / ROOT_NOTE).read_bytes()))
         except FileNotFoundError:
             return None
 

@@ -5,21 +5,33 @@ a ticket is whole; it carries a digest of its own text, so a torn or edited tick
 good one. Removing the ticket frees the slot.
 """
 
-import hashlib
 import json
 import math
+import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import TicketError
-from trinity_sync.layout import COMPONENTS, FOLDERS, Component, Kind, SaveStrategy
+from trinity_sync.layout import (
+    COMPONENTS,
+    FOLDERS,
+    Component,
+    Kind,
+    SaveStrategy,
+    is_below,
+    is_path,
+)
+from trinity_sync.snapshot.notes import digest_of_body, load_object, make_record
 
 VERSION = 2
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
-
+_SLOT = re.compile(
+    r"(?P<role>[\w-]+)\.(?P<component>[\w-]+)\.rank(?P<rank>[0-9]{1,18})\.[0-9]+\.slot"
+    + re.escape(TICKET_SUFFIX)
+)
 
 Export = Literal["", "hf_model", "hf_model with remote code"]
 """Whether this role's model is exported once the step is committed."""
@@ -100,7 +112,7 @@ def failure_path(slot: Path) -> Path:
 def seal(slot: Path, ticket: Ticket) -> None:
     """Make the image in ``slot`` official: it survives this process and may be written out."""
     body = {"version": VERSION, **asdict(ticket)}
-    text = json.dumps({**body, "digest": _digest(body)})
+    text = json.dumps({**body, "digest": digest_of_body(body)})
     path = ticket_path(slot)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -120,35 +132,39 @@ def read_ticket(slot: Path) -> Ticket | None:
     """
     path = ticket_path(slot)
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
-        raise _bad(path, "is not text") from error
+    body: dict[str, Any] = {}
     try:
-        body: dict[str, Any] = json.loads(text)
-        digest = body.pop("digest")
+        body = load_object(content)
+        altered = body.pop("digest") != digest_of_body(body)
         version = body.pop("version")
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise _bad(path, "is torn or not a ticket") from error
+    except (ValueError, KeyError) as error:
+        raise _bad(path, "is torn or not a ticket", body) from error
     if version != VERSION:
-        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}")
-    if digest != _digest({"version": version, **body}):
-        raise _bad(path, "was altered after it was sealed")
-    if set(body) != {field.name for field in fields(Ticket)}:
-        raise _bad(path, "has other fields than a ticket")
-    for name in ("components", "roles"):
-        body[name] = tuple(body[name])
-    return Ticket(**body)
+        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}", body)
+    if altered:
+        raise _bad(path, "was altered after it was sealed", body)
+    try:
+        ticket = make_record(Ticket, body)
+    except ValueError as error:
+        raise _bad(path, f"is not of the form of a ticket ({error})", body) from error
+    if not is_below(ticket.path) or not is_path(ticket.root):
+        raise _bad(path, "names a file that cannot be one of a step", body)
+    return ticket
 
 
-def _digest(body: dict[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _bad(path: Path, why: str) -> TicketError:
+def _bad(path: Path, why: str, body: dict[str, Any]) -> TicketError:
+    slot = _SLOT.fullmatch(path.name)
+    run, step = (each if type(each) is int else None for each in map(body.get, ("run", "step")))
     return TicketError(
         f"ticket {path} {why}; its image cannot be trusted and is not saved. "
-        "Remove the ticket to free the slot."
+        "Remove the ticket to free the slot.",
+        path=path,
+        role=slot["role"] if slot else "",
+        component=slot["component"] if slot else "",
+        rank=int(slot["rank"]) if slot else -1,
+        run=run,
+        step=step,
     )

@@ -16,7 +16,6 @@ step until the lease ends; not at all where its process is known to be gone. A t
 step by one rename of its file, so it names a step at every instant.
 """
 
-import json
 import logging
 import os
 import time
@@ -28,7 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.layout import PRIVATE_FOLDER, check_name
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
+from trinity_sync.snapshot.notes import make_record
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import (
@@ -128,7 +128,7 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
         lease = Lease(step, holder, process_home(), process_name(os.getpid()), ttl_s, path)
         body = asdict(lease)
         del body["path"]
-        replace_file(path, json.dumps(body))
+        replace_file(path, to_text(body))
         return lease
 
 
@@ -157,27 +157,19 @@ def to_be_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
 def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
     """The leases that hold; those that ended, or whose process is gone, are removed.
 
-    The clock is that of the root's file system unless another is given.
+    A lease whose file is torn holds the step of its file's name, for `LONG_LEASE_S`.
+
+    Args:
+        root: the job's root.
+        clock: seconds since the epoch; that of the root's file system unless it is given.
     """
-    found = []
     paths = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     now = clock() if clock else file_time(root) if paths else 0.0
+    found = {path: lease for path in paths if (lease := _holding(path, now))}
     for path in paths:
-        try:
-            with path.open() as file:  # first: another node may have renewed it just now
-                taken_at = os.fstat(file.fileno()).st_mtime
-                lease = Lease(**json.load(file), path=path)
-        except FileNotFoundError:
-            continue  # given back meanwhile
-        except (ValueError, TypeError):
-            step, _, _ = path.name.partition(".")
-            lease = Lease(int(step), "unknown (its file is torn)", "", "", LEASE_S, path)
-        gone = lease.host == process_home() and not process_lives(lease.process)
-        if gone or now > taken_at + lease.ttl_s:
+        if path not in found:
             path.unlink(missing_ok=True)
-        else:
-            found.append(lease)
-    return found
+    return [found[path] for path in sorted(found)]
 
 
 def pin(
@@ -270,8 +262,8 @@ def step_of(root: str | Path, text: str) -> int:
         ConfigError: it is neither.
         CommitError: the file of a tag is torn.
     """
-    if text.isdecimal():
-        return int(text)
+    if (step := parse_number(text)) is not None:
+        return step
     with suppress(ConfigError):  # no tag has such a name
         if found := _read_pin(_pin_file(root, check_name("tag", text))):
             return found.step
@@ -308,6 +300,25 @@ def nobody_claims(root: str | Path) -> Iterator[Held]:
         yield lock
 
 
+def _holding(path: Path, now: float) -> Lease | None:
+    """The lease of a file, if it is one and holds."""
+    step = parse_number(path.name.partition(".")[0])
+    try:
+        with path.open("rb") as file:  # first: another node may have renewed it just now
+            renewed_at = os.fstat(file.fileno()).st_mtime
+            content = file.read()
+    except FileNotFoundError:
+        return None  # given back meanwhile
+    if step is None:
+        return None
+    lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
+    with suppress(ValueError):
+        written = make_record(Lease, from_text(content), path=path)
+        lease = written if written.step == step else lease
+    gone = lease.host == process_home() and not process_lives(lease.process)
+    return None if gone or now > renewed_at + lease.ttl_s else lease
+
+
 def _pin_file(root: str | Path, which: int | str) -> Path:
     return Path(root) / PRIVATE_FOLDER / "pins" / f"{which}.json"
 
@@ -321,14 +332,18 @@ def _write_pin(path: Path, pin: Pin) -> None:
 
 def _read_pin(path: Path) -> Pin | None:
     """The pin of a file, or None if there is no such file (any more)."""
-    name = "" if path.stem.isdecimal() else path.stem
+    step = parse_number(path.stem)
+    name = path.stem if step is None else ""
     try:
-        return Pin(**from_text(read_anew(path).decode()), name=name)
+        found = make_record(Pin, from_text(read_anew(path)), name=name)
+        if step in (None, found.step):
+            return found
+        raise ValueError("it is that of another step")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        if not name:
-            return Pin(int(path.stem), "unknown (its file is torn)", path.stat().st_mtime)
+    except ValueError as error:
+        if step is not None:
+            return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
         root = path.parents[2]
         raise CommitError(
             f"{path} is torn, so nobody can tell which step it keeps. Tag the step again: "

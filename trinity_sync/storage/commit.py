@@ -22,6 +22,7 @@ from trinity_sync.layout import (
     MANIFEST,
     SERVES_AS,
     Kind,
+    is_below,
     job_id,
     step_folder,
 )
@@ -45,7 +46,6 @@ from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
     ReceiptRecord,
-    is_below,
     own_manifest,
     read_manifest,
     write_manifest,

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trinity_sync.layout import DAMAGE_MARK, step_folder
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.storage.durable import replace_file, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,11 @@ def damage_of(root: str | Path, step: int) -> Damage | None:
     """The mark of a step; None where it has none. One that is torn still counts."""
     path = step_folder(root, step) / DAMAGE_MARK
     try:
-        body = json.loads(path.read_text())
-        files = {str(name): str(wrong) for name, wrong in body["files"].items()}
-        found = Damage(files, float(body["verified_at"]))
-        str(found)  # its time may be none
-        return found
+        return make_record(Damage, load_object(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
-        return Damage({DAMAGE_MARK: "is torn or edited"}, path.stat().st_mtime)
+    except (ValueError, OSError):
+        return Damage({DAMAGE_MARK: "is torn or edited"}, path.lstat().st_mtime)
 
 
 def mark_damaged(root: str | Path, step: int, damage: Damage) -> None:

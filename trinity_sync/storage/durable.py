@@ -138,8 +138,6 @@ def _give_free_name(temporary: Path, path: Path) -> None:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
             temporary.replace(path)
-        finally:
-            os.close(lock)
 
 
 def _write_synced(path: Path, content: str | bytes, mode: int = 0o666) -> None:

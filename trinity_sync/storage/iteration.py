@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError
-from trinity_sync.layout import ITERATION_FILES, Kind, step_folder
+from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest, run_of
@@ -26,7 +26,7 @@ def read_iteration(root: str | Path, kind: Kind) -> int | None:
         text = read_anew(Path(root) / ITERATION_FILES[kind]).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
-    return int(text) if text.isascii() and text.isdigit() else None
+    return parse_number(text)
 
 
 def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool:

@@ -1,14 +1,14 @@
 """``global_step_N/manifest.json``: every file of a step. Its atomic appearance is the commit."""
 
-import hashlib
+import errno
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from trinity_sync.errors import ManifestError
-from trinity_sync.layout import MANIFEST, Kind, shard_file, step_folder
+from trinity_sync.layout import MANIFEST, Kind, is_below, shard_file, step_folder
+from trinity_sync.snapshot.notes import digest_of_body, load_object, make_record
 from trinity_sync.storage.durable import read_anew, replace_file
 
 VERSION = 1
@@ -124,7 +124,8 @@ def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     }
     # thousands of files are not for reading, and indenting takes ten times as long
     indent = 1 if len(manifest.files) < 1000 else None
-    replace_file(folder / MANIFEST, json.dumps({**body, "digest": _digest(body)}, indent=indent))
+    body["digest"] = digest_of_body(body)
+    replace_file(folder / MANIFEST, json.dumps(body, indent=indent))
 
 
 def read_manifest(root: str | Path, step: int) -> Manifest | None:
@@ -138,6 +139,10 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
         content = read_anew(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+        raise _bad(path, f"is no file ({error.strerror})") from error
     return parse_manifest(content, path, step)
 
 
@@ -153,40 +158,27 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
         ManifestError: as `read_manifest`.
     """
     try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise _bad(path, "is not text") from error
-    try:
-        body: dict[str, Any] = json.loads(text)
-        digest = body.pop("digest")
-        version = body["version"]
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        body = load_object(content)
+        altered = body.pop("digest") != digest_of_body(body)
+        version = body.pop("version")
+    except (ValueError, KeyError) as error:
         raise _bad(path, "is torn or not a manifest") from error
     if version != VERSION:
         raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}")
-    if digest != _digest(body):
+    if altered:
         raise _bad(path, "was altered after the commit")
-    del body["version"]
-    if set(body) != {field.name for field in fields(Manifest)} or body["step"] != step:
-        raise _bad(path, "is not that of this folder")
     try:
-        body["kinds"] = tuple(body["kinds"])
-        body["files"] = tuple(
-            FileRecord(**{**record, "images": tuple(record["images"])}) for record in body["files"]
-        )
-        body["receipts"] = tuple(
-            ReceiptRecord(**{**receipt, "files": tuple(receipt["files"])})
-            for receipt in body["receipts"]
-        )
-        named = [record.path for record in body["files"]]
-        named += [name for receipt in body["receipts"] for name in receipt.files]
-        below = all(is_below(name) for name in named)
-        roles = all(not record.role or is_below(record.role) for record in body["files"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise _bad(path, "is not of the form of a manifest") from error
-    if not (below and roles):
+        manifest = make_record(Manifest, body)
+    except ValueError as error:
+        raise _bad(path, f"is not of the form of a manifest ({error})") from error
+    if manifest.step != step:
+        raise _bad(path, "is not that of this folder")
+    named = [record.path for record in manifest.files]
+    named += [name for receipt in manifest.receipts for name in receipt.files]
+    named += {record.role for record in manifest.files if record.role}
+    if not all(map(is_below, named)):
         raise _bad(path, "names a file outside of the step's folder")
-    return Manifest(**body)
+    return manifest
 
 
 def run_of(root: str | Path, step: int) -> int:
@@ -215,19 +207,8 @@ def is_committed(
     return manifest is not None and manifest.holds(kind, roles)
 
 
-def is_below(path: str) -> bool:
-    """Whether a name, as a manifest has them, stays below the step's folder."""
-    pure = PurePosixPath(path)
-    return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
-
-
 def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     return tuple(sorted(records, key=lambda record: record.path))
-
-
-def _digest(body: dict[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _bad(path: Path | str, why: str) -> ManifestError:

@@ -8,10 +8,12 @@ import logging
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, LockTimeoutError
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.locks import file_lock
 
@@ -19,6 +21,14 @@ logger = logging.getLogger(__name__)
 
 WRITE_S = 60.0
 """Seconds in which another process has written its metrics of a step."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The file of a step."""
+
+    run: int
+    metrics: dict[str, float]
 
 
 class MetricsLog:
@@ -30,7 +40,10 @@ class MetricsLog:
         self._limit_s = WRITE_S
 
     def record(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics over to be written; see `CheckpointCoordinator.record_metrics`."""
+        """Take metrics over to be written; see `CheckpointCoordinator.record_metrics`.
+
+        Infinities and NaN are written as they are: policies count NaN as the worst value.
+        """
         if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
             raise ConfigError(
                 f"metric {bad[0]!r} of step {step} cannot be named in a retention policy; give it "
@@ -38,10 +51,10 @@ class MetricsLog:
             )
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(
                 f"metrics {sorted(metrics)} of step {step}: a value is no number ({error}); pass "
-                "numbers"
+                "numbers that a float can hold"
             ) from error
         self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
         self._writer.submit(self._write, run, step, numbers)
@@ -69,31 +82,46 @@ def write_metrics(
     *,
     limit_s: float = WRITE_S,
 ) -> None:
-    """Add to the metrics of a step; those of an earlier run of the job are replaced.
+    """Add to the metrics of a step; those of an earlier run are replaced, a later run's stay.
 
     Raises:
         LockTimeoutError: others have the lock of the metrics for ``limit_s`` seconds.
     """
-    folder = _folder(root)
-    with file_lock(folder / "lock", limit_s=limit_s):
-        body = {"run": run, "metrics": {**read_metrics(root, run, step), **metrics}}
-        replace_file(folder / f"{step}.json", json.dumps(body))
+    path = _file(root, step)
+    with file_lock(path.parent / "lock", limit_s=limit_s):
+        before = _read(path)
+        if before and before.run > run:
+            return
+        known = before.metrics if before and before.run == run else {}
+        replace_file(path, json.dumps(asdict(_Recorded(run, {**known, **metrics}))))
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """The metrics that a run recorded at a step; a torn file counts as none."""
-    try:
-        body = json.loads(read_anew(_folder(root) / f"{step}.json"))
-        same_run = body["run"] == run
-        return {name: float(value) for name, value in body["metrics"].items()} if same_run else {}
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+    found = _read(_file(root, step))
+    return found.metrics if found and found.run == run else {}
 
 
 def forget_metrics(root: str | Path, step: int) -> None:
     """Remove the metrics of a step that is gone."""
-    (_folder(root) / f"{step}.json").unlink(missing_ok=True)
+    _file(root, step).unlink(missing_ok=True)
 
 
-def _folder(root: str | Path) -> Path:
-    return Path(root) / PRIVATE_FOLDER / "metrics"
+def _read(path: Path) -> _Recorded | None:
+    try:
+        body = load_object(read_anew(path))
+        metrics = body.pop("metrics")
+        numbers = {name: _number(value) for name, value in dict(metrics).items()}
+        return make_record(_Recorded, body, metrics=numbers)
+    except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def _number(value: object) -> float:
+    if type(value) is int or type(value) is float:
+        return float(value)
+    raise ValueError(f"{value!r} is no number")
+
+
+def _file(root: str | Path, step: int) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "metrics" / f"{step}.json"

@@ -214,8 +214,9 @@ def _gather(
         if not missing:
             return images, committed
         if overdue:
-            if unreadable := [error for error in bad if f".{component}." in str(error)]:
-                raise unreadable[0]
+            for error in bad:
+                if error.component == component and error.rank in missing.get(error.role, ()):
+                    raise error
             lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
             raise MissingShards(
                 f"{save} is not committed: {component} of {lacking} was not handed over on node "

@@ -12,13 +12,16 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShards, SaveError
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import PRIVATE_FOLDER, is_path
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.storage.durable import make_folder, read_anew, replace_file
+
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,15 @@ class Share:
         return ", ".join(f"role {role} {named(ranks)}" for role, ranks in self.ranks.items())
 
 
+@dataclass(frozen=True)
+class _Placement:
+    """The file."""
+
+    run_key: str
+    spools: dict[str, dict[str, str]]
+    """Ranks by node, by spool."""
+
+
 def places_of(where: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
     """The nodes of ranks, those of the first ranks first.
 
@@ -77,7 +89,7 @@ def note_placement(
     spools: dict[str, dict[str, str]] = defaultdict(dict)
     for place in places:
         spools[place.spool][place.node] = ranges(place.ranks)
-    text = json.dumps({"run_key": run_key, "spools": spools})
+    text = json.dumps(asdict(_Placement(run_key, dict(spools))))
     if not path.exists() or path.read_text() != text:
         make_folder(path.parent)
         replace_file(path, text)
@@ -91,21 +103,22 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     """
     path = _path(root, run, role)
     try:
-        body = json.loads(read_anew(path))
+        written = make_record(_Placement, load_object(read_anew(path)))
         places = [
             Place(node, spool, ranks_in(text))
-            for spool, nodes in body["spools"].items()
+            for spool, nodes in written.spools.items()
             for node, text in nodes.items()
         ]
-        key = body["run_key"]
+        if not all(is_path(place.spool) for place in places):
+            raise ValueError("a spool is no path")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise CommitError(
             f"{path}, which says on which nodes the ranks of role {role} are, is torn or edited; "
             "restart the training, which writes it anew"
         ) from error
-    return sorted(places, key=lambda place: place.ranks[0]) if key == run_key else None
+    return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
 
 
 def await_shares(
@@ -155,12 +168,17 @@ def ranks_in(text: str) -> tuple[int, ...]:
     """What `ranges` has made a text of.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: it is no such text, or names more than a million ranks.
     """
-    bounds = [part.partition("-") for part in text.split(",")]
-    return tuple(
-        rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1)
-    )
+    ranks: list[int] = []
+    for first, _, last in (part.partition("-") for part in text.split(",")):
+        of = range(int(first), int(last or first) + 1)
+        if not 0 <= of.start < of.stop <= _MOST_RANKS:
+            raise ValueError(f"{text!r} names no ranks")
+        ranks += of
+    if ranges(ranks) != text:
+        raise ValueError(f"{text!r} names ranks in another way than they are written")
+    return tuple(ranks)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -13,11 +13,10 @@ parameter, log or message can hold them.
 """
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
-from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import create_file, make_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
@@ -49,7 +49,6 @@ UPLOADED = ".uploaded"
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _LOOKS = 8
 """Steps that are looked at at a time."""
-_STEP = re.compile(r"global_step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ class Remote:
 
     def steps(self) -> list[RemoteStep]:
         """All steps in the store, committed or not, by number."""
-        found = (_STEP.fullmatch(name) for name in self._names("", "list the steps of"))
-        numbers = sorted(int(match[1]) for match in found if match)
+        found = (step_of_folder(name) for name in self._names("", "list the steps of"))
+        numbers = sorted(number for number in found if number is not None)
         with ThreadPoolExecutor(_LOOKS, "steps") as pool:
             return list(pool.map(self.step, numbers))
 
@@ -182,11 +181,10 @@ class Remote:
 
     def runs(self) -> list[Run]:
         """The runs that have sent steps here, the first one first; a torn one is passed over."""
-        numbers = []
-        for name in self._names(f"/{PRIVATE_FOLDER}/runs", "list the runs of"):
-            with suppress(ValueError):
-                numbers.append(int(name.removesuffix(".json")))
-        return [run for number in sorted(numbers) if (run := self._run(number))]
+        names = self._names(f"/{PRIVATE_FOLDER}/runs", "list the runs of")
+        found = (parse_number(name.removesuffix(".json")) for name in names)
+        numbers = sorted(number for number in found if number is not None)
+        return [run for number in numbers if (run := self._run(number))]
 
     def claim_run(self, run: Run) -> Run | None:
         """Let no other run have this number; returns the run that has it, None if that is torn."""
@@ -212,9 +210,10 @@ class Remote:
         with self._reaching(f"read run {number} in"):
             content = self._fs.cat_file(f"{self._base}/{PRIVATE_FOLDER}/runs/{number}.json")
         try:
-            return Run(**from_text(content.decode()))
-        except (ValueError, TypeError):
+            run = make_record(Run, from_text(content))
+        except ValueError:
             return None
+        return run if run.number == number else None
 
     # ---------------------------------------------------------------- bytes
 
@@ -299,7 +298,7 @@ class Remote:
         """Whether the file is there with these bytes and was not written since it was noted."""
         content = self.read(step, f"{UPLOADED}/{record.path}")
         try:
-            note = json.loads(content or b"{}")
+            note = load_object(content or b"{}")
         except ValueError:
             return False
         with self._reaching(f"look at {record.path} of step {step} in"):

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.snapshot.notes import make_record
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import create_file, make_folder, names_anew
 
@@ -46,7 +47,8 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
 
 def all_runs(root: str | Path) -> list[Run]:
     """Every run of the job, in no order."""
-    return [_read(path) for path in names_anew(_folder(root), "[0-9]*.json")]
+    paths = names_anew(_folder(root), "[0-9]*.json")
+    return [_read(path) for path in paths if parse_number(path.stem) is not None]
 
 
 def know_run(root: str | Path, run: Run) -> None:
@@ -149,12 +151,16 @@ def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
 
 
 def _read(path: Path) -> Run:
+    wrong: ValueError | None = None
     try:
-        return Run(**from_text(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CommitError(
-            f"run file {path} is torn or edited; restore it, or remove it if that run is over"
-        ) from error
+        run = make_record(Run, from_text(path.read_bytes()))
+        if run.number == parse_number(path.stem):
+            return run
+    except ValueError as error:
+        wrong = error
+    raise CommitError(
+        f"run file {path} is torn or edited; restore it, or remove it if that run is over"
+    ) from wrong
 
 
 def _folder(root: str | Path) -> Path:

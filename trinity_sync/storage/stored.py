@@ -10,14 +10,28 @@ goes by the same store, and a worker without the setting cannot leave it out.
 """
 
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import PRIVATE_FOLDER, Kind
+from trinity_sync.snapshot.notes import make_record
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import all_runs, left_behind_by
+
+
+@dataclass(frozen=True)
+class _Store:
+    url: str
+
+
+@dataclass(frozen=True)
+class _Stored:
+    url: str
+    run: int
+    kinds: tuple[Kind, ...]
 
 
 def note_store(root: str | Path, url: str) -> None:
@@ -26,7 +40,7 @@ def note_store(root: str | Path, url: str) -> None:
         if store_of(root) == url:
             return
     make_folder(_store(root).parent)
-    replace_file(_store(root), to_text({"url": url}))
+    replace_file(_store(root), to_text(asdict(_Store(url))))
 
 
 def store_of(root: str | Path) -> str:
@@ -36,10 +50,10 @@ def store_of(root: str | Path) -> str:
         CommitError: the file that says so is torn.
     """
     try:
-        return str(from_text(read_anew(_store(root)).decode())["url"])
+        return make_record(_Store, from_text(read_anew(_store(root)))).url
     except FileNotFoundError:
         return ""
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise CommitError(
             f"{_store(root)} is torn, so nobody can tell where steps have to be; start the "
             "training with TRINITY_SYNC_STORE, which writes it anew"
@@ -50,7 +64,7 @@ def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
     """Write down that a store has a step."""
     note = _note(root, manifest.step)
     make_folder(note.parent)
-    replace_file(note, to_text({"url": url, "run": manifest.run, "kinds": manifest.kinds}))
+    replace_file(note, to_text(asdict(_Stored(url, manifest.run, manifest.kinds))))
 
 
 def is_stored(root: str | Path, manifest: Manifest) -> bool:
@@ -59,12 +73,10 @@ def is_stored(root: str | Path, manifest: Manifest) -> bool:
     if not url or "checkpoint" not in manifest.kinds:
         return True
     try:
-        note = from_text(read_anew(_note(root, manifest.step)).decode())
-        return bool((note["url"], note["run"]) == (url, manifest.run)) and (
-            "checkpoint" in note["kinds"]
-        )
-    except (FileNotFoundError, ValueError, KeyError):
+        note = make_record(_Stored, from_text(read_anew(_note(root, manifest.step))))
+    except (FileNotFoundError, ValueError):
         return False
+    return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds
 
 
 def must_be_sent(root: str | Path, manifest: Manifest) -> bool:

@@ -9,12 +9,12 @@ exported must not fill the disk with its steps.
 
 import json
 import logging
-import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder, step_of_folder
+from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.snapshot.trust import is_own, open_file
 from trinity_sync.storage.durable import make_folder, names_anew, replace_file
 from trinity_sync.storage.file_time import file_time
@@ -26,9 +26,6 @@ COMPONENT = "hf_model"
 """Of the files of an exported model, in the manifest."""
 AWAITED_S = 86_400.0
 """Seconds for which a wish keeps its step from retention."""
-
-_NAME = re.compile(r"global_step_(\d+)\.([A-Za-z0-9_-]+)\.wish")
-_OF_STEP = re.compile(r"global_step_(\d+)\..+")
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,17 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
     In those that somebody else may have written, no source files are trusted.
     """
     found = []
-    for path in names_anew(exports_folder(root), "*.wish"):
-        match = _NAME.fullmatch(path.name)
-        if match and step in (None, int(match[1])):
-            try:
-                wish = _read(path)
-            except FileNotFoundError:
-                continue  # granted meanwhile
-            except (OSError, ValueError, TypeError) as error:
-                logger.warning(
-                    "%s is no request for an export, and is passed over: %s", path, error
-                )
-                continue
-            if (wish.step, wish.role) == (int(match[1]), match[2]):  # its name says where it leads
-                found.append(wish)
+    of = "" if step is None else f"{step_folder(root, step).name}."
+    for path in names_anew(exports_folder(root), f"{of}*.wish"):
+        try:
+            wish = _read(path)
+        except FileNotFoundError:
+            continue  # granted meanwhile
+        except (OSError, ValueError) as error:
+            logger.warning("%s is no request for an export, and is passed over: %s", path, error)
+            continue
+        if path == _path(root, wish.step, wish.role):  # its name says where it leads
+            found.append(wish)
     return found
 
 
@@ -120,8 +114,9 @@ def exports_of(root: str | Path, step: int) -> list[Path]:
 
 def exported_steps(root: str | Path) -> set[int]:
     """The steps of which `exports_of` finds something."""
-    matches = (_OF_STEP.fullmatch(path.name) for path in names_anew(exports_folder(root), "*"))
-    return {int(match[1]) for match in matches if match}
+    names = (path.name.partition(".") for path in names_anew(exports_folder(root), "*"))
+    found = {step_of_folder(step) for step, dot, _ in names if dot}
+    return {step for step in found if step is not None}
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:
@@ -133,7 +128,7 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 def _read(path: Path) -> Wish:
     with open_file(path) as file:
         own = is_own(file.fileno())
-        wish = Wish(**json.loads(file.read()))
+        wish = make_record(Wish, load_object(file.read()))
     return replace(wish, trust_remote_code=wish.trust_remote_code and own)
 
 

@@ -1,0 +1,283 @@
+"""Whatever is written in a record, its reader gives a typed record or the error that it documents.
+
+Records of every kind are made as the product makes them; then values are exchanged, removed and
+added at random places, and the digest is made right again: as another version would, or a person.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.job import Job
+from trinity_sync.errors import Abandoned, CommitError, ConfigError, SpoolError, TicketError
+from trinity_sync.layout import ITERATION_FILES, step_folder
+from trinity_sync.snapshot.kept import kept_in
+from trinity_sync.snapshot.notes import digest_of_body
+from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.ticket import read_ticket
+from trinity_sync.storage.claims import claimed, leases, pin, pins, tag, take_lease
+from trinity_sync.storage.damage import Damage, damage_of, mark_damaged
+from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
+from trinity_sync.storage.placement import placement
+from trinity_sync.storage.runs import all_runs, open_run, refuse_abandoned
+from trinity_sync.storage.steps import newest
+from trinity_sync.storage.stored import is_stored, note_store, note_stored, store_of
+from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of record."""
+
+    path: Path
+    read: Callable[[], Any]
+    """As the product reads it."""
+    errors: tuple[type[Exception], ...] = ()
+    """What the reader documents."""
+    digest: Callable[[dict[str, Any]], str] | None = None
+
+
+@pytest.fixture
+def records(job: Job) -> Iterator[dict[str, Kind]]:
+    root, private = job.root, job.root / ".trinity_sync"
+    open_run(root, "first", 0)
+    for number in (1, 2):
+        job.stage(number, {"model": {"w": torch.zeros(3)}})
+    manifest = job.commit(1)
+    (note,) = job.spool.folder.glob("*.kept")
+    (ticket,) = job.spool.folder.glob("*.ticket")
+    write_receipt(job.spool, Receipt("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",)))
+    pin(root, 1, "the best")
+    tag(root, 1, "good")
+    make_wish(root, Wish(1, 1, "actor"))
+    write_metrics(root, 1, 1, {"reward": 0.5})
+    note_store(root, "file:///copies")
+    note_stored(root, "file:///copies", manifest)
+    step = step_folder(root, 1)
+    slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
+    with take_lease(root, 1, "reader") as lease:
+        mark = step / "damaged.json"
+        mark_damaged(root, 1, Damage({"actor/a.pt": "is missing"}, 1.7e9))
+        yield {
+            "manifest": Kind(
+                step / "manifest.json",
+                lambda: (read_manifest(root, 1), newest(root))[0],
+                (CommitError,),
+                digest_of_body,
+            ),
+            "run": Kind(
+                private / "runs/1.json",
+                lambda: (all_runs(root), refuse_abandoned(root, 1, "first", 4))[0],
+                (CommitError, Abandoned),
+                digest_of_body,
+            ),
+            "pin": Kind(private / "pins/1.json", lambda: pins(root), (), digest_of_body),
+            "tag": Kind(
+                private / "pins/good.json", lambda: pins(root), (CommitError,), digest_of_body
+            ),
+            "lease": Kind(lease.path, lambda: (leases(root), claimed(root))[0], (), digest_of_body),
+            "ticket": Kind(
+                ticket, lambda: read_ticket(slots[ticket]), (TicketError,), digest_of_body
+            ),
+            "receipt": Kind(
+                next(job.spool.receipts.iterdir()),
+                lambda: list(receipts_of(job.spool, 1, 2, "checkpoint")),
+                (SpoolError,),
+            ),
+            "note": Kind(note, lambda: kept_in(slots[note])),
+            "placement": Kind(
+                private / "placements/1.actor.json",
+                lambda: placement(root, 1, "", "actor"),
+                (CommitError,),
+            ),
+            "damage": Kind(mark, lambda: (damage_of(root, 1), str(damage_of(root, 1)))[0]),
+            "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
+            "wish": Kind(
+                private / "exports/global_step_1.actor.wish",
+                lambda: (wishes(root), wishes(root, step=1), awaited(root))[0],
+            ),
+            "store": Kind(
+                private / "store.json", lambda: store_of(root), (CommitError,), digest_of_body
+            ),
+            "stored": Kind(
+                private / "stored/1.json", lambda: is_stored(root, manifest), (), digest_of_body
+            ),
+        }
+
+
+NAMES = (
+    *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
+    *("damage", "metrics", "wish", "store", "stored"),
+)
+GARBAGE = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-2, 5),
+        st.sampled_from(
+            [2**31, 2**63, 2**70, 10**400, -(10**400), 1e308, 1e999, -1e999, 1e999 * 0]
+        ),
+        st.sampled_from(["", "0", "1", "actor", "checkpoint", "../../x", "/etc", "a\0b", "\ud800"]),
+        st.sampled_from(["0-1", "1-0", "0-99999999999", "-1", "0-0", "\u0663", "0,0", "9" * 5000]),
+        st.text(max_size=5),
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    for key in keys:
+        yield from places(value[key], (*at, key))
+
+
+def changed(body: Any, data: st.DataObject) -> Any:
+    """The body with something else at one place, without what is there, or with more."""
+    made = deepcopy(body)
+    *above, last = data.draw(st.sampled_from([at for at in places(body) if at]))
+    holder = made
+    for key in above:
+        holder = holder[key]
+    how = data.draw(st.sampled_from(["other", "other", "other", "none", "more"]))
+    if how == "other":
+        holder[last] = data.draw(GARBAGE)
+    elif how == "none":
+        del holder[last]
+    elif isinstance(holder, dict):
+        holder[data.draw(st.text(max_size=5))] = data.draw(GARBAGE)
+    else:
+        holder.append(data.draw(GARBAGE))
+    return made
+
+
+def require_typed(value: Any) -> None:
+    """Every value that a record holds is one that files, databases and dates can have."""
+    if is_dataclass(value):
+        for each in fields(value):
+            require_typed(getattr(value, each.name))
+            hint = str(each.type)
+            found = getattr(value, each.name)
+            for plain in (int, float, str, bool):
+                if each.type is plain or hint == plain.__name__:
+                    assert type(found) is plain, (each.name, found)
+            if each.name.endswith("_at"):
+                datetime.fromtimestamp(found)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            require_typed(each)
+    elif isinstance(value, dict):
+        require_typed(list(value.values()))
+    elif isinstance(value, int | float):
+        assert 0 <= value < 2**63
+        assert isfinite(value)
+    else:
+        assert value is None or isinstance(value, str | Path), value
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
+)
+@given(data=st.data())
+def test_a_record_of_wrong_values_is_none_or_the_error_of_its_reader(
+    records: dict[str, Kind], name: str, data: st.DataObject
+) -> None:
+    kind = records[name]
+    good = kind.path.read_bytes()
+    body = json.loads(good)
+    body.pop("digest", None)
+    for _ in range(data.draw(st.integers(1, 2))):
+        if body:
+            body = changed(body, data)
+    if kind.digest:
+        body["digest"] = kind.digest(body)
+    try:
+        kind.path.write_text(json.dumps(body))
+        with suppress(*kind.errors):
+            found = kind.read()
+            require_typed(found) if name != "metrics" else [float(each) for each in found.values()]
+    finally:
+        kind.path.write_bytes(good)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 5000,
+        '{"step": ' + "9" * 5000 + "}",
+        "null",
+        "[]",
+        "{}",
+        '"' + "a" * 100 + '"',
+        "\udcff\udcfe",
+        "\0",
+    ],
+    ids=lambda text: text[:9].encode("ascii", "backslashreplace").decode(),
+)
+def test_a_text_that_is_no_record_is_none_or_the_error_of_its_reader(
+    records: dict[str, Kind], name: str, text: str
+) -> None:
+    kind = records[name]
+    kind.path.write_bytes(text.encode(errors="surrogateescape"))
+    with suppress(*kind.errors):
+        kind.read()
+
+
+@pytest.mark.parametrize("name", ["manifest", "run", "ticket"])
+def test_a_text_of_any_depth_is_no_record(records: dict[str, Kind], name: str) -> None:
+    kind = records[name]
+    for depth in range(800, 1000):
+        nested = "[" * depth + "]" * depth
+        kind.path.write_text(f'{{"version": 1, "digest": "", "step": {nested}}}')
+        with pytest.raises(kind.errors):
+            kind.read()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_good_record_is_read(records: dict[str, Kind], name: str) -> None:
+    assert records[name].read()
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "9" * 40, "007", "\u0663", "-1", "1e3", "", "nan", "4.0"]
+)
+def test_an_iteration_file_that_names_no_step_names_none(job: Job, text: str) -> None:
+    (job.root / ITERATION_FILES["checkpoint"]).write_text(text)
+    assert read_iteration(job.root, "checkpoint") is None
+
+
+def test_a_metric_that_no_float_holds_is_refused_and_nan_is_kept(job: Job) -> None:
+    log = MetricsLog(job.root)
+    with pytest.raises(ConfigError, match="is no number"):
+        log.record(1, 4, {"reward": 10**400})
+    log.record(1, 4, {"loss": float("inf"), "reward": float("nan")})
+    log.close()
+    found = read_metrics(job.root, 1, 4)
+    assert found["loss"] == float("inf")
+    assert found["reward"] != found["reward"]
+
+
+def test_metrics_that_come_late_from_an_earlier_run_leave_those_of_the_later_one(job: Job) -> None:
+    write_metrics(job.root, 2, 4, {"reward": 5.0})
+    write_metrics(job.root, 1, 4, {"reward": 9.0})
+    assert read_metrics(job.root, 2, 4) == {"reward": 5.0}
