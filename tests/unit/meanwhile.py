@@ -1,15 +1,16 @@
-"""Something that happens in the middle of another thing: right when a file is opened."""
+"""Something that happens in the middle of another thing: right when a file is opened or removed."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_waiting: dict[str, Callable[[], object]] = {}
+_waiting: dict[tuple[str, str], Callable[[], object]] = {}
 
 
 def _look(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and _waiting and (body := _waiting.pop(str(arguments[0]), None)):
+    about = (event, str(arguments[0])) if _waiting and arguments else None
+    if about and (body := _waiting.pop(about, None)):
         body()
 
 
@@ -19,6 +20,14 @@ sys.addaudithook(_look)  # it stays until the process ends
 @contextmanager
 def when_opened(path: Path, body: Callable[[], object]) -> Iterator[None]:
     """Call ``body`` once, the instant before this process opens ``path`` for the first time."""
-    _waiting[str(path)] = body
+    _waiting["open", str(path)] = body
     yield
-    assert not _waiting, f"{path} was not opened"
+    assert not _waiting.pop(("open", str(path)), None), f"{path} was not opened"
+
+
+@contextmanager
+def when_removed(path: Path, body: Callable[[], object]) -> Iterator[None]:
+    """Call ``body`` once, the instant before this process removes ``path``."""
+    _waiting["os.remove", str(path)] = body
+    yield
+    assert not _waiting.pop(("os.remove", str(path)), None), f"{path} was not removed"

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from tests.unit.meanwhile import when_opened, when_removed
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.claims import (
+    LONG_LEASE_S,
+    Lease,
     claimed,
     leases,
     nobody_claims,
@@ -24,6 +27,8 @@ from trinity_sync.storage.claims import (
     take_lease,
     unpin,
 )
+
+LOCK = ".trinity_sync/claims.lock"
 
 
 @pytest.fixture
@@ -51,6 +56,79 @@ def test_a_lease_ends_by_itself_unless_it_is_renewed(committed: Job) -> None:
     assert leases(committed.root, clock=lambda: now + 70) == []
     with pytest.raises(CommitError, match="had ended"):
         lease.renew()
+
+
+def ended_lease(job: Job) -> Lease:
+    lease = take_lease(job.root, 4, "slow", ttl_s=60)
+    os.utime(lease.path, (0, lease.path.stat().st_mtime - 100))
+    return lease
+
+
+def test_a_lease_that_is_renewed_while_it_is_judged_holds(committed: Job) -> None:
+    lease = ended_lease(committed)
+    with when_opened(committed.root / LOCK, lease.renew):
+        assert [found.step for found in leases(committed.root)] == [4]
+    assert lease.path.exists()
+
+
+def test_a_lease_is_renewed_or_its_reader_is_told(committed: Job) -> None:
+    lease = ended_lease(committed)
+    told: list[str] = []
+
+    def renew() -> None:
+        try:
+            lease.renew()
+            told.append("renewed")
+        except CommitError as error:
+            told.append(str(error))
+
+    reader = threading.Thread(target=renew)
+
+    def meanwhile() -> None:
+        reader.start()
+        while reader.is_alive() and not waited_for(committed.root / LOCK):
+            time.sleep(0.001)
+
+    with when_removed(lease.path, meanwhile):
+        leases(committed.root)
+    reader.join()
+    assert told != ["renewed"] or lease.path.exists()
+
+
+def waited_for(lock: Path) -> bool:
+    """Whether somebody waits for a lock, by the kernel's own list."""
+    number = f":{lock.stat().st_ino} "
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and number in line for line in lines)
+
+
+def test_a_late_renewal_counts_as_long_as_the_step_is_there(committed: Job) -> None:
+    lease = ended_lease(committed)
+    lease.renew()
+    assert [found.step for found in leases(committed.root)] == [4]
+    os.utime(lease.path, (0, lease.path.stat().st_mtime - 100))
+    (committed.root / "global_step_4").rename(committed.root / "removed")
+    with pytest.raises(CommitError, match="is not committed"):
+        lease.renew()
+
+
+def test_what_has_ended_is_left_to_later_by_who_removes_steps(committed: Job) -> None:
+    lease = ended_lease(committed)
+    with nobody_claims(committed.root):
+        assert leases(committed.root) == []
+    assert lease.path.exists()
+    assert leases(committed.root) == []
+    assert not lease.path.exists()
+
+
+def test_a_torn_lease_holds_the_step_of_its_name_for_a_day(committed: Job) -> None:
+    lease = take_lease(committed.root, 4, "reader", ttl_s=5)
+    lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))
+    assert [found.step for found in leases(committed.root)] == [4]
+    day = time.time() + LONG_LEASE_S
+    assert leases(committed.root, clock=lambda: day - 60)
+    assert leases(committed.root, clock=lambda: day + 60) == []
+    assert not lease.path.exists()
 
 
 def test_a_node_whose_clock_is_a_day_ahead_takes_no_lease_for_ended(

@@ -3,7 +3,7 @@
 ::
 
     root/.trinity_sync/
-      claims.lock                       shared to take a lease or pin, exclusive to remove steps
+      claims.lock                       shared to take or renew a lease or pin, exclusive to remove
       leases/40.{random}.json           a reader's claim on step 40 for so many seconds
       pins/40.json                      step 40 is kept until it is unpinned
       pins/best.json                    a tag: a pin with a name, which says its step inside
@@ -39,7 +39,7 @@ from trinity_sync.storage.durable import (
     sync_folder,
 )
 from trinity_sync.storage.file_time import file_time
-from trinity_sync.storage.locks import Held, file_lock
+from trinity_sync.storage.locks import Held, file_lock, file_lock_if_free
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.steps import require_committed
 
@@ -70,13 +70,17 @@ class Lease:
     """The file; its time of change is when the lease was taken or renewed."""
 
     def renew(self) -> None:
-        """Let the lease begin anew.
+        """Let the lease begin anew; also a late one, as long as its step is there.
 
         Raises:
-            CommitError: it had ended and was removed; the step may be gone.
+            CommitError: it had ended, and it was removed, or its step was.
         """
+        root = self.path.parents[2]
         try:
-            os.utime(self.path)
+            with file_lock(_lock_of(root), shared=True):  # nobody judges leases meanwhile
+                if file_time(root) > self.path.stat().st_mtime + self.ttl_s:
+                    require_committed(root, self.step)
+                os.utime(self.path)
         except FileNotFoundError:
             raise CommitError(
                 f"the lease of {self.holder} on step {self.step} had ended ({self.path} is gone); "
@@ -157,7 +161,9 @@ def to_be_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
 def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
     """The leases that hold; those that ended, or whose process is gone, are removed.
 
-    A lease whose file is torn holds the step of its file's name, for `LONG_LEASE_S`.
+    A lease whose file is torn holds the step of its file's name, for `LONG_LEASE_S`. What has ended
+    is looked at again under the lock under which leases are renewed, before it is removed; within
+    `nobody_claims` it stays, for the next call.
 
     Args:
         root: the job's root.
@@ -166,9 +172,15 @@ def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> lis
     paths = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     now = clock() if clock else file_time(root) if paths else 0.0
     found = {path: lease for path in paths if (lease := _holding(path, now))}
-    for path in paths:
-        if path not in found:
-            path.unlink(missing_ok=True)
+    ended = [path for path in paths if path not in found and path.exists()]
+    if ended:
+        # where nothing may be written, or somebody holds the lock, they are removed later
+        with suppress(OSError), file_lock_if_free(_lock_of(root)) as alone:
+            for path in ended if alone else []:
+                if lease := _holding(path, now):
+                    found[path] = lease
+                else:
+                    path.unlink(missing_ok=True)
     return [found[path] for path in sorted(found)]
 
 
