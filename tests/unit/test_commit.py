@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import threading
@@ -261,6 +262,25 @@ def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
     assert newest(job.root) is None
     job.stage(6, {"model": state(1)})
     job.commit(6)
+
+
+def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> None:
+    job.world_size, job.roles = 2, ("actor", "critic")
+    for role in job.roles:
+        job.stage(4, {"model": state(1)}, role=role)
+    (critic,) = (s.slot for s in job.spool.tickets()[0] if s.ticket.role == "critic")
+    ticket_path(critic).write_bytes(b"torn")
+    save, options = job.save(4), WriteOptions(gather_s=0)
+    of_actor = replace(job.share, ranks={"actor": (1,)})
+    with pytest.raises(MissingShards, match=r"model of role actor rank 1"):
+        persist(of_actor, save, "model", options)
+    of_critic = replace(job.share, ranks={"critic": (0,)})
+    with pytest.raises(TicketError, match="is torn") as caught:
+        persist(of_critic, save, "model", options)
+    error = pickle.loads(pickle.dumps(caught.value))  # it comes from another process
+    assert (error.path, error.role, error.component, error.rank, error.step) == (
+        *(ticket_path(critic), "critic", "model", 0, None),
+    )
 
 
 def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None:

@@ -255,6 +255,19 @@ def test_memory_with_a_sealed_image_is_left_and_named(
     assert "1 images wait in it" in finding.why
 
 
+def test_memory_with_a_ticket_that_cannot_be_read_is_left_and_named(
+    job: Job, settings: Settings, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(10)}})
+    (ticket,) = job.spool.folder.glob("*.ticket")
+    ticket.write_bytes(b"torn")
+    job.stager().close()
+    job.root.rename(tmp_path / "away")
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert finding.state == "left"
+    assert f"ticket {ticket} is torn" in finding.why
+
+
 def test_a_failed_save_whose_image_waits_is_named(job: Job, settings: Settings) -> None:
     job.stage(1, {"model": {"w": torch.ones(10)}})
     mark_failed(job.spool, job.save(1), "disk full")

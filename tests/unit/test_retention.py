@@ -1,7 +1,9 @@
 """Retention removes what policies let go of, never what somebody needs, and never half a step."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.iteration import advance_iteration
 from trinity_sync.storage.metrics import read_metrics, write_metrics
@@ -311,6 +314,59 @@ def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
     os.utime(job.root / "global_step_1/actor/.optim.pt.1a2b.tmp", (1.7e9, 1.7e9))
     assert numbers(prune(job.root, spool=spool).removed) == [1]
+
+
+def ticket_of(job: Job, step: int) -> Path:
+    """The ticket of an image of a step that no commit was asked for."""
+    slot = job.stage(step, {"optim": {"w": torch.zeros(3)}}) and next(
+        sealed.slot for sealed in job.spool.tickets()[0] if sealed.ticket.step == step
+    )
+    return ticket_path(slot)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b'{"version": 99}'])
+def test_a_ticket_that_says_of_no_step_holds_up_nothing_and_is_named(
+    job: Job, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    path = ticket_of(job, 9)
+    path.write_bytes(content)
+    done = prune(job.root, spool=job.spool.folder.parent)
+    assert numbers(done.removed) == [1, 2]
+    (said,) = [record.message for record in caplog.records if str(path) in record.message]
+    assert "Remove the ticket" in said
+
+
+@pytest.mark.parametrize("change", [{"version": 99}, {"rank": 3}, {"components": "no list"}])
+def test_a_ticket_that_another_version_may_read_holds_the_step_that_it_names(
+    job: Job, change: dict[str, Any]
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    path = ticket_of(job, 2)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    spool = job.spool.folder.parent
+    done = prune(job.root, spool=spool)
+    assert numbers(done.removed) == [1]
+    assert f"an image of it may wait: ticket {path}" in spared(done)[2]
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 1)  # leaves what it names behind
+    commit_files(job.root, 4, run=2)
+    assert numbers(prune(job.root, spool=spool).removed) == [2, 3]
+
+
+def test_a_receipt_that_is_torn_holds_its_own_step_only(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    write_receipt(job.spool, Receipt("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
+    (path,) = job.spool.receipts.iterdir()
+    path.write_text('{"st')
+    done = prune(job.root, spool=job.spool.folder.parent)
+    assert numbers(done.removed) == [1]
+    assert f"receipt {path} of step 2 is torn" in spared(done)[2]
+    path.unlink()
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [2]
 
 
 def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) -> None:

@@ -165,9 +165,10 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
     if root is None or root.is_dir():
         return
     what = f"{job.folder.name}, whose root {root} is gone"
-    if sealed := job.tickets()[0]:
+    sealed, unreadable = job.tickets()
+    if sealed or unreadable:
         why = f"{len(sealed)} images wait in it; make the root again, or remove {where}"
-        yield Finding(where, what, "left", why)
+        yield Finding(where, what, "left", "; ".join([why, *map(str, unreadable)]))
         return
     with suppress(FileNotFoundError):
         slots = list(job.folder.glob(f"*{SLOT_SUFFIX}"))

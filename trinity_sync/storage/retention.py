@@ -7,19 +7,20 @@ Its files are removed afterwards, without a lock, so whatever dies when, a step 
 committed or it is not there. What a crash left in the trash goes with the next retention.
 """
 
+import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError
+from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError, SpoolError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.file_time import file_time
@@ -34,9 +35,13 @@ from trinity_sync.storage.steps import committed_steps, require_committed, requi
 from trinity_sync.storage.stored import must_be_sent
 from trinity_sync.storage.wishes import awaited, forget_exports
 
+logger = logging.getLogger(__name__)
+
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
 NOT_STORED = "the store, where it counts, does not have it yet"
+SAVING = "a save of it is under way"
+LINKED = "its folder is a symbolic link; remove it by hand"
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ def survey(root: str | Path) -> list[StepInfo]:
         metrics = read_metrics(root, manifest.run, manifest.step)
         if not damage and must_be_sent(root, manifest):
             held[manifest.step].append(NOT_STORED)
+        if step_folder(root, manifest.step).is_symlink():
+            held[manifest.step].append(LINKED)
         found.append(
             info_of(
                 manifest,
@@ -221,6 +228,8 @@ def carry_out(
     """
     done = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
+    for error in job.tickets()[1] if job else []:
+        logger.warning("retention of %s goes on without this image: %s", root, error)
     for each in plan.removed:
         with one_change_at_a_time(root) as changes, nobody_claims(root) as claims:
             reason = _reason_to_stay(Path(root), each, plan, job)
@@ -272,8 +281,10 @@ def _reason_to_stay(
         return "; ".join(held)
     if must_be_sent(root, manifest):
         return NOT_STORED
-    if _is_being_saved(root, planned, spool):
-        return "a save of it is under way"
+    if step_folder(root, planned.step).is_symlink():
+        return LINKED
+    if saving := _save_under_way(root, planned, spool):
+        return saving
     for kind in manifest.kinds:
         successor = plan.newest[kind]
         try:
@@ -285,33 +296,48 @@ def _reason_to_stay(
     return None
 
 
-def _is_being_saved(root: Path, planned: StepInfo, spool: JobSpool | None) -> bool:
-    """Whether another save of the step, by any run, may rely on files of it."""
+def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
+    """Say which other save of the step, by any run, may rely on files of it; empty if none.
+
+    A ticket that cannot be read may be one of another version, whose worker commits it: it holds
+    the step that it names. Where it names none nobody can commit its image, so it holds nothing.
+    """
     for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
-        if path.lstat().st_mtime > file_time(root) - UNDER_WAY_S:
-            return True
+        with suppress(FileNotFoundError):  # named or removed meanwhile
+            if path.lstat().st_mtime > file_time(root) - UNDER_WAY_S:
+                return SAVING
     if spool is None:
-        return False
-    sealed, bad = spool.tickets()
-    if bad or any(_may_be_committed(root, image.ticket, planned.step) for image in sealed):
-        return True
+        return ""
+    sealed, unreadable = spool.tickets()
+    for ticket in (image.ticket for image in sealed):
+        if ticket.step == planned.step and not _is_abandoned(
+            root, ticket.run, ticket.run_key, ticket.step
+        ):
+            return SAVING
+    for error in unreadable:
+        abandoned = error.run is not None and _is_abandoned(root, error.run, "", planned.step)
+        if error.step == planned.step and not abandoned:
+            return f"an image of it may wait: {error}"
     newest = newest_run(root)
     runs = {planned.run, newest.number if newest else planned.run}
-    return any(
-        receipt.state != "failed"
-        for run in runs
-        for kind in KINDS
-        for receipt in receipts_of(spool, run, planned.step, kind)
-    )
-
-
-def _may_be_committed(root: Path, ticket: Ticket, step: int) -> bool:
-    """Whether an image is of the step, and no later run has left it behind."""
     try:
-        refuse_abandoned(root, ticket.run, ticket.run_key, ticket.step)
+        for run in runs:
+            for kind in KINDS:
+                receipts = receipts_of(spool, run, planned.step, kind)
+                if any(receipt.state != "failed" for receipt in receipts):
+                    return SAVING
+    except SpoolError as error:
+        return str(error)
+    return ""
+
+
+def _is_abandoned(root: Path, run: int, run_key: str, step: int) -> bool:
+    """Whether a later run has left an image behind."""
+    try:
+        refuse_abandoned(root, run, run_key, step)
     except Abandoned:
-        return False
-    return ticket.step == step
+        return True
+    return False
 
 
 def _take_name_away(root: Path, step: int) -> None:
