@@ -439,10 +439,12 @@ def _replace_step(
     Files that the earlier commit does not name (a dataloader's, say) move along.
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
-    if fresh.exists():  # an earlier attempt died
+    if fresh.exists() or fresh.is_symlink():  # an earlier attempt died
         let_go_of_replaced(save.root, save.step)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
+    # a step that is somebody's link gives way with the link, and what it leads to stays
+    elsewhere = [path.resolve() for path in links.values()] if save.folder.is_symlink() else []
     official = {record.path for record in earlier.files} | {
         MANIFEST,
         FULL_CHECKPOINT_MARK,
@@ -468,6 +470,8 @@ def _replace_step(
     lock.require_ours()
     take_place(fresh, save.folder)
     sync_folder(Path(save.root))
+    for path in elsewhere:
+        path.unlink(missing_ok=True)
     keep = manifest.nbytes if recycle else 0
     if aside := let_go_of_replaced(save.root, save.step, keep=keep):
         logger.warning(

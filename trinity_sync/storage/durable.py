@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
-"""What file systems without hard links answer."""
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
+"""What file systems without hard links answer, and two that a link cannot join."""
 REMOVED_PREFIX = ".nfs"
 """Of the name by which NFS keeps a file that was removed while a process of this node has it open,
 until it is closed."""

@@ -8,6 +8,7 @@ spare: it is removed in the usual way, which leaves its content to them. So is o
 that other nodes may see: the kernel of this one does not know what they read.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -43,13 +44,15 @@ def recycles(root: str | Path, wish: bool | Literal["always"]) -> bool:
 def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
     """Remove a folder that nothing names any more, and keep its large files as spares.
 
+    Of a symbolic link, the link alone.
+
     Args:
         root: the job's root, on the same file system.
         folder: what to remove.
         keep: bytes that all spares together may have afterwards; 0 keeps none.
     """
     room = keep - sum(_spares(root).values())
-    for path in folder.rglob("*"):
+    for path in () if folder.is_symlink() else folder.rglob("*"):
         if path.is_symlink() or not path.is_file():
             continue
         nbytes = path.stat().st_size
@@ -62,13 +65,16 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
 
 
 def remove_tree(folder: Path) -> bool:
-    """Remove a folder; whether nothing of it is left.
+    """Remove a folder, or a link to one; whether nothing of it is left.
 
     The folder of a file that NFS keeps (`REMOVED_PREFIX`) stays, for whoever removes it next.
 
     Raises:
         OSError: something else cannot be removed.
     """
+    if folder.is_symlink():
+        folder.unlink()
+        return True
     shutil.rmtree(folder, ignore_errors=True)
     left = [path for path in folder.rglob("*") if not path.is_dir()]
     if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
@@ -81,7 +87,8 @@ def remove_tree(folder: Path) -> bool:
 def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     """Put a spare file, if there is one, at ``temporary``, to be written over with ``nbytes``.
 
-    The smallest that is large enough, else the largest.
+    The smallest that is large enough, else the largest; none for a step that is a link to another
+    file system.
     """
     if nbytes < WORTHWHILE:
         return False
@@ -91,6 +98,10 @@ def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
             path.rename(temporary)
         except FileNotFoundError:
             continue  # another writer was faster
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                return False
+            raise
         if temporary.stat().st_nlink > 1:  # linked since by somebody who found it
             temporary.unlink()
             continue
