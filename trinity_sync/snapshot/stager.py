@@ -192,28 +192,25 @@ class Stager:
                 be written; likewise.
             ImageError: tensors changed before they were copied; likewise.
         """
-        with on_device(plan.computed):
+        with plan.locks, on_device(plan.computed):
             return self._carry_out(plan, threads, sealed)
 
     def _carry_out(self, plan: Plan, threads: int, sealed: bool) -> Staged:
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
         try:
-            with plan.locks as locks:
-                for part in plan.parts:
-                    if part.staged_in:
-                        filled.append((part.staged_in, self._ticket(plan, part)))
-                        continue
-                    slot, seconds = self._slots.acquire(
-                        plan.origin, part.component, part.layout.nbytes
-                    )
-                    locks.callback(slot.unlock)
-                    waited += seconds
-                    filled.append((slot, self._fill(slot, plan, part, threads)))
-                if sealed:
-                    self._seal(filled)
-                for slot, ticket in filled:
-                    slot.holds = ticket
+            for part in plan.parts:
+                if part.staged_in:
+                    filled.append((part.staged_in, self._ticket(plan, part)))
+                    continue
+                slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
+                plan.locks.callback(slot.unlock)
+                waited += seconds
+                filled.append((slot, self._fill(slot, plan, part, threads)))
+            if sealed:
+                self._seal(filled)
+            for slot, ticket in filled:
+                slot.holds = ticket
         except OSError as error:
             raise _cannot_write(plan.origin, error) from error
         images = tuple(ticket.image for _, ticket in filled)
