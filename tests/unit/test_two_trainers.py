@@ -273,3 +273,34 @@ def test_a_child_that_saves_too_is_another_trainer(trainers: tuple[Trainer, Trai
     assert parent.publish(5) is None
     parent.stage(5)
     assert same(parent.commit(5), parent.state(5))
+
+
+@pytest.mark.parametrize("instant", range(1, 9))
+def test_a_trainer_that_ends_leaves_the_folder_to_one_that_begins_meanwhile(
+    job: Job, instant: int
+) -> None:
+    job.spool.receipts.mkdir()
+    seen = 0
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in ENDING and active:
+            seen += 1
+            if seen == instant:
+                active.clear()  # what the other does is none of these
+                job.stage(1, {"model": {"w": torch.ones(3)}})
+
+    active = [True]
+    sys.addaudithook(look)  # it stays until the process ends
+    job.spool.remove_if_unused()
+    active.clear()
+    if seen < instant:
+        assert not job.spool.folder.exists()
+        return
+    assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [1]
+    assert job.spool.root == job.root
+    job.commit(1)
+
+
+ENDING = {"os.listdir", "os.scandir", "os.remove", "os.rmdir", "shutil.rmtree"}
+"""Audit events of what removes a folder, each raised before the deed."""

@@ -145,11 +145,26 @@ class JobSpool:
     def remove_if_unused(self) -> None:
         """Remove the job's folder once the last process has given its slots back.
 
-        The ranks of a job end together: one of them may find the folder gone under its hands.
+        The ranks of a job end together: one of them may find the folder gone under its hands. And
+        another trainer may begin meanwhile: its slots and receipts stay.
         """
         with contextlib.suppress(FileNotFoundError):
-            if not any(self.folder.glob(f"*{SLOT_SUFFIX}*")) and not any(self.receipts.glob("*")):
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if any(self.folder.glob(f"*{SLOT_SUFFIX}*")) or any(self.receipts.glob("*")):
+                return
+            for path in self.folder.iterdir():
+                if path == self.receipts:
+                    with contextlib.suppress(OSError):  # there is one now
+                        path.rmdir()
+                elif path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif SLOT_SUFFIX not in path.name:
+                    path.unlink(missing_ok=True)
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:  # it is not empty
+                self.make()  # another trainer uses it, so it names its job again
 
     def check_room(self, nbytes: int) -> None:
         """See at the start that images of ``nbytes`` bytes in all will fit.
