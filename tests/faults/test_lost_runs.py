@@ -205,6 +205,7 @@ def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
             return client.read_flow_run(run.id).state_name
 
     until(lambda: state() == "Completed", "its own end")
+    assert api.ended(run.id).run_count == 1
 
 
 def test_a_save_whose_worker_was_stopped_is_begun_again(

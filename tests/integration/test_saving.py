@@ -214,7 +214,8 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
     async def crash_and_begin_again() -> None:
         async with get_client() as client:
             await client.set_flow_run_state(run.id, Crashed(), force=True)
-            await begin_again(client, run.id, f"{stack_settings.node}/1/1")
+            here = f"{stack_settings.node}/1/1"
+            await begin_again(client, run.id, here, spool=stack_settings.spool)
 
     asyncio.run(crash_and_begin_again())
     again = until(lambda: (r := api.ended(run.id)).run_count > 1 and r, "the end of the retry")

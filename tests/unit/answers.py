@@ -8,16 +8,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def server(answers: dict[str, tuple[int, str]], login: str = "") -> Iterator[str]:
-    """URL of a server that answers by a path's beginning, with status and body; else with 404.
+def server(
+    answers: dict[str, tuple[int, str]], login: str = "", asked: list[tuple[str, str]] | None = None
+) -> Iterator[str]:
+    """URL of a server that answers by a path's beginning, with status and body; otherwise with 404.
 
-    One with a ``login`` (``name:password``) wants to be told it, but for the path ``/health``.
+    A server with a ``login`` (``name:password``) requires it, except for the path ``/health``.
+    The path and the body of each request are appended to ``asked``.
     """
     token = f"Basic {base64.b64encode(login.encode()).decode()}"
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = self.rfile.read(int(self.headers.get("content-length") or 0)).decode()
+            if asked is not None:
+                asked.append((self.path.removeprefix("/api"), body))
             known = [answers[path] for path in answers if self.path.startswith(f"/api{path}")]
             status, body = known[0] if known else (404, "{}")
             if login and self.headers.get("authorization") != token and self.path != "/api/health":

@@ -7,12 +7,13 @@ node's workers.
 
 Who has a run in hand is told by the message of the Pending state with which it was taken. That is
 one call, which either happened or did not; the run's ``infrastructure_pid`` is set by a later one.
+Whether a process of this node still executes it is told by the run's lock (`run_lock_if_free`), and
+by nothing that the server says: a server that was away shows runs as crashed that go on.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from uuid import UUID
@@ -39,8 +40,7 @@ from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 from trinity_sync.orchestration.server_time import due, server_now
 from trinity_sync.orchestration.sweep import let_give_way
 from trinity_sync.snapshot.receipt import process_lives
-from trinity_sync.snapshot.spool import own_folder
-from trinity_sync.storage.locks import file_lock_if_free
+from trinity_sync.storage.locks import run_lock_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,6 @@ TAG = "trinity-sync"
 LATE_S = 60.0
 """Seconds after a run's end in which its tasks' own reports may still come in: Prefect sends them
 apart from it, and again every 30 s until the server has them."""
-
-
-@contextmanager
-def one_worker_a_node(spool: Path) -> Iterator[bool]:
-    """Whether no other process of this node mends within such a block at the moment.
-
-    One that has just seen a run as lost must not end it after another has begun it again.
-    """
-    own_folder(spool)
-    with file_lock_if_free(spool / ".mend.lock") as ours:
-        yield ours
 
 
 async def runs_in(
@@ -86,26 +75,25 @@ async def runs_in(
     return found
 
 
-async def mend(
-    client: PrefectClient,
-    run: FlowRun,
-    here: str,
-    is_busy_with: Callable[[UUID], bool],
-    *,
-    spool: Path,
-) -> None:
+async def mend(client: PrefectClient, run: FlowRun, here: str, *, spool: Path) -> None:
     """Give a run that was seen under way its end, if it is lost, and have it begun again.
 
     Args:
         client: client of the Prefect server.
-        run: the run; ``is_busy_with`` must have denied it after the server was asked for it.
+        run: the run.
         here: this process, as ``node/pid/start time``.
-        is_busy_with: whether this process is at a run, from its taking to its last state.
         spool: of this node.
     """
+    with run_lock_if_free(spool, run.id) as free:
+        if free:
+            await _mend(client, run, here, spool)
+
+
+async def _mend(client: PrefectClient, run: FlowRun, here: str, spool: Path) -> None:
+    """As `mend`, under the run's lock: what is read here was not done by a process at work."""
     states = await client.read_flow_run_states(run.id)
     now = await client.read_flow_run(run.id)
-    if now.state is None or now.state.type not in UNDER_WAY or is_busy_with(run.id):
+    if now.state is None or now.state.type not in UNDER_WAY:
         return
     if now.state.id not in {state.id for state in states}:
         return  # it moved between the two questions, so somebody is at it
@@ -122,26 +110,29 @@ async def mend(
     logger.warning("flow run %s: %s", run.name, end.message)
     await _end_tasks(client, await _tasks_under_way(client, FlowRunFilter(id=_of([run.id]))), end)
     await client.set_flow_run_state(run.id, end, force=True)
-    await begin_again(client, run.id, here)
+    await _begin_again(client, run.id, here)
 
 
-async def begin_again(
-    client: PrefectClient, run_id: UUID, here: str, *, crashed_for_s: float = 0.0
-) -> None:
-    """Have a run begun again that crashed so many seconds ago, unless that was done too often.
+async def begin_again(client: PrefectClient, run_id: UUID, here: str, *, spool: Path) -> None:
+    """Have a crashed run begun again, unless it still runs here or that was done too often.
 
-    A run of another node is left a minute longer: it is shown as crashed while it lives if the
-    server was away for long, and then most often ends soon.
+    The server shows a run as crashed while it lives if it was away for long; such a run most often
+    ends soon, as what it reports. On this node the run's lock tells. A run of another node is left
+    alone for a minute.
     """
+    with run_lock_if_free(spool, run_id) as free:
+        if free:
+            await _begin_again(client, run_id, here)
+
+
+async def _begin_again(client: PrefectClient, run_id: UUID, here: str) -> None:
     states = await client.read_flow_run_states(run_id)
     run = await client.read_flow_run(run_id)
     if run.state is None or not run.state.is_crashed() or len(_takings(states)) >= ATTEMPTS:
         return
     if _owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
-        crashed_for_s = max(crashed_for_s, LATE_S)
-    if crashed_for_s:
         age = await server_now(client) - run.state.timestamp
-        if age < timedelta(seconds=crashed_for_s):
+        if age < timedelta(seconds=LATE_S):
             return
     logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
     await client.set_flow_run_state(run_id, due(AwaitingRetry), force=True)

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import CatalogError, TrinitySyncError
-from trinity_sync.orchestration.mend import UNDER_WAY, mend, one_worker_a_node, runs_in
+from trinity_sync.orchestration.mend import UNDER_WAY, mend, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.server_time import due
 from trinity_sync.orchestration.sweep import stranded
@@ -99,19 +99,16 @@ async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]
     """Runs that Prefect shows as under way although their process on this node is dead."""
     here = f"{settings.node}/{process_name(os.getpid())}"
     found = []
-    with one_worker_a_node(settings.spool) as alone:
-        if not alone:
-            return []  # a worker is at it
-        for run in await runs_in(client, settings.work_pool, *UNDER_WAY):
-            try:
-                await mend(client, run, here, lambda _: False, spool=settings.spool)
-                now = (await client.read_flow_run(run.id)).state
-            except (ObjectNotFound, httpx.HTTPStatusError) as error:
-                found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
-                continue
-            if now and run.state and now.type not in UNDER_WAY:
-                why = "its process is gone; it is begun again" if now.is_scheduled() else now.name
-                found.append(Finding("Prefect", f"run {run.name}", "mended", str(why)))
+    for run in await runs_in(client, settings.work_pool, *UNDER_WAY):
+        try:
+            await mend(client, run, here, spool=settings.spool)
+            now = (await client.read_flow_run(run.id)).state
+        except (ObjectNotFound, httpx.HTTPStatusError) as error:
+            found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
+            continue
+        if now and run.state and now.type not in UNDER_WAY:
+            why = "its process is gone; it is begun again" if now.is_scheduled() else now.name
+            found.append(Finding("Prefect", f"run {run.name}", "mended", str(why)))
     return found
 
 

@@ -19,6 +19,7 @@ from uuid import UUID
 
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.storage.locks import run_lock_if_free
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -94,8 +95,11 @@ class SaveTrigger:
         if state.is_completed():
             return Outcome("completed", message, page)
         if state.is_crashed():
-            age = time.time() - state.timestamp.timestamp()
-            return Outcome("failed" if age > CRASH_GRACE_S else "pending", message, page)
+            if time.time() - state.timestamp.timestamp() <= CRASH_GRACE_S:
+                return Outcome("pending", message, page)
+            with run_lock_if_free(self._settings.spool, run.id) as ended:
+                # of a server that was away: the run goes on here, and ends as what it reports
+                return Outcome("failed" if ended else "running", message, page)
         if state.is_final() or state.is_cancelling():
             return Outcome("failed", f"{state.name}: {message}", page)
         return Outcome("running" if state.is_running() else "pending", message, page)

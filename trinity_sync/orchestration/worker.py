@@ -46,7 +46,6 @@ from trinity_sync.orchestration.mend import (
     begin_again,
     end_unheard_tasks,
     mend,
-    one_worker_a_node,
     runs_in,
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
@@ -57,7 +56,7 @@ from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
-from trinity_sync.storage.locks import file_lock_if_free
+from trinity_sync.storage.locks import file_lock_if_free, run_lock_if_free
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +107,8 @@ class TrinitySyncWorker(
         super().__init__(*args, **kwargs)
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
+        self._locks: dict[UUID, ExitStack] = {}
+        """Of the runs that this worker has taken, see `run_lock_if_free`."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{process_name(os.getpid())}"
 
@@ -165,9 +166,14 @@ class TrinitySyncWorker(
             if flow_run.id not in self._running:
                 self._cancelled.discard(flow_run.id)
 
-    async def _submit_run_and_capture_errors(self, *args: Any, **kwargs: Any) -> Any:
+    async def _submit_run_and_capture_errors(
+        self, flow_run: FlowRun, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run it; of those that wait for its place, the most urgent one has it at once."""
-        result = await super()._submit_run_and_capture_errors(*args, **kwargs)
+        try:
+            result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
+        finally:
+            self._unlock(flow_run.id)
         if self._limiter:
             try:
                 await self.get_and_submit_flow_runs()
@@ -178,13 +184,36 @@ class TrinitySyncWorker(
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Take the run if nobody else has; whoever finds it lost can see who had it."""
         pending: State[Any] = Pending(message=TAKEN_BY + self._infrastructure)
+        taken = locked = False
         try:
-            return (await propose_state(self.client, pending, flow_run.id)).is_pending()
+            locked = await self._lock(flow_run.id)
+            if locked:
+                taken = (await propose_state(self.client, pending, flow_run.id)).is_pending()
+            else:
+                logger.info("flow run %s is not taken: it still runs on this node", flow_run.name)
         except Abort as refusal:
             logger.info("flow run %s is not taken: %s", flow_run.name, refusal)
         except Exception as error:
             logger.warning("flow run %s could not be taken (%r)", flow_run.name, error)
+        finally:
+            if locked and not taken:
+                self._unlock(flow_run.id)
+        return taken
+
+    async def _lock(self, flow_run_id: UUID) -> bool:
+        """Acquire the run's lock, unless a process of this node executes the run."""
+        for wait_s in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):  # whoever repairs a run has it for so long
+            lock = ExitStack()
+            if lock.enter_context(run_lock_if_free(self._trinity.spool, flow_run_id)):
+                self._locks[flow_run_id] = lock
+                return True
+            lock.close()
+            await anyio.sleep(wait_s)
         return False
+
+    def _unlock(self, flow_run_id: UUID) -> None:
+        if lock := self._locks.pop(flow_run_id, None):
+            lock.close()
 
     async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
         """Nothing is submitted: the run is here already, and one call to the server is saved."""
@@ -296,20 +325,12 @@ class TrinitySyncWorker(
                 lost.append(run)
             elif run.state and run.state.is_cancelling():
                 self._cancel(run.id)
-        with one_worker_a_node(self._trinity.spool) as alone:
-            if alone:
-                for run in lost:
-                    try:
-                        await mend(
-                            self.client,
-                            run,
-                            self._infrastructure,
-                            self._is_busy_with,
-                            spool=self._trinity.spool,
-                        )
-                    except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
-                        logger.warning("flow run %s cannot be mended: %s", run.name, error)
-                await end_unheard_tasks(self.client, self._work_pool_name)
+        for run in lost:
+            try:
+                await mend(self.client, run, self._infrastructure, spool=self._trinity.spool)
+            except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
+                logger.warning("flow run %s cannot be mended: %s", run.name, error)
+        await end_unheard_tasks(self.client, self._work_pool_name)
 
     async def sweep(self) -> None:
         """Ask for the runs of images that wait on this node, and take up crashed ones."""
@@ -330,14 +351,13 @@ class TrinitySyncWorker(
             if run.state and (run.state.is_cancelled() or run.state.is_failed()):
                 # perhaps before anybody had taken it, or by one that could not reach this node
                 let_give_way(self._trinity.spool, run.parameters, str(run.state.message))
-            elif run.state and run.state.is_crashed() and not self._is_busy_with(run.id):
+            elif run.state and run.state.is_crashed():
                 await self._begin_again(request, run.id)
 
     async def _begin_again(self, request: SaveRequest, run_id: UUID) -> None:
         """Have a crashed run begun again, if no other worker is about to, on whatever node."""
         lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "begin_again.lock")
-        with ExitStack() as locks, one_worker_a_node(self._trinity.spool) as alone_here:
-            if alone_here and await asyncio.to_thread(locks.enter_context, lock):
-                # a run that is cancelled is shown as crashed for an instant
-                here = self._infrastructure
-                await begin_again(self.client, run_id, here, crashed_for_s=2.0)
+        with ExitStack() as locks:
+            if await asyncio.to_thread(locks.enter_context, lock):
+                here, spool = self._infrastructure, self._trinity.spool
+                await begin_again(self.client, run_id, here, spool=spool)

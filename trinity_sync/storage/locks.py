@@ -8,16 +8,20 @@ the folder of a lock may open it: whoever may read a root cannot keep others fro
 """
 
 import errno
+import fcntl
 import os
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import UUID
 
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.flock import LockFile, name_of_process
+from trinity_sync.snapshot.spool import own_folder
 from trinity_sync.storage.durable import make_folder
 from trinity_sync.storage.mounts import mount_of
 
@@ -99,6 +103,34 @@ def file_lock_if_free(path: Path) -> Iterator[bool]:
     """As `file_lock`, without waiting: whether it is ours within the block."""
     with _opened(path) as lock:
         yield lock.try_acquire()
+
+
+@contextmanager
+def run_lock_if_free(spool: Path, run_id: UUID) -> Iterator[bool]:
+    """Acquire the lock of a flow run on this node without waiting; yields whether it was free.
+
+    The worker that executes a run holds its lock from before it takes the run until the run's end
+    is reported, so a lock that is free means that no process of this node executes the run, and
+    that none begins to within the block.
+
+    Args:
+        spool: of this node.
+        run_id: of the flow run.
+
+    Raises:
+        SpoolError: the spool is not a folder of this user alone, or cannot be made.
+    """
+    own_folder(spool)
+    with _opened(spool / ".runs.lock") as lock:
+        # one byte of one file for each run: unlike a file for each, a process that is killed
+        # leaves nothing behind. The lock is the descriptor's (OFD), not the process's as in lockf.
+        byte = (fcntl.F_WRLCK, os.SEEK_SET, run_id.int % 2**62, 1, 0)
+        try:
+            fcntl.fcntl(lock.fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", *byte))
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free
 
 
 @contextmanager
