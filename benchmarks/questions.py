@@ -79,7 +79,7 @@ class Questions:
         client, sync, root = self._client, self._sync, self._root
         return {
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
-            OURS[1]: lambda: self._trigger.outcome(self._last),
+            OURS[1]: lambda: self._trigger.outcomes([self._last]),
             OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
             OURS[3]: lambda: self._run(runs_in(client, pool, *UNDER_WAY)),
             OURS[4]: lambda: self._run(end_unheard_tasks(client, pool)),

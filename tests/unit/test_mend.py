@@ -165,6 +165,6 @@ def test_a_run_that_a_server_calls_crashed_has_not_failed_while_it_runs_here(
     with prefect(*CRASHED):
         trigger = SaveTrigger(Settings(spool=spool_folder), PREFECT_API_URL.value())
         with at_work(spool_folder):
-            assert trigger.outcome(SAVE).state == "running"
-        assert trigger.outcome(SAVE).state == "failed"
+            assert trigger.outcomes([SAVE])[SAVE.key].state == "running"
+        assert trigger.outcomes([SAVE])[SAVE.key].state == "failed"
         trigger.close(0)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,8 +52,8 @@ class Noted(SaveTrigger):
     def submit(self, request: SaveRequest) -> None:
         self.requests.append(request)
 
-    def outcome(self, request: SaveRequest) -> Outcome:
-        return Outcome("pending")
+    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        return {request.key: Outcome("pending") for request in requests}
 
     def close(self, timeout: float) -> None:
         pass

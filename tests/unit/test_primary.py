@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,8 @@ class Asked(SaveTrigger):
     def submit(self, request: SaveRequest) -> None:
         pass
 
-    def outcome(self, request: SaveRequest) -> Outcome:
-        return self.answer
+    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        return {request.key: self.answer for request in requests}
 
     def close(self, timeout: float) -> None:
         pass

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -23,10 +23,11 @@ from trinity_sync.storage.locks import run_lock_if_free
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
 
 logger = logging.getLogger(__name__)
 
-BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 CRASH_GRACE_S = 30.0
 """Seconds for which a crashed run may still be taken up again by a worker."""
 
@@ -41,7 +42,7 @@ class Outcome:
 
 
 class SaveTrigger:
-    """Asks for flow runs from a daemon thread; no method but `outcome` waits for the server.
+    """Asks for flow runs from a daemon thread; no method but `outcomes` waits for the server.
 
     Args:
         settings: say where the embedded stack is; it is looked up again before each try, so one
@@ -71,25 +72,29 @@ class SaveTrigger:
             self._thread.start()
         self._requests.put(request)
 
-    def outcome(self, request: SaveRequest) -> Outcome:
-        """What became of the save's flow run, whoever asked for it."""
-        if request.key in self._refused:
-            return Outcome("failed", self._refused[request.key])
-        try:
-            with self._connected() as client:  # one thread at a time imports Prefect
-                from prefect.client.schemas.filters import (
-                    FlowRunFilter,
-                    FlowRunFilterIdempotencyKey,
-                )
+    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        """What became of the flow runs of some saves, whoever asked for them; one question a 100.
 
-                wanted = FlowRunFilterIdempotencyKey(any_=[request.key])
-                runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(idempotency_key=wanted))
-                url = str(client.api_url).removesuffix("/").removesuffix("/api")
+        Returns:
+            The outcome of each save by its request's key.
+        """
+        found = {key: Outcome("failed", why) for key, why in self._refused.items()}
+        wanted = [request.key for request in requests if request.key not in found]
+        try:
+            for batch in (wanted[at : at + 100] for at in range(0, len(wanted), 100)):
+                with self._connected() as client:  # one thread at a time imports Prefect
+                    url = str(client.api_url).removesuffix("/").removesuffix("/api")
+                    runs = {run.idempotency_key: run for run in _runs_of(client, batch)}
+                found |= {key: self._outcome(runs.get(key), url) for key in batch}
         except Exception as error:
-            return Outcome("unknown", f"the Prefect server cannot be asked: {error}")
-        if not runs or runs[0].state is None:
+            unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
+            found |= {key: unknown for key in wanted if key not in found}
+        return {request.key: found[request.key] for request in requests}
+
+    def _outcome(self, run: "FlowRun | None", url: str) -> Outcome:
+        if run is None or run.state is None:
             return Outcome("pending", "nobody has asked for a flow run yet")
-        run, state = runs[0], runs[0].state
+        state = run.state
         page = f"{url}/runs/flow-run/{run.id}"
         message = state.message or str(state.name)
         if state.is_completed():
@@ -193,6 +198,13 @@ class SaveTrigger:
         insistent = {"mounts": {"http://": InsistentTransport()}}
         with temporary_settings({PREFECT_API_URL: url}):
             return get_client(httpx_settings=insistent, sync_client=True)
+
+
+def _runs_of(client: "SyncPrefectClient", keys: Sequence[str]) -> "list[FlowRun]":
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
+
+    wanted = FlowRunFilterIdempotencyKey(any_=list(keys))
+    return client.read_flow_runs(flow_run_filter=FlowRunFilter(idempotency_key=wanted))
 
 
 def _why(error: Exception, url: str) -> str:

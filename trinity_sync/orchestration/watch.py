@@ -9,13 +9,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from trinity_sync.errors import CommitError, ManifestError, SaveTimeout
 from trinity_sync.layout import SERVES_AS
-from trinity_sync.orchestration.trigger import SaveTrigger
+from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, own_manifest, read_manifest, run_of
@@ -26,8 +26,10 @@ from trinity_sync.storage.wishes import is_exported
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-ASK_S = 1.0
+LOOK_S = 0.1, 2.0
+"""Seconds between two looks at the root for a young save and, at most, for an old one."""
+ASK_S = 1.0, 15.0
+"""Seconds between two questions to the server and, at most, while it cannot be asked."""
 SAY_S = 15.0
 """Seconds after which who waits is told what for."""
 
@@ -36,7 +38,7 @@ SAY_S = 15.0
 class _Pending:
     request: SaveRequest
     since: float
-    ask_at: float
+    look_at: float
     images: set[str]
     """Those of this process, which all have to be part of the commit."""
     exports: set[str]
@@ -57,12 +59,14 @@ class SaveWatch:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._ask_at = 0.0
+        self._ask_every = ASK_S[0]
 
     def add(self, request: SaveRequest, *, images: Collection[str] = (), exports: str = "") -> None:
         """Follow a save of some images, and the export of a role's model; returns at once."""
         now = time.monotonic()
         with self._changed:
-            new = _Pending(request, now, now + ASK_S, set(), set())
+            new = _Pending(request, now, now, set(), set())
             save = self._pending.setdefault(request.key, new)
             save.images |= {*images}
             save.exports |= {exports} - {""}
@@ -113,18 +117,45 @@ class SaveWatch:
                 if self._closed:
                     return
                 pending = list(self._pending.values())
+            outcomes = self._ask(pending)
             for save in pending:
-                if self._done_with(save):
+                outcome = outcomes.get(save.request.key)
+                if (outcome or save.look_at <= time.monotonic()) and self._done_with(save, outcome):
                     with self._changed:
                         self._pending.pop(save.request.key, None)
                         self._changed.notify_all()
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, LOOK_S)
+                if self._pending and not self._closed:  # a new save ends the wait
+                    self._changed.wait(max(0.0, self._next_at() - time.monotonic()))
 
-    def _done_with(self, save: _Pending) -> bool:
+    def _ask(self, pending: Sequence[_Pending]) -> dict[str, Outcome]:
+        """What the server says of the saves; nothing where it is not their turn or it is away.
+
+        One question for all, which is put less and less often while it gets no answer: each takes
+        some 100 ms of the trainer's GIL then.
+        """
+        now = time.monotonic()
+        asked = [save.request for save in pending if _ask_from(save) <= now]
+        if not asked or now < self._ask_at:
+            return {}
+        outcomes = self._trigger.outcomes(asked)
+        away = any(outcome.state == "unknown" for outcome in outcomes.values())
+        self._ask_every = min(2 * self._ask_every, ASK_S[1]) if away else ASK_S[0]
+        self._ask_at = time.monotonic() + self._ask_every
+        return {key: said for key, said in outcomes.items() if said.state != "unknown"}
+
+    def _next_at(self) -> float:
+        """When there is something to do for a pending save."""
+        return min(
+            min(save.look_at, max(self._ask_at, _ask_from(save))) for save in self._pending.values()
+        )
+
+    def _done_with(self, save: _Pending, outcome: Outcome | None) -> bool:
         """Whether it is settled; not while the root's file system cannot tell."""
+        now = time.monotonic()
+        save.look_at = now + min(max(LOOK_S[0], (now - save.since) / 50), LOOK_S[1])
         try:
-            return self._settled(save)
+            return self._settled(save, outcome)
         except Exception as error:  # ESTALE, EIO: without this thread whoever waits would hang
             if not save.troubled:
                 logger.warning(
@@ -136,7 +167,7 @@ class SaveWatch:
             save.troubled = True
             return False
 
-    def _settled(self, save: _Pending) -> bool:
+    def _settled(self, save: _Pending, outcome: Outcome | None) -> bool:
         request = save.request
         committed = _committed(save)
         if committed:
@@ -145,10 +176,8 @@ class SaveWatch:
                 logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
             if _exported(save):
                 return True
-        if time.monotonic() < save.ask_at:
+        if outcome is None:
             return False
-        outcome = self._trigger.outcome(request)
-        save.ask_at = time.monotonic() + ASK_S
         done = _committed(save) and _exported(save)
         if outcome.state == "completed" and not done and _superseded(request):
             logger.info(
@@ -171,6 +200,11 @@ class SaveWatch:
                 self._failures.append(failure)
             return True
         return False
+
+
+def _ask_from(save: _Pending) -> float:
+    """When the server may be asked for it: most saves are committed before."""
+    return save.since + ASK_S[0]
 
 
 def _exported(save: _Pending) -> bool:

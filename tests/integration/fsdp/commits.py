@@ -5,6 +5,7 @@ What is written, and how it is committed, is what the flow's tasks call.
 
 import queue
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.commit import note_wishes
@@ -33,10 +34,9 @@ class CommitsHere(SaveTrigger):
     def submit(self, request: SaveRequest) -> None:
         self._requests.put(request)
 
-    def outcome(self, request: SaveRequest) -> Outcome:
-        if request.key in self._failed:
-            return Outcome("failed", self._failed[request.key])
-        return Outcome("pending")
+    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        failed = {key: Outcome("failed", why) for key, why in self._failed.items()}
+        return {each.key: failed.get(each.key, Outcome("pending")) for each in requests}
 
     def close(self, timeout: float = 0.0) -> None:
         pass
