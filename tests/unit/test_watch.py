@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -58,8 +59,8 @@ def test_who_waits_for_long_is_told_once_what_for(
     assert "save actor step 4" in said
 
 
-def requests_in(root: Path, steps: Iterable[int]) -> list[SaveRequest]:
-    return [SaveRequest(root=str(root), step=step, run=1) for step in steps]
+def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequest]:
+    return [SaveRequest(root=str(root), step=step, run=1, **other) for step in steps]
 
 
 def keys_in(question: tuple[str, str]) -> set[str]:
@@ -71,7 +72,7 @@ def keys_in(question: tuple[str, str]) -> set[str]:
 
 def test_the_server_is_asked_one_question_for_all_pending_saves(tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
-    requests = requests_in(tmp_path, range(20))
+    requests = requests_in(tmp_path, range(20), components=())  # no images that could be evicted
     answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
     questions: list[set[str]] = []
     with server(answers, asked=asked) as url:
@@ -147,3 +148,64 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
         watch.wait(time.monotonic() + 0.2)
     watch.close()
     assert young.key in watch.commit_seconds
+
+
+def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -> None:
+    deployment, flow = str(uuid4()), str(uuid4())
+    run = {"id": str(uuid4()), "flow_id": flow, "name": "save"}
+    asked: list[tuple[str, str]] = []
+    by_name = "/deployments/name/save-step/save-step"
+    answers = {
+        "/admin/version": (200, '"3.8.8"'),
+        "/flow_runs/filter": (200, "[]"),
+        by_name: (500, "{}"),
+        f"/deployments/{deployment}/create_flow_run": (201, json.dumps(run)),
+    }
+    requests = requests_in(job.root, (1, 2, 3, 4), components=("model",))
+
+    def requested() -> list[int]:
+        bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
+        return [body["parameters"]["request"]["step"] for body in bodies]
+
+    def await_that(what: Callable[[], bool]) -> None:
+        while not what():
+            with pytest.raises(SaveTimeout):
+                watch.wait(time.monotonic() + 0.05)
+
+    with server(answers, asked=asked) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        watch = SaveWatch(trigger)
+        for request in requests:  # two slots: the later two evict the images of the first two
+            job.stage(request.step, {"model": {"w": torch.zeros(3)}})
+            trigger.submit(request)
+            watch.add(request)
+        await_that(lambda: [path for path, _ in asked].count(by_name) > 1)  # the server is away
+        found = {"id": deployment, "name": "save-step", "flow_id": flow}
+        answers[by_name] = 200, json.dumps(found)
+        await_that(lambda: 4 in requested())
+        for step in (3, 4):
+            job.commit(step)
+        failures = watch.wait(time.monotonic() + 30)
+        watch.close()
+        trigger.close(1)
+    assert requested() == [3, 4]
+    assert [("step 1" in each, "step 2" in each) for each in failures] == [
+        (True, False),
+        (False, True),
+    ]
+    assert all("were evicted" in each for each in failures)
+
+
+def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.commit(1)
+    (committed,) = requests_in(job.root, [1])
+    (of_functions,) = requests_in(job.root, [2], components=())
+    (evicted,) = requests_in(job.root, [3])
+    answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
+    with server(answers) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        outcomes = trigger.outcomes([committed, of_functions, evicted])
+        trigger.close(0)
+    assert outcomes[committed.key].state == outcomes[of_functions.key].state == "pending"
+    assert outcomes[evicted.key].state == "failed"

@@ -2,7 +2,8 @@
 
 A request that cannot reach the server loses nothing: the sealed images wait in the spool, this
 thread tries again, and the node's worker looks for them too. One idempotency key a save makes all
-of these the same flow run.
+of these the same flow run. A save whose images were evicted meanwhile gets no flow run: it has
+failed.
 """
 
 import contextlib
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from uuid import UUID
 
+from trinity_sync.errors import TicketError, TrinitySyncError
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.storage.locks import run_lock_if_free
+from trinity_sync.storage.manifest import read_manifest
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -41,6 +45,9 @@ class Outcome:
     url: str = ""
 
 
+NOT_ASKED = Outcome("pending", "nobody has asked for a flow run yet")
+
+
 class SaveTrigger:
     """Asks for flow runs from a daemon thread; no method but `outcomes` waits for the server.
 
@@ -54,7 +61,7 @@ class SaveTrigger:
     def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
         self._settings = settings or Settings()
         self._given_url = api_url
-        self._requests: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[SaveRequest, float] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._connection = contextlib.ExitStack()
@@ -70,7 +77,7 @@ class SaveTrigger:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="save-trigger", daemon=True)
             self._thread.start()
-        self._requests.put(request)
+        self._requests.put((request, time.monotonic()))
 
     def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         """What became of the flow runs of some saves, whoever asked for them; one question a 100.
@@ -86,6 +93,7 @@ class SaveTrigger:
                     url = str(client.api_url).removesuffix("/").removesuffix("/api")
                     runs = {run.idempotency_key: run for run in _runs_of(client, batch)}
                 found |= {key: self._outcome(runs.get(key), url) for key in batch}
+            found |= self._evicted([each for each in requests if found[each.key] == NOT_ASKED])
         except Exception as error:
             unknown = Outcome("unknown", f"the Prefect server cannot be asked: {error}")
             found |= {key: unknown for key in wanted if key not in found}
@@ -93,7 +101,7 @@ class SaveTrigger:
 
     def _outcome(self, run: "FlowRun | None", url: str) -> Outcome:
         if run is None or run.state is None:
-            return Outcome("pending", "nobody has asked for a flow run yet")
+            return NOT_ASKED
         state = run.state
         page = f"{url}/runs/flow-run/{run.id}"
         message = state.message or str(state.name)
@@ -109,6 +117,41 @@ class SaveTrigger:
             return Outcome("failed", f"{state.name}: {message}", page)
         return Outcome("running" if state.is_running() else "pending", message, page)
 
+    def _evicted(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        """The saves that no flow run could commit: their images on this node were evicted.
+
+        A save without components has no images. Nothing is said of what cannot be read.
+        """
+        jobs: dict[str, tuple[list[Sealed], list[TicketError]]] = {}
+        found = {}
+        for request in requests:
+            spool = JobSpool(self._settings.spool / request.job)
+            run, step, kind = request.run, request.step, request.kind
+            try:
+                if request.job not in jobs:
+                    jobs[request.job] = spool.tickets()
+                sealed, unreadable = jobs[request.job]
+                tickets = [image.ticket for image in sealed]
+                waits = any(
+                    (each.run, each.step, each.kind) == (run, step, kind)
+                    and each.role in request.roles
+                    for each in tickets
+                )
+                if waits or unreadable or not request.components:
+                    continue
+                # after the spool: a commit frees its slots once the manifest is there
+                manifest = read_manifest(request.root, step)
+            except (OSError, TrinitySyncError):
+                continue
+            if manifest and manifest.run == run and manifest.holds(kind, request.roles):
+                continue
+            found[request.key] = Outcome(
+                "failed",
+                f"its images in {spool.folder} were evicted for later steps before a flow run was "
+                "requested. Was the Prefect server away? See: trinity-sync status",
+            )
+        return found
+
     def close(self, timeout: float) -> None:
         """Let queued requests get out for at most ``timeout`` seconds, then give up on them."""
         if self._thread is not None:
@@ -121,9 +164,12 @@ class SaveTrigger:
             self._one_at_a_time.release()
 
     def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
+        while (queued := self._requests.get()) is not None:
+            request, since = queued
             for attempt in itertools.count():
                 if self._closing.is_set():
+                    break
+                if time.monotonic() - since > BACK_OFF_S[0] and self._evicted([request]):
                     break
                 try:
                     with self._connected() as client:
