@@ -101,8 +101,8 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two polls of the flow worker, when no event has woken it before."""
 
-    runs_at_once: int = Field(default=0, ge=0)
-    """Flow runs that a worker has under way at a time, the most urgent first; 0 for no limit."""
+    runs_at_once: int = Field(default=4, ge=0)
+    """Flow runs of each work queue that a worker executes at a time; 0 for no limit."""
 
     silent_s: float = Field(default=120.0, ge=10)
     """Seconds without a heartbeat (they come every 30) after which the server shows a flow run as

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -67,7 +68,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterato
 
 @pytest.fixture(scope="module")
 def stack(settings: Settings, postgres: str) -> Iterator[StackState]:
-    """Server on PostgreSQL that asks for a password, Ray, and one worker with one place.
+    """Server on PostgreSQL that asks for a password, Ray, and one worker with one place a queue.
 
     By this name the environment of a test names it, and not the session's.
     """
@@ -143,7 +144,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     assert steps == 3
 
 
-def test_syncs_go_before_checkpoints_and_those_before_maintenance(
+def test_each_queue_has_its_place_and_its_runs_take_turns(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     state = stack_module.find(settings)
@@ -154,7 +155,10 @@ def test_syncs_go_before_checkpoints_and_those_before_maintenance(
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("reconcile/reconcile")
         parameters = {"root": str(tmp_path / "job")}
-        care = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+        care = [
+            client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+            for _ in range(3)
+        ]
     jobs: dict[Kind, Path] = {kind: tmp_path / kind for kind in KINDS}
     with ExitStack() as open_ones:
         for kind, root in jobs.items():
@@ -162,12 +166,13 @@ def test_syncs_go_before_checkpoints_and_those_before_maintenance(
             job.save(1, {"model": {"w": torch.zeros(10)}}, kind=kind)
             until(lambda kind=kind, root=root: run_of(root, 1, kind), f"the run of a {kind}")
         stack_module.up(settings)
-        runs = [ended(jobs[kind], 1, kind) for kind in ("state_dict", "checkpoint")]
-        runs.append(Api().ended(care.id))
-    assert [run.work_queue_name for run in runs] == list(PRIORITIES)
-    starts = [run.start_time for run in runs if run.start_time]
-    assert starts == sorted(starts)
-    assert len(starts) == 3
+        saves = [ended(jobs[kind], 1, kind) for kind in ("state_dict", "checkpoint")]
+        others = sorted((Api().ended(run) for run in care), key=lambda run: str(run.start_time))
+    assert [run.work_queue_name for run in (*saves, others[0])] == list(PRIORITIES)
+    for run in saves:  # while maintenance waits for its turn
+        assert run.start_time < others[1].start_time
+    for first, second in pairwise(others):
+        assert first.end_time <= second.start_time
 
 
 def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(

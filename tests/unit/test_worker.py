@@ -2,11 +2,16 @@
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID, uuid4
 
+import anyio
 import pytest
 import torch
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import WorkerFlowRunResponse
 
 from tests.conftest import environment
 from tests.unit.job import Job
@@ -22,6 +27,7 @@ def settings(job: Job, tmp_path: Path) -> Iterator[Settings]:
     named = {
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
         "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_LOGGING_TO_API_ENABLED": "false",
         "TRINITY_SYNC_HOME": str(tmp_path / "home"),
         "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
     }
@@ -68,3 +74,60 @@ def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
     asyncio.run(asyncio.wait_for(start_and_wait(), 60))
     (message,) = said()
     assert f"run: chmod 700 {settings.spool}" in message
+
+
+class Standing(TrinitySyncWorker):
+    """A worker whose runs last until the test ends them."""
+
+    type = "standing"
+
+    def __init__(self) -> None:
+        super().__init__(work_pool_name="any")
+        self.ends: dict[UUID, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def _submit_run(self, flow_run: FlowRun) -> None:
+        with anyio.CancelScope() as self._running[flow_run.id]:
+            self._submitting_flow_run_ids.discard(flow_run.id)
+            await self.ends[flow_run.id].wait()
+        del self._running[flow_run.id]
+
+
+def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_RUNS_AT_ONCE", "2")
+    pool, syncs, checkpoints, maintenance = (uuid4() for _ in range(4))
+
+    def due(queue: UUID, count: int) -> list[WorkerFlowRunResponse]:
+        runs = [FlowRun(id=uuid4(), flow_id=uuid4()) for _ in range(count)]
+        return [
+            WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)
+            for run in runs
+        ]
+
+    async def work() -> None:
+        worker = Standing()
+        care, saves = due(maintenance, 3), due(checkpoints, 3)
+        async with anyio.create_task_group() as worker._runs_task_group:
+
+            async def take(*waiting: WorkerFlowRunResponse) -> set[UUID]:
+                """Runs that are under way after a look at those that wait."""
+                await worker._submit_scheduled_flow_runs(list(waiting))
+                await asyncio.sleep(0)
+                return set(worker._running)
+
+            first_care = {run.flow_run.id for run in care[:2]}
+            first_saves = {run.flow_run.id for run in saves[:2]}
+            assert await take(*care) == first_care
+            assert await take(*care, *saves) == first_care | first_saves
+            (sync,) = due(syncs, 1)
+            busy = await take(sync, *saves, *care)
+            assert busy == first_care | first_saves | {sync.flow_run.id}
+            worker.ends[saves[0].flow_run.id].set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            now = busy - {saves[0].flow_run.id} | {saves[2].flow_run.id}
+            assert await take(saves[2], care[2]) == now
+            worker._runs_task_group.cancel_scope.cancel()
+
+    asyncio.run(work())

@@ -10,8 +10,10 @@ Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-
 
 import asyncio
 import logging
+import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +25,7 @@ import anyio
 import anyio.abc
 import httpx
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
 from prefect.exceptions import Abort, ObjectNotFound
@@ -102,13 +105,15 @@ class TrinitySyncWorker(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._trinity = Settings()
-        if kwargs.get("limit") is None:
-            kwargs["limit"] = self._trinity.runs_at_once or None
         super().__init__(*args, **kwargs)
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
         self._locks: dict[UUID, ExitStack] = {}
         """Of the runs that this worker has taken, see `run_lock_if_free`."""
+        self._queues: dict[UUID, UUID] = {}
+        """Work queues of the runs that this worker is busy with."""
+        self._postponed = False
+        """Whether runs that were due have found no place in the last look."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{process_name(os.getpid())}"
 
@@ -169,17 +174,43 @@ class TrinitySyncWorker(
     async def _submit_run_and_capture_errors(
         self, flow_run: FlowRun, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run it; of those that wait for its place, the most urgent one has it at once."""
+        """Run it; a run that waits for its place has that at once."""
         try:
             result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
         finally:
             self._unlock(flow_run.id)
-        if self._limiter:
+            self._queues.pop(flow_run.id, None)
+        if self._limiter or self._postponed:
             try:
                 await self.get_and_submit_flow_runs()
             except Exception as error:  # the next poll takes it
                 logger.debug("no run could be taken after one had ended: %r", error)
         return result
+
+    async def _submit_scheduled_flow_runs(
+        self, flow_run_response: list[WorkerFlowRunResponse]
+    ) -> list[FlowRun]:
+        """Begin the runs for which their work queues have a place here.
+
+        Each queue has places of its own: neither does a sync wait until a checkpoint is written,
+        nor a save until maintenance has ended, nor one flow for a part that another would bring.
+        """
+        queues = {run: queue for run, queue in self._queues.items() if self._is_busy_with(run)}
+        taken = Counter(queues.values())
+        begun = []
+        self._postponed = False
+        for due_run in flow_run_response:
+            run, queue = due_run.flow_run.id, due_run.work_queue_id
+            if run in queues:
+                continue
+            if taken[queue] >= (self._trinity.runs_at_once or math.inf):
+                self._postponed = True
+                continue
+            queues[run] = queue
+            taken[queue] += 1
+            begun.append(due_run)
+        self._queues = queues
+        return await super()._submit_scheduled_flow_runs(begun)
 
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         """Take the run if nobody else has; whoever finds it lost can see who had it."""
