@@ -67,7 +67,7 @@ class JobProcess:
         )
         self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
-        self._watch = SaveWatch(self._trigger)
+        self._watch = SaveWatch(self._trigger, self.spool)
         self._run = OwnRun(self.root, run_key or own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)

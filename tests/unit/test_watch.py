@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,11 +18,17 @@ import torch
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.errors import SaveTimeout
+from trinity_sync.orchestration.sweep import settle_late
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import Manifest, own_manifest
+from trinity_sync.storage.policies import All, LastN
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.runs import open_run
 
 
 def test_an_error_of_the_file_system_ends_no_watch(
@@ -32,7 +39,7 @@ def test_an_error_of_the_file_system_ends_no_watch(
     pointer = job.root / "latest_checkpointed_iteration.txt"
     pointer.rename(job.root / "aside")
     pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
-    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"))
+    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = SaveRequest(root=str(job.root), step=4, run=1)
     with caplog.at_level(logging.WARNING):
         watch.add(request)
@@ -50,7 +57,7 @@ def test_who_waits_for_long_is_told_once_what_for(
 ) -> None:
     monkeypatch.setattr("trinity_sync.orchestration.watch.SAY_S", 0.1)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"))
+    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watch.add(SaveRequest(root=str(job.root), step=4, run=1))
     with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeout):
         watch.wait(time.monotonic() + 0.5)
@@ -76,7 +83,7 @@ def test_the_server_is_asked_one_question_for_all_pending_saves(tmp_path: Path) 
     answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
     questions: list[set[str]] = []
     with server(answers, asked=asked) as url:
-        watch = SaveWatch(SaveTrigger(Settings(), url))
+        watch = SaveWatch(SaveTrigger(Settings(), url), JobSpool(tmp_path))
         for request in requests:
             watch.add(request)
         while {request.key for request in requests} not in questions:
@@ -110,7 +117,7 @@ def test_a_server_that_is_away_is_asked_less_and_less_often(
 ) -> None:
     monkeypatch.setattr("trinity_sync.orchestration.watch.ASK_S", (0.02, 0.2))
     away = Away()
-    watch = SaveWatch(away)
+    watch = SaveWatch(away, JobSpool(tmp_path))
     for request in requests_in(tmp_path, range(20)):
         watch.add(request)
     assert away.enough.wait(30)
@@ -128,15 +135,15 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
     looks: dict[int, list[float]] = defaultdict(list)
     enough = threading.Event()
 
-    def noted(root: str, run: int, step: int, *others: Any) -> bool:
+    def noted(root: str, run: int, step: int) -> Manifest | None:
         looks[step].append(time.monotonic())
         if len(looks[9]) == 4:
             enough.set()
-        return is_committed(root, run, step, *others)
+        return own_manifest(root, run, step)
 
-    monkeypatch.setattr("trinity_sync.orchestration.watch.is_committed", noted)
+    monkeypatch.setattr("trinity_sync.orchestration.watch.own_manifest", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watch = SaveWatch(Away())
+    watch = SaveWatch(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
     watch.add(old)
     watch._pending[old.key].since -= 3600
@@ -174,7 +181,7 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
 
     with server(answers, asked=asked) as url:
         trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        watch = SaveWatch(trigger)
+        watch = SaveWatch(trigger, job.spool)
         for request in requests:  # two slots: the later two evict the images of the first two
             job.stage(request.step, {"model": {"w": torch.zeros(3)}})
             trigger.submit(request)
@@ -209,3 +216,63 @@ def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(j
         trigger.close(0)
     assert outcomes[committed.key].state == outcomes[of_functions.key].state == "pending"
     assert outcomes[evicted.key].state == "failed"
+
+
+@contextmanager
+def completed(job: Job, *requests: SaveRequest) -> Iterator[SaveWatch]:
+    """A watch that is told that the flow runs of some saves have completed."""
+    state = {"type": "COMPLETED", "name": "Completed", "message": "All states completed."}
+    runs = [
+        {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "save", "state": state}
+        | {"idempotency_key": request.key}
+        for request in requests
+    ]
+    answers = {"/flow_runs/filter": (200, json.dumps(runs)), "/admin/version": (200, '"3.8.8"')}
+    with server(answers) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        watch = SaveWatch(trigger, job.spool)
+        yield watch
+        watch.close()
+        trigger.close(1)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "rewound"])
+def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str) -> None:
+    open_run(job.root, "first", 0)
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    if how == "removed":
+        rules = Rules(LastN(1), All())
+        carry_out(job.root, plan(survey(job.root), rules, 0))
+        gone = 4
+    elif how == "replaced":
+        open_run(job.root, "second", 4)
+        job.stage(5, {"model": {"w": torch.zeros(3)}}, run=2)
+        job.commit(5, run=2)
+        gone = 5
+    else:
+        rewind(job.root, 4)
+        gone = 5
+    (request,) = requests_in(job.root, [gone], components=("model",))
+    with completed(job, request) as watch:
+        watch.add(request, images=["one that was committed"])
+        assert watch.wait(time.monotonic() + 30) == []
+
+
+def test_an_image_that_comes_after_the_commit_is_waited_for_until_it_was_compared(
+    job: Job,
+) -> None:
+    (request,) = requests_in(job.root, [4], components=("model",))
+    for value in (1, 2):
+        job.stage(4, {"model": {"w": torch.full((3,), value)}})
+        if value == 1:
+            job.commit(4)
+    ((late,), _) = job.spool.tickets()
+    with completed(job, request) as watch:
+        watch.add(request, images=[late.ticket.image])
+        with pytest.raises(SaveTimeout):
+            watch.wait(time.monotonic() + 2.5)
+        settle_late(job.spool.folder.parent, request)
+        (failure,) = watch.wait(time.monotonic() + 30)
+    assert "model of step 4, role actor, rank 0 is not saved" in failure

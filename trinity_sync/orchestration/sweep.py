@@ -94,6 +94,24 @@ def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> Non
         logger.warning("%s keeps its slots for a while: %s", save, error)
 
 
+def settle_late(spool: Path, request: SaveRequest) -> None:
+    """Settle the images of a save whose flow run has completed: no other run will commit them.
+
+    Args:
+        spool: this node's, with one folder a job.
+        request: of the save.
+    """
+    save = Save(
+        request.root, request.run, request.step, request.kind, request.roles, request.run_key
+    )
+    try:
+        for sealed in JobSpool(spool / request.job).of_step(save.run, save.step)[0]:
+            if save.owns(sealed.ticket):
+                settle_late_image(save, sealed)
+    except (OSError, TrinitySyncError) as error:
+        warn_once(f"images of {save} cannot be compared with its commit: {error}")
+
+
 def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float) -> None:
     """Free the images that are part of a commit, and mark those that are not."""
     if manifest.committed_at >= before:

@@ -17,6 +17,8 @@ from trinity_sync.errors import CommitError, ManifestError, SaveTimeout
 from trinity_sync.layout import SERVES_AS
 from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
+from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, own_manifest, read_manifest, run_of
 from trinity_sync.storage.runs import all_runs, left_behind_by
@@ -48,12 +50,18 @@ class _Pending:
 
 
 class SaveWatch:
-    """Follows the saves of one process until each is committed or has failed."""
+    """Follows the saves of one process until each is committed or has failed.
 
-    def __init__(self, trigger: SaveTrigger) -> None:
+    Args:
+        trigger: asks the server for the saves' flow runs.
+        spool: of the job on this node.
+    """
+
+    def __init__(self, trigger: SaveTrigger, spool: JobSpool) -> None:
         self.commit_seconds: dict[str, float] = {}
         """Seconds from hand-over to commit, by request key."""
         self._trigger = trigger
+        self._spool = spool
         self._pending: dict[str, _Pending] = {}
         self._failures: list[str] = []
         self._changed = threading.Condition()
@@ -190,9 +198,11 @@ class SaveWatch:
             what = "exported, but is committed" if committed else _missed(request)
             why = outcome.message
             if outcome.state == "completed":
+                late = self._late(save)
+                if any(not image.failed for image in late):
+                    return False  # the worker of this node compares it with the commit
                 why = f"its flow run completed without that step being {what}"
-                if _committed_without(save):
-                    why = "the step had been committed before; save what has changed as another one"
+                why = "; ".join(map(_why_failed, late)) or why
             where = f" ({outcome.url})" if outcome.url else ""
             failure = f"{request.run_name} of {request.root} was not {what}: {why}{where}"
             logger.error("%s", failure)
@@ -200,6 +210,20 @@ class SaveWatch:
                 self._failures.append(failure)
             return True
         return False
+
+    def _late(self, save: _Pending) -> list[Sealed]:
+        """Images of this process that wait in the spool and that the commit was made without."""
+        request = save.request
+        manifest = own_manifest(request.root, request.run, request.step)
+        missing = save.images - manifest.images if manifest else set()
+        sealed = self._spool.of_step(request.run, request.step)[0] if missing else []
+        return [each for each in sealed if each.ticket.image in missing]
+
+
+def _why_failed(sealed: Sealed) -> str:
+    with suppress(OSError):
+        return failure_path(sealed.slot).read_text()
+    return f"{sealed.ticket.what} was evicted"
 
 
 def _ask_from(save: _Pending) -> float:
@@ -242,13 +266,6 @@ def _committed(save: _Pending) -> bool:
         return kind != "checkpoint" or not store_of(root) or is_stored(root, manifest)
     except CommitError:  # nobody can tell, so the flow's end decides
         return False
-
-
-def _committed_without(save: _Pending) -> bool:
-    """Whether this run's commit of the step lacks images of this process."""
-    request = save.request
-    manifest = own_manifest(request.root, request.run, request.step)
-    return bool(manifest and request.kind in manifest.kinds and save.images - manifest.images)
 
 
 def _superseded(request: SaveRequest) -> bool:

@@ -53,7 +53,7 @@ from trinity_sync.orchestration.mend import (
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
 from trinity_sync.orchestration.server_time import due, server_ahead_s
-from trinity_sync.orchestration.sweep import let_give_way, stranded, warn_once
+from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded, warn_once
 from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
@@ -384,6 +384,8 @@ class TrinitySyncWorker(
                 let_give_way(self._trinity.spool, run.parameters, str(run.state.message))
             elif run.state and run.state.is_crashed():
                 await self._begin_again(request, run.id)
+            elif run.state and run.state.is_completed():
+                await asyncio.to_thread(settle_late, self._trinity.spool, request)
 
     async def _begin_again(self, request: SaveRequest, run_id: UUID) -> None:
         """Have a crashed run begun again, if no other worker is about to, on whatever node."""
