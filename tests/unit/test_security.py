@@ -466,6 +466,23 @@ def test_what_the_parts_of_a_stack_write_is_for_nobody_else_to_read(
     assert mode_of(log.parent) == 0o700
 
 
+def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o777)
+    with (
+        pytest.raises(StackError, match="nothing answers"),
+        environment({"PREFECT_API_URL": "http://127.0.0.1:9/api"}),
+    ):
+        stack.up(Settings(home=home))
+    assert mode_of(home) == 0o755
+    if os.getuid():
+        pytest.skip("only root can give folders away")
+    os.chown(home, 12345, 12345)
+    with pytest.raises(StackError, match="others than this user may write home"):
+        stack.up(Settings(home=home))
+
+
 def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
     state = StackState(ray_folder=str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()

@@ -136,7 +136,7 @@ def worker() -> None:
             f"nothing answers at RAY_ADDRESS={env['RAY_ADDRESS']}. Start Ray there, or correct "
             "RAY_ADDRESS; the stack's own is started by: trinity-sync up"
         )
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    parts.own_home(settings.home)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import certifi
 
 import trinity_sync
+from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon
 from trinity_sync.orchestration.ports import free_port
@@ -78,6 +79,26 @@ class StackState:
         if (address := named.get("RAY_ADDRESS", "")) not in ("", self.ray_address):
             state = replace(state, ray_address=address, ray_folder="", ray_auth=None, ray=None)
         return state
+
+
+def own_home(home: Path) -> None:
+    """Make the home of a stack, and let nobody else write there.
+
+    It is where its processes are started, so Python looks there first for what they import.
+
+    Raises:
+        StackError: it is another user's, or others may write it and that cannot be changed.
+        OSError: it cannot be made.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = home.stat()
+    if found.st_uid == os.getuid():
+        home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    elif found.st_uid or found.st_mode & 0o022:
+        raise StackError(
+            f"others than this user may write home {home} of the stack, and what they put there "
+            "would run. Set TRINITY_SYNC_HOME to a folder of your own, such as one below it."
+        )
 
 
 def start_server(settings: Settings, state: StackState) -> StackState:

@@ -315,9 +315,13 @@ def _part(name: str, process: Daemon | None, url: str) -> Part:
 
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """One `up` or `down` at a time."""
+    """One `up` or `down` at a time.
+
+    Raises:
+        StackError: the home cannot be used.
+    """
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parts.own_home(home)
         with file_lock(home / "stack.lock"):
             yield
     except OSError as error:
