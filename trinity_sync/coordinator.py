@@ -138,7 +138,8 @@ class CheckpointCoordinator(TrinityCalls):
                 read once: hand a new folder over when its content has changed.
             overlap: return before large tensors are copied, and copy them while the next forward
                 and backward pass runs. They must not change before `wait_staged`; have it called
-                for you with `wait_staged_before`. Until then the save is not handed over.
+                for you with `wait_staged_before`. Until then the save is not handed over. A change
+                is refused if it is noticed; ``TRINITY_SYNC_CHECK_OVERLAP`` notices all of them.
             keep: checkpoints that are left once this one is committed, older ones being removed
                 after it and never before; 0 leaves all. See `storage.retention`.
             export: have the FSDP shards of the model written as a Hugging Face model, too, into

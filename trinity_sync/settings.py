@@ -45,8 +45,8 @@ class Settings(BaseSettings):
     """Whether veRL's manager stages while the next forward and backward pass runs."""
 
     check_overlap: bool = False
-    """Compare each overlapped image with a copy taken at the call, and name what changed. It costs
-    what overlapping saves; for finding out whether a training loop may overlap."""
+    """Compare each overlapped image with a digest taken at the call, and name what changed, whoever
+    changed it. The call then reads the state once, which takes about half of a copy."""
 
     gather_s: float = Field(default=60.0, gt=0)
     """Seconds that a flow waits for every rank and role to hand its part over."""

@@ -34,7 +34,7 @@ class StateSaves:
     Args:
         stager: copies them.
         hand_over: called with who saves and what was staged, once its images are sealed.
-        check_overlap: compare what was staged while training went on with a copy of the state.
+        check_overlap: compare what was staged while training went on with a digest of the state.
     """
 
     def __init__(

@@ -1,5 +1,8 @@
 """Overlapped staging: training goes on at once, and no torn image is ever sealed."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +174,68 @@ def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(
     assert saves.save(2, {"small": torch.ones(3)}).components == ()
     assert saves.handed_over == [1]
     assert saves.states.take_failures() == ["no room"]
+
+
+def crashes(script: str, folder: Path) -> int:
+    """Exit status of a process of its own, whose memory may go."""
+    arguments = [sys.executable, "-c", textwrap.dedent(script), str(folder)]
+    return subprocess.run(arguments, cwd=Path(__file__).parents[2], check=False).returncode
+
+
+def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trainer(
+    tmp_path: Path,
+) -> None:
+    script = """
+        import mmap, os, sys, torch
+        from pathlib import Path
+        from trinity_sync.errors import ImageError
+        from trinity_sync.snapshot.copying import copy_into
+
+        BYTES = 64 << 20  # malloc gives so much back to the system when it is freed
+        storage = torch.ones(BYTES, dtype=torch.uint8).untyped_storage()
+        file = os.open(Path(sys.argv[1]) / "slot", os.O_RDWR | os.O_CREAT)
+        os.truncate(file, BYTES)
+        image = torch.frombuffer(mmap.mmap(file, BYTES), dtype=torch.uint8)
+        copy_into(image, [(0, BYTES, storage)], file=file)
+        assert image.all()
+
+        def parts():
+            yield 0, BYTES, storage
+            storage.resize_(0)  # when its address was asked for
+
+        try:
+            copy_into(image, parts(), computed={}, file=file)
+        except ImageError as error:
+            sys.exit(0 if "freed while it was copied" in str(error) else 2)
+        sys.exit(3)
+    """
+    assert crashes(script, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("value", "nbytes"), [(1, 0), (0, 4 * BIG), (1, 64 << 20)])
+def test_memory_that_is_freed_or_resized_too_early_is_named(
+    tmp_path: Path, value: int, nbytes: int
+) -> None:
+    script = f"""
+        import sys, torch
+        from pathlib import Path
+        from tests.unit.test_overlap import Saves
+        from trinity_sync.errors import ImageError
+
+        saves = Saves(Path(sys.argv[1]))
+        weight = torch.full((16 << 20,), {value}.0)
+        saves.save(1, {{"layers": [weight]}})
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_({nbytes})
+        try:
+            saves.copied()
+        except ImageError as error:
+            sys.exit(0 if ": layers[0] changed while" in str(error) else 2)
+        finally:
+            saves.stager.close()
+        sys.exit(3)
+    """
+    assert crashes(script, tmp_path) == 0
 
 
 def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> None:

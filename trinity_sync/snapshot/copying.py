@@ -6,20 +6,26 @@ thread takes the next piece until none is left, and they meet once.
 """
 
 import ctypes
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
+
+from trinity_sync.errors import ImageError
 
 PIECE = 4 << 20
 SMALL = 32 << 10
 
 Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
+Copy = Callable[[int, int, int], object]
+"""Copies one."""
 
 
 Computed = Mapping[torch.device, torch.Event]
@@ -55,39 +61,47 @@ def staging_stream(device: torch.device) -> torch.Stream:
 
 def copy_into(
     image: torch.Tensor,
-    parts: Sequence[tuple[int, torch.UntypedStorage]],
+    parts: Sequence[tuple[int, int, torch.UntypedStorage]],
     *,
     computed: Computed | None = None,
     threads: int = 0,
+    file: int | None = None,
 ) -> None:
     """Copy each storage to its offset in ``image``.
 
     Args:
         image: ``uint8`` tensor on the CPU that has room for all of them.
-        parts: offsets and what belongs there. Storages on a GPU are copied on a stream of their
-            own, and waited for once, at the end.
+        parts: offsets, bytes, and what belongs there. Storages on a GPU are copied on a stream of
+            their own, and waited for once, at the end.
         computed: when that stream may begin; by default after what the current stream was given.
         threads: how many copy storages on the CPU; 0 for as many as torch uses for one operation.
+        file: descriptor of the file that ``image`` maps. Given it, storages on the CPU may be freed
+            or resized meanwhile by others: the kernel reads them then, for which memory that is
+            gone is an error and no crash. It takes about twice the time.
+
+    Raises:
+        ImageError: with ``file``, the memory of a storage is gone.
     """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
     streams = set[torch.Stream]()
     base = image.data_ptr()
     if computed is None:
-        computed = computed_now(storage for _, storage in parts)
+        computed = computed_now(storage for *_, storage in parts)
+    copy = _copy if file is None else _writing_to(file, base)
     try:
-        for offset, storage in parts:
+        for offset, nbytes, storage in parts:
             if computed and (device := storage.device) in computed:
                 stream = staging_stream(device)
                 if stream not in streams:
                     stream.wait_event(computed[device])
                     streams.add(stream)
                 with stream:
-                    target = image[offset : offset + storage.nbytes()]
+                    target = image[offset : offset + nbytes]
                     target.copy_(bytes_of(storage), non_blocking=True)
                 continue
-            _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
-        _copy_all(pieces, small, threads)
+            _cut(pieces, small, (base + offset, storage.data_ptr(), nbytes))
+        _copy_all(pieces, small, threads, copy)
     finally:  # whatever happens, nothing is copied into the image any more when this returns
         for stream in streams:
             stream.synchronize()
@@ -111,14 +125,19 @@ def _cut(pieces: "deque[Piece]", small: list[Piece], whole: Piece) -> None:
         pieces.append((target + start, source + start, min(PIECE, nbytes - start)))
 
 
-def _copy_all(pieces: "deque[Piece]", small: list[Piece], threads: int) -> None:
+def _copy_all(
+    pieces: "deque[Piece]", small: list[Piece], threads: int, copy: Copy | None = None
+) -> None:
+    copy = copy or _copy
     helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
-    running = [_pool().submit(_copy_until_empty, pieces) for _ in range(helpers)]
+    running = [_pool().submit(_copy_until_empty, pieces, copy) for _ in range(helpers)]
     for piece in small:
         _copy_at_once(*piece)
-    _copy_until_empty(pieces)
-    for helper in running:
-        helper.result()
+    try:
+        _copy_until_empty(pieces, copy)
+    finally:
+        for helper in running:
+            helper.result()
 
 
 def equal_bytes(
@@ -159,16 +178,38 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copy_until_empty(pieces: "deque[Piece]") -> None:
+def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:
     while True:
         try:
             piece = pieces.popleft()
         except IndexError:
             return
-        _copy(*piece)
+        copy(*piece)
 
 
-def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], object]:
+def memory_at(address: int, nbytes: int) -> Any:
+    """The memory for a system call, which fails with ``EFAULT`` where nothing is mapped."""
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def _writing_to(file: int, base: int) -> Copy:
+    """How to copy to addresses of a mapping of ``file``, which begins at ``base``."""
+
+    def copy(target: int, source: int, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            memory = memory_at(source + done, nbytes - done)
+            try:
+                done += os.pwrite(file, memory, target - base + done)
+            except OSError as error:
+                if error.errno != errno.EFAULT:
+                    raise
+                raise ImageError("the memory of a tensor was freed while it was copied") from error
+
+    return copy
+
+
+def _memmove(library: ctypes.CDLL) -> Copy:
     memmove = library.memmove
     memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     memmove.restype = None

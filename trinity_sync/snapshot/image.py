@@ -181,6 +181,7 @@ def fill(
     there: Layout | None = None,
     computed: Computed | None = None,
     threads: int = 0,
+    file: int | None = None,
 ) -> None:
     """Copy the state's data, and those headers that are not there already, into ``image``.
 
@@ -189,7 +190,7 @@ def fill(
         layout: as planned by `lay_out`.
         storages: as returned by `lay_out`, on any device.
         there: the layout that ``image`` holds from an earlier call; what both share stays.
-        computed, threads: as in `copy_into`.
+        computed, threads, file: as in `copy_into`.
     """
     if len(image) < layout.nbytes:
         raise ImageError(f"an image of {layout.nbytes:,} bytes does not fit into {len(image):,}")
@@ -199,9 +200,8 @@ def fill(
             if id(extent) not in written:
                 offset, content = extent
                 memory[offset : offset + len(content)] = content
-    offsets = (offset for offset, _ in layout.holes)
-    parts = list(zip(offsets, storages, strict=True))
-    copy_into(image, parts, computed=computed, threads=threads)
+    parts = [(*hole, storage) for hole, storage in zip(layout.holes, storages, strict=True)]
+    copy_into(image, parts, computed=computed, threads=threads, file=file)
 
 
 class _Sink:

@@ -4,24 +4,37 @@ Parameters and optimizer states change when the optimizer steps, so they may be 
 next forward and backward pass runs. All else is copied at the call: small tensors, which may be
 buffers that a forward pass changes, and whatever cannot be watched. PyTorch counts the in-place
 changes of a tensor, but not those of a DTensor's shard, so some bytes of each storage are kept,
-too. A count that moved, or bytes that differ when the copy is done, tell of a torn image, which is
-then not saved.
+too, and where its memory is. A count that moved, other bytes or another place when the copy is done
+tell of a torn image, which is then not saved.
+
+Without a digest taken at the call this does not see all: not a change of few elements that PyTorch
+does not count, nor an operation that is under way when the copy ends, which counts once it is done,
+nor memory that is freed, given back at the same address and filled as before.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import xxhash
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import bytes_of, staging_stream
-from trinity_sync.snapshot.image import Layout, Storages
+from trinity_sync.snapshot.copying import bytes_of, memory_at, staging_stream
+from trinity_sync.snapshot.image import Layout, Storages, fill
 
 SMALL = 64 << 10
 """Bytes up to which a storage is copied at the call."""
 SAMPLE = 256
 """Bytes of a larger one that are kept to compare with: a step of an optimizer changes them all."""
+
+
+_WAY_OUT = (
+    "Call wait_staged() before anything but the optimizer's step changes the state, and "
+    "wait_staged_before(optimizer) once; or save without overlap."
+)
 
 
 class Watch:
@@ -31,9 +44,8 @@ class Watch:
         state: what is staged.
         storages: its storages, as laid out.
         layout: where they go.
-        check: keep a copy of everything to compare with at the end. It costs the time and the
-            memory that overlapping saves, and finds all changes: also of few elements, through
-            ``.data``, NumPy, a DTensor or a kernel of one's own.
+        check: take a digest of all that is not copied now, to compare the image with. It costs
+            a pass over the state at the call, and finds all changes, whoever makes them.
     """
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
@@ -41,8 +53,8 @@ class Watch:
         watched = set[int]()
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
         for name, tensor in named_tensors(state):
-            address = tensor.untyped_storage()._cdata
-            if address in large and not tensor.is_inference():
+            address = _storage_of(tensor)
+            if address is not None and address in large and not tensor.is_inference():
                 self._tensors.append((name, tensor, tensor._version))
                 watched.add(address)
         self.storages = [
@@ -50,41 +62,65 @@ class Watch:
         ]
         """What to copy from: the live storages that keep still, and copies of the others."""
         kept = [storage for storage in storages if storage._cdata in watched]
+        self._memory = [(storage, storage.data_ptr(), storage.nbytes()) for storage in kept]
         devices = {storage.device for storage in kept}
         self._samples = [_Samples([s for s in kept if s.device == device]) for device in devices]
-        self._live, self._layout = storages, layout
-        self._at_the_call = [storage.cpu().clone() for storage in storages] if check else None
+        self._layout = layout
+        self._digests = [_digest(bytes_of(storage.cpu())) for storage in kept] if check else []
 
-    def require_unchanged(self, image: torch.Tensor, what: str) -> None:
-        """See that ``image`` holds the state at the call.
+    def fill(self, image: torch.Tensor, file: int, what: str, **how: Any) -> None:
+        """Fill ``image``, the mapping of ``file``, with the state at the call.
+
+        Args:
+            image, file: as in `copy_into`; the storages may be freed or resized meanwhile.
+            what: the image in words.
+            how: further arguments of `image.fill`.
 
         Raises:
             ImageError: something changed before it was copied; the message names it.
         """
+        try:
+            fill(image, self._layout, self.storages, file=file, **how)
+        except (ImageError, RuntimeError) as error:  # the latter for a GPU's storage of other size
+            self._require_unchanged(image, what)
+            raise ImageError(f"{what} is not saved: {error}. {_WAY_OUT}") from error
+        self._require_unchanged(image, what)
+
+    def _require_unchanged(self, image: torch.Tensor, what: str) -> None:
         changed = [name for name, tensor, version in self._tensors if tensor._version != version]
-        for samples in self._samples:
-            changed += map(self._name_of, samples.changed())
-        if self._at_the_call is not None:
-            changed += self._differing(image, self._at_the_call)
+        moved = self._moved()
+        if not moved:
+            for samples in self._samples:
+                changed += map(self._name_of, samples.changed())
+            moved = self._moved()  # what was sampled may have been the memory of something else
+        changed += [*map(self._name_of, moved), *self._differing(image)]
         if changed:
             names = ", ".join(dict.fromkeys(changed[:5])) + (", ..." if changed[5:] else "")
             raise ImageError(
-                f"{what} is not saved: {names} changed while overlapped staging copied it. Call "
-                "wait_staged() before anything but the optimizer's step changes the state, and "
-                "wait_staged_before(optimizer) once; or save without overlap."
+                f"{what} is not saved: {names} changed while overlapped staging copied it. "
+                + _WAY_OUT
             )
 
-    def _differing(
-        self, image: torch.Tensor, kept: Sequence[torch.UntypedStorage]
-    ) -> Iterator[str]:
-        for live, before, (offset, length) in zip(
-            self._live, kept, self._layout.holes, strict=True
-        ):
-            if not torch.equal(image[offset : offset + length], bytes_of(before)):
-                yield self._name_of(live)
+    def _moved(self) -> list[torch.UntypedStorage]:
+        """Storages that were freed, resized or given other memory."""
+        return [
+            storage
+            for storage, address, nbytes in self._memory
+            if (storage.data_ptr(), storage.nbytes()) != (address, nbytes)
+        ]
+
+    def _differing(self, image: torch.Tensor) -> Iterator[str]:
+        holes = {
+            storage._cdata: hole
+            for storage, hole in zip(self.storages, self._layout.holes, strict=True)
+        }
+        for (storage, *_), digest in zip(self._memory, self._digests, strict=False):
+            offset, length = holes[storage._cdata]
+            if _digest(image[offset : offset + length]) != digest:
+                yield self._name_of(storage)
 
     def _name_of(self, storage: torch.UntypedStorage) -> str:
-        same = (n for n, t, _ in self._tensors if t.untyped_storage()._cdata == storage._cdata)
+        same = (name for name, tensor, _ in self._tensors if _storage_of(tensor) == storage._cdata)
         return next(same, "a tensor")
 
 
@@ -98,24 +134,47 @@ class _Samples:
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._device = storages[0].device
-        self._at_the_call = self._taken()
+        self._at_the_call = self._taken(_read)
 
     def changed(self) -> list[torch.UntypedStorage]:
         """Storages whose bytes are others now."""
         if self._device.type == "cpu":
-            same = [a == b for a, b in zip(self._at_the_call, self._taken(), strict=True)]
+            with _surviving() as read:
+                now = self._taken(read)
+            same = [a == b for a, b in zip(self._at_the_call, now, strict=True)]
         else:
             with staging_stream(self._device):
-                same = rows_equal(self._at_the_call, self._taken())
+                same = rows_equal(self._at_the_call, self._taken(_read))
         return [
             storage for storage, is_same in zip(self._storages, same, strict=True) if not is_same
         ]
 
-    def _taken(self) -> Any:
+    def _taken(self, read: Callable[[int], bytes]) -> Any:
         if self._device.type == "cpu":
-            middles = ((s.data_ptr() + s.nbytes() // 2) for s in self._storages)
-            return [ctypes.string_at(middle, SAMPLE) for middle in middles]
+            return [read(s.data_ptr() + s.nbytes() // 2) for s in self._storages]
         return sampled(self._storages)
+
+
+def _read(address: int) -> bytes:
+    return ctypes.string_at(address, SAMPLE)
+
+
+@contextmanager
+def _surviving() -> Iterator[Callable[[int], bytes]]:
+    """As `_read`, but memory that is gone meanwhile has no bytes instead of ending the process."""
+    source, sink = os.pipe()
+
+    def read(address: int) -> bytes:
+        try:
+            return os.read(source, os.write(sink, memory_at(address, SAMPLE)))
+        except OSError:
+            return b""
+
+    try:
+        yield read
+    finally:
+        os.close(source)
+        os.close(sink)
 
 
 def sampled(storages: Storages) -> torch.Tensor:
@@ -132,17 +191,38 @@ def rows_equal(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors in nested dicts, lists and tuples, with their paths; of a DTensor, its shard."""
     found: list[tuple[str, torch.Tensor]] = []
-
-    def visit(name: str, value: Any) -> None:
+    entered = set[int]()
+    left = [("", state)]
+    while left:  # a state may be deeper than calls, and hold itself
+        name, value = left.pop()
         if isinstance(value, torch.Tensor):
             found.append((name, getattr(value, "_local_tensor", value)))
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                visit(f"{name}.{key}" if name else str(key), item)
+            continue
+        if id(value) in entered:
+            continue
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, Mapping):
+            inner = [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                if type(item) is not int:  # a random state is hundreds of them
-                    visit(f"{name}[{number}]", item)
+            inner = [
+                (f"{name}[{number}]", item)
+                for number, item in enumerate(value)
+                if type(item) is not int  # a random state is hundreds of them
+            ]
+        if inner:
+            entered.add(id(value))
+            left += reversed(inner)
+    return found
 
-    visit("", state)
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """Address of a tensor's storage; sparse tensors and uninitialized parameters have none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, ValueError):  # of which NotImplementedError is one
+        return None
+
+
+def _digest(content: torch.Tensor) -> bytes:
+    found: bytes = xxhash.xxh3_128_digest(content.numpy().data)
     return found

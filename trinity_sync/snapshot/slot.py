@@ -67,6 +67,11 @@ class Slot:
         return _is_named(self._file, self.path)
 
     @property
+    def fd(self) -> int:
+        """Descriptor of the locked file."""
+        return self._file.fd
+
+    @property
     def published(self) -> bool:
         """Whether readers have been told of what the slot holds."""
         return published_path(self.path).exists()

@@ -312,16 +312,11 @@ class Stager:
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
         there, slot.laid_out = slot.laid_out, None  # until it is whole
-        fill(
-            image,
-            part.layout,
-            part.storages,
-            there=there,
-            computed=plan.computed,
-            threads=threads,
-        )
+        how: dict[str, Any] = {"there": there, "computed": plan.computed, "threads": threads}
         if part.watch:
-            part.watch.require_unchanged(image, ticket.what)
+            part.watch.fill(image, slot.fd, ticket.what, **how)
+        else:
+            fill(image, part.layout, part.storages, **how)
         slot.laid_out = part.layout
         return ticket
 
