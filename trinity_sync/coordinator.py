@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.job_process import own_run_key
 from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind
 from trinity_sync.opening import open_together
@@ -150,8 +150,10 @@ class CheckpointCoordinator(TrinityCalls):
 
         Raises:
             ConfigError: an argument cannot work.
-            SpoolFull: the very first save does not fit into the spool. Later on, a save that
-                cannot be handed over does not stop the training: `wait_all` raises it.
+            SpoolError: the very first save cannot be written into the spool.
+            ImageError: the very first save cannot be pickled or copied; the message names the key.
+                Later on, a save that cannot be handed over does not stop the training:
+                `wait_all` raises it.
         """
         self._require_own_process()
         self._check(step, components, role, kind)
@@ -224,7 +226,7 @@ class CheckpointCoordinator(TrinityCalls):
 
         Raises:
             ConfigError: an argument cannot work.
-            SpoolFull: the very first image does not fit into the spool.
+            SpoolError, ImageError: the very first image cannot be staged, as in `save`.
         """
         origin = self._origin(step, role, "state_dict")
         return self._states.upload(origin, collect)
@@ -301,11 +303,22 @@ class CheckpointCoordinator(TrinityCalls):
         self._stager.wait_at_most(left / 4)
 
         def save(kind: Kind, states: Mapping[str, Any]) -> Sequence[str]:
+            try:
+                self.wait_staged()
+            except Exception as error:  # of an earlier step, and no reason to lose this one
+                self._failures.append(str(error))
+            self._failures += self._states.take_failures()
             staged = self.save(step, states, role=role, kind=kind, metadata=metadata)
+            if failures := self._states.take_failures():
+                raise SaveFailed("\n".join(failures))
             return staged.components
 
+        def failures() -> list[str]:
+            found, self._failures = self._failures, []
+            return found
+
         def committed() -> tuple[Kind, ...]:
-            with suppress(OSError, TrinitySyncError):  # a root that is away tells nothing
+            with suppress(Exception):  # a root that is away tells nothing
                 run = self._run.begun().number
                 return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
             return ()
@@ -314,7 +327,14 @@ class CheckpointCoordinator(TrinityCalls):
         if step == self._run.resumed_from:  # whose weights are committed
             kinds = ("checkpoint",)
         return say_last_words(
-            step, components, left, kinds=kinds, save=save, wait=self.wait_all, committed=committed
+            step,
+            components,
+            left,
+            kinds=kinds,
+            save=save,
+            wait=self.wait_all,
+            failures=failures,
+            committed=committed,
         )
 
     def __enter__(self) -> "CheckpointCoordinator":
@@ -338,7 +358,7 @@ class CheckpointCoordinator(TrinityCalls):
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
-                f"step {step}: components {sorted(components)}; known are model, optim, "
+                f"step {step}: components {sorted(map(str, components))}; known are model, optim, "
                 "extra_state: put everything else into extra_state"
             )
         if kind == "checkpoint" and role not in self.roles:

@@ -8,7 +8,7 @@
      ├─ SpoolError           the spool of this node cannot serve
      │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
      │   └─ TicketError      a ticket that is torn, corrupted or of another version
-     ├─ ImageError           a staged image that is truncated, replaced or unreadable
+     ├─ ImageError           a state that cannot be staged, or an image that cannot be read
      ├─ SaveError            a save that cannot be committed
      │   ├─ MissingShards    ranks or components that were never handed over
      │   ├─ Abandoned        a later run of the job resumed from an earlier step
@@ -82,7 +82,7 @@ class TicketError(SpoolError):
 
 
 class ImageError(TrinitySyncError):
-    """A staged image that is truncated, replaced or unreadable."""
+    """A state that cannot be staged, or an image that is truncated, replaced or unreadable."""
 
 
 class SaveError(TrinitySyncError):

@@ -184,6 +184,7 @@ def say_last_words(
     kinds: Sequence[Kind] = ("state_dict", "checkpoint"),
     save: Callable[[Kind, Mapping[str, Any]], Sequence[str]],
     wait: Callable[[float], None],
+    failures: Callable[[], Sequence[str]],
     committed: Callable[[], tuple[Kind, ...]],
 ) -> LastWords:
     """Hand over what fits into ``deadline_s`` seconds, and wait for its commit with what is left.
@@ -193,8 +194,9 @@ def say_last_words(
         components: state by component.
         deadline_s: seconds for all of it.
         kinds: saves of the step, in their order.
-        save: stages and hands over; returns the components that are sealed.
+        save: stages and hands over; returns the components that are sealed, or raises.
         wait: waits so many seconds for all saves, and raises what `wait_all` does.
+        failures: earlier saves that failed and that ``wait``, out of time, did not raise.
         committed: what is committed of the step.
     """
     deadline = time.monotonic() + deadline_s
@@ -213,22 +215,26 @@ def say_last_words(
             break
         try:
             found = save(kind, states)
-        except (TrinitySyncError, OSError) as error:
-            undone.append(f"{', '.join(new)}: not handed over, {error}")
+        except Exception as error:
+            undone.append(f"{', '.join(new)}: not handed over, {_said(error)}")
             break
         sealed += [name for name in found if name not in sealed]
     try:
         wait(max(0.0, deadline - time.monotonic()))
     except SaveTimeout as error:
-        undone.append(f"{error} Until then the images wait in the spool of this node.")
-    except (TrinitySyncError, OSError) as error:
-        undone.append(str(error))
+        undone += [f"{error} Until then the images wait in the spool of this node.", *failures()]
+    except Exception as error:
+        undone.append(_said(error))
     words = LastWords(step, tuple(sealed), committed(), tuple(undone))
     logger.warning(
-        "last words at step %d: %s handed over, committed as %s%s",
+        "last words at step %s: %s handed over, committed as %s%s",
         step,
         ", ".join(sealed) or "nothing",
         " and ".join(words.committed) or "nothing",
         "".join(f"; {sentence}" for sentence in undone),
     )
     return words
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from trinity_sync.errors import ConfigError, ImageError, SpoolError, TrinitySyncError
+from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.stager import METADATA, Origin, Plan, Staged, Stager, pack_folder
@@ -24,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 MODEL: Component = "model"
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
-_NOT_STAGED = (TrinitySyncError, torch.OutOfMemoryError)
-"""What staging a save may raise; the latter where a GPU has no room for copies of small tensors."""
 
 
 class StateSaves:
@@ -93,10 +89,10 @@ class StateSaves:
                 f"{kind} was submitted; submit all components of a step in one call"
             )
         packed = None
-        if metadata is not None and origin.rank == 0 and METADATA not in earlier:
-            packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
-            self._packed = {Path(metadata): packed}
         try:
+            if metadata is not None and origin.rank == 0 and METADATA not in earlier:
+                packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
+                self._packed = {Path(metadata): packed}
             plan = self._stager.plan(
                 origin,
                 states,
@@ -106,7 +102,7 @@ class StateSaves:
                 overlap=overlap,
                 check=self._check_overlap,
             )
-        except _NOT_STAGED as error:
+        except Exception as error:
             return self._failed(origin, error)
         if not overlap:
             return self._carry_out(plan)
@@ -128,10 +124,14 @@ class StateSaves:
         try:
             if published := self._stager.publish(origin, MODEL):
                 return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
-            plan = self._stager.plan(origin, {MODEL: collect()})
+        except Exception as error:
+            return None, self._failed(origin, error)
+        state = collect()
+        try:
+            plan = self._stager.plan(origin, {MODEL: state})
             staged = self._stager.carry_out(plan, sealed=False)
             published = self._stager.publish(origin, MODEL)
-        except (SpoolError, ImageError, torch.OutOfMemoryError) as error:
+        except Exception as error:
             return None, self._failed(origin, error)
         self._uploaded = True
         return published, staged
@@ -173,7 +173,7 @@ class StateSaves:
         origin = plan.origin
         try:
             staged = self._stager.carry_out(plan, threads=threads)
-        except _NOT_STAGED as error:
+        except Exception as error:
             return self._failed(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
@@ -183,6 +183,13 @@ class StateSaves:
         return staged
 
     def _failed(self, origin: Origin, error: Exception) -> Staged:
+        if not isinstance(error, TrinitySyncError):  # of torch, of the system, of a state's object
+            cause = error
+            error = ImageError(
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed "
+                f"over, because staging failed with {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
         if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))

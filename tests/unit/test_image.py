@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
 from trinity_sync.snapshot.structure import Undetached
 
@@ -43,6 +44,77 @@ def saved(state: Any) -> bytes:
 def pickle_in(content: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         return archive.read("archive/data.pkl")
+
+
+def records_in(content: bytes) -> dict[str, bytes]:
+    """But for those that tell one file, or one alignment, from another."""
+    found = {}
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name in archive.namelist():
+            if name not in ("archive/.data/serialization_id", "archive/.storage_alignment"):
+                with archive.open(name) as record:
+                    record._expected_crc = None  # type: ignore[attr-defined]  # of no data
+                    found[name] = record.read()
+    return found
+
+
+def quantized(*shape: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.randn(shape), 0.1, 3, torch.qint8)
+
+
+def quantized_by_channel(*shape: int) -> torch.Tensor:
+    scales, zeros = torch.rand(shape[0]) + 0.1, torch.zeros(shape[0], dtype=torch.int64)
+    return torch.quantize_per_channel(torch.randn(shape), scales, zeros, 0, torch.quint8)
+
+
+def nested(**how: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(40000, 3)], **how)
+
+
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "quantized": lambda: quantized(500, 700),
+    "quantized by channel": lambda: quantized_by_channel(500, 700),
+    "quantized to 4 bits": lambda: torch.quantize_per_channel(
+        torch.randn(5, 8), torch.rand(5), torch.zeros(5), 0, torch.quint4x2
+    ),
+    "nested": nested,
+    "jagged": lambda: nested(layout=torch.jagged),
+    "sparse": lambda: torch.eye(300).to_sparse(),
+    "sparse rows": lambda: torch.eye(300).to_sparse_csr(),
+    "meta": lambda: torch.empty(70000, device="meta"),
+    "lazy": lambda: torch.nn.LazyLinear(4).state_dict(),
+    "uninitialized": torch.nn.UninitializedBuffer,
+    "storage": lambda: torch.randn(70000).untyped_storage(),
+}
+"""What torch.save accepts beside plain tensors and values."""
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+def test_the_image_of_whatever_torch_saves_holds_what_torch_writes(make: Any) -> None:
+    inner = make()
+    state = {"plain": torch.randn(9), "special": inner, "again": [inner]}
+    image = image_of(state)
+    assert records_in(image) == records_in(saved(state))
+    torch.load(io.BytesIO(image), weights_only=False)
+
+
+class SavesItself:
+    """As dataloaders and metrics do: what it holds is bytes of torch.save."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> bytes:
+        return saved(self.tensor)
+
+    def __setstate__(self, content: bytes) -> None:
+        self.tensor = torch.load(io.BytesIO(content))
+
+
+def test_what_an_object_saves_of_itself_has_its_data() -> None:
+    tensor = torch.randn(70000)
+    image = image_of({"loader": SavesItself(tensor)})
+    assert torch.equal(loaded(image, weights_only=False)["loader"].tensor, tensor)
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -351,6 +423,46 @@ def test_the_callers_alignment_setting_is_left_alone() -> None:
     assert config.save.storage_alignment == before
 
 
-def test_a_state_that_cannot_be_pickled_is_the_callers_error() -> None:
-    with pytest.raises((TypeError, AttributeError)):
-        lay_out({"x": (i for i in range(3))})
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def deep() -> Any:
+    state: Any = 0
+    for _ in range(100_000):
+        state = [state]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("inner", "why"),
+    [
+        ((i for i in range(3)), "TypeError"),
+        (lambda: 0, "PicklingError|AttributeError"),
+        (Refuses(), "RuntimeError: not now"),
+        (torch.randn(3, 4).to_mkldnn(), "NotImplementedError"),
+    ],
+    ids=["generator", "lambda", "object", "opaque"],
+)
+def test_a_state_that_cannot_be_pickled_is_an_error_that_names_the_key(
+    inner: Any, why: str
+) -> None:
+    state = {"w": torch.zeros(3), "groups": [{"lr": 0.1}, {"a": 1, "odd": inner}]}
+    with pytest.raises(ImageError, match=rf"^groups\[1\]\.odd cannot be pickled, ({why})"):
+        lay_out(state)
+    lay_out({"w": torch.zeros(3)})
+
+
+def test_a_state_that_is_too_deep_is_an_error_that_says_so() -> None:
+    with pytest.raises(ImageError, match="RecursionError"):
+        lay_out({"x": deep()})
+
+
+def test_what_interrupts_the_program_is_no_failure_of_a_state() -> None:
+    class Interrupts:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lay_out({"x": Interrupts()})

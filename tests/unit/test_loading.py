@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.unit.test_image import assert_equal, image_of, states
+from tests.unit.test_image import (
+    assert_equal,
+    image_of,
+    nested,
+    quantized,
+    quantized_by_channel,
+    states,
+)
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.loading import state_of
 
@@ -67,6 +74,17 @@ def test_parameters_sparse_tensors_and_subclassed_containers_come_back() -> None
     assert again["parameter"].requires_grad
     assert torch.equal(again["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(again["random"], state["random"])
+
+
+def test_quantized_and_nested_tensors_come_back() -> None:
+    state = {"one": quantized(5, 7), "channels": quantized_by_channel(5, 7), "nested": nested()}
+    again = from_memory(image_of(state))
+    for name in ("one", "channels"):
+        assert again[name].qscheme() == state[name].qscheme()
+        assert torch.equal(again[name].int_repr(), state[name].int_repr())
+        assert torch.equal(again[name].dequantize(), state[name].dequantize())
+    pairs = zip(again["nested"].unbind(), state["nested"].unbind(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_file_that_is_cut_short_is_named_as_what_it_is() -> None:

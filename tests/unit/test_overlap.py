@@ -6,10 +6,12 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.test_image import SPECIAL, records_in, saved
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.overlap import SMALL, named_tensors, rows_equal, sampled
@@ -173,7 +175,51 @@ def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(
     monkeypatch.setattr(torch.UntypedStorage, "clone", full)
     assert saves.save(2, {"small": torch.ones(3)}).components == ()
     assert saves.handed_over == [1]
-    assert saves.states.take_failures() == ["no room"]
+    (failure,) = saves.states.take_failures()
+    assert "step 2, role actor, rank 0" in failure
+    assert "no room" in failure
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+def test_whatever_torch_saves_is_staged_while_training_goes_on(saves: Saves, make: Any) -> None:
+    state = {"special": make(), "w": torch.randn(BIG)}
+    expected = records_in(saved(state))
+    saves.save(1, state)
+    saves.copied()
+    (sealed,) = saves.spool.tickets()[0]
+    assert records_in(sealed.slot.read_bytes()[: sealed.ticket.nbytes]) == expected
+
+
+def test_a_state_that_holds_itself_is_staged_and_watched(saves: Saves) -> None:
+    state: dict[str, Any] = {"w": torch.randn(BIG), "list": []}
+    state["me"] = state
+    state["list"].append(state["list"])
+    saves.save(1, state)
+    saves.copied()
+    assert torch.equal(saves.staged()["me"]["w"], state["w"])
+    saves.stager.begin.clear()
+    saves.save(2, state)
+    state["w"].add_(1)
+    saves.copied()
+    assert ": w changed while" in saves.states.take_failures()[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_later_save_of_what_cannot_be_pickled_does_not_stop_the_training(
+    saves: Saves, overlap: bool
+) -> None:
+    odd = {"w": torch.zeros(BIG), "groups": [{"f": threading.Lock()}]}
+    saves.stager.begin.set()
+    with pytest.raises(ImageError, match=r"step 1, role actor, rank 0.*model.*groups\[0\]\.f"):
+        saves.save(1, odd, overlap)
+    saves.save(2, {"w": torch.zeros(3)}, overlap=False)
+    assert saves.save(3, odd, overlap).components == ()
+    (failure,) = saves.states.take_failures()
+    assert "step 3, role actor, rank 0" in failure
+    assert "groups[0].f cannot be pickled, TypeError" in failure
+    saves.save(4, {"w": torch.zeros(3)}, overlap)
+    saves.states.wait_staged()
+    assert saves.handed_over == [2, 4]
 
 
 def crashes(script: str, folder: Path) -> int:

@@ -4,7 +4,9 @@
 Given a sink that notes what is written where, it yields a `Layout`: the written extents, and for
 each storage the hole that it belongs into. Filling the holes with one copy per storage gives a file
 that ``torch.load``, veRL's checkpoint manager and veRL's merger read like any other; storages that
-were shared stay shared, because holes belong to storages, not to tensors.
+were shared stay shared, because holes belong to storages, not to tensors. ``skip_data`` begins when
+the pickle is complete: under it torch refuses to pickle quantized and nested tensors, and what an
+object's own ``torch.save`` writes would lack its data.
 
 Holes start at multiples of 4,096 bytes, so that a filled image can be written with direct I/O.
 Laying out costs tens of microseconds a tensor; where the structure and the plain values are those
@@ -17,7 +19,7 @@ import gc
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -28,7 +30,7 @@ from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
-from trinity_sync.snapshot.pickling import Noting
+from trinity_sync.snapshot.pickling import Noting, path_of_failure
 from trinity_sync.snapshot.structure import Read, Structure, Undetached, structure_of
 
 ALIGNMENT = 4096
@@ -102,7 +104,8 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         The layout (``known`` itself where it fits) and the non-empty storages that fill its holes.
 
     Raises:
-        ImageError: this version of torch lays files out in a way that is not understood.
+        ImageError: the state cannot be pickled, and the message names the key; or this version of
+            torch lays files out in a way that is not understood.
     """
     read = structure_of(state)
     if read and known and read.structure == known.structure:
@@ -110,14 +113,22 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
             return known, read.storages
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
-    sink, noting = _Sink(), Noting()
     saved = state.detached() if type(state) is Undetached else state
-    try:
-        with _aligned(), torch.serialization.skip_data():
+    with _aligned(), ExitStack() as writing:
+        sink = _Sink()
+        noting = Noting(lambda: writing.enter_context(torch.serialization.skip_data()))
+        try:
             torch.save(saved, sink, pickle_module=noting)  # type: ignore[arg-type]
-        return _planned(sink, noting, read)
-    finally:
-        noting.forget()
+            return _planned(sink, noting, read)
+        except ImageError:
+            raise
+        except Exception as error:  # whatever the state's own objects raise
+            raise ImageError(
+                f"{path_of_failure(saved) or 'it'} cannot be pickled, {type(error).__name__}: "
+                f"{error}. Leave it out of the state, or put its own state there."
+            ) from error
+        finally:
+            noting.forget()
 
 
 def _planned(sink: "_Sink", noting: Noting, read: Read | None) -> tuple[Layout, Storages]:

@@ -11,7 +11,7 @@ import pickle
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -33,13 +33,17 @@ _MARKED = pickle.BINFLOAT + struct.pack(">d", _MARK) + pickle.BINPERSID
 class Noting:
     """A pickle module for one ``torch.save``, and what was noted meanwhile.
 
+    Args:
+        pickled: called when the pickle is complete, before ``torch.save`` goes on to the storages.
+
     The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
     own way to the same result costs as much as all the rest of a layout.
     """
 
     __name__ = "pickle"
 
-    def __init__(self) -> None:
+    def __init__(self, pickled: Callable[[], object]) -> None:
+        self.pickled = pickled
         self.storages: dict[str, torch.UntypedStorage] = {}
         """By the key that torch gives them, in the order of their numbers."""
         self.content = b""
@@ -100,6 +104,7 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
         def dump(self, obj: Any) -> None:
             super().dump(obj)
             self._file.write(noted.take(self._marked.getvalue(), self._floats))
+            noted.pickled()
 
         def reducer_override(self, obj: Any) -> Any:
             if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
@@ -117,6 +122,50 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
             return rebuild, (*same, (attributes, mine))
 
     return NotingPickler
+
+
+def path_of_failure(state: Any) -> str:
+    """Path of the innermost value in nested dicts, lists and tuples that cannot be pickled.
+
+    Empty if that is ``state`` itself, or if no single item fails.
+    """
+    path = ""
+    for _ in range(_DEPTH):  # each level pickles what is below it, and a state may hold itself
+        failing = (item for item in _items(state) if not _can_be_pickled(item[1]))
+        key, state = next(failing, (None, None))
+        if key is None:
+            break
+        path += key
+    return path.removeprefix(".")
+
+
+_DEPTH = 16
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return ((f".{key}", item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ((f"[{number}]", item) for number, item in enumerate(value))
+    return iter(())
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        _Trying(_Nowhere(), 2).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+class _Trying(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "" if isinstance(obj, torch.TypedStorage) or torch.is_storage(obj) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, content: Any) -> int:
+        return len(content)
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -8,15 +8,15 @@ import logging
 import tarfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from trinity_sync.errors import SpoolError
+from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.copying import Computed, computed_now, equal_bytes, on_device
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
@@ -143,14 +143,15 @@ class Stager:
             check: as in `Watch`.
 
         Raises:
-            ImageError: a state cannot be laid out.
+            ImageError: a state cannot be pickled or copied; the message names the key.
         """
         began = time.perf_counter()
         parts: list[_Part] = []
         with ExitStack() as locks:  # released here if a state cannot be laid out
             for component, state in states.items():
                 key = (origin.role, component, origin.rank)
-                layout, storages = lay_out(state, self._layouts.get(key))
+                with _naming(origin, component):
+                    layout, storages = lay_out(state, self._layouts.get(key))
                 self._layouts[key] = layout
                 path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
                 if staged := self._slots.hold_image(origin, component):
@@ -159,7 +160,8 @@ class Stager:
                         parts.append(_Part(component, path, "file", layout, [], None, staged))
                         continue
                     staged.unlock()
-                watch = Watch(state, storages, layout, check=check) if overlap else None
+                with _naming(origin, component):
+                    watch = Watch(state, storages, layout, check=check) if overlap else None
                 storages = watch.storages if watch else storages
                 parts.append(_Part(component, path, "file", layout, storages, watch))
             own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
@@ -345,6 +347,19 @@ def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
         if storage.device.type == "cpu"
     ]
     return equal_bytes(slot.image(layout.nbytes), parts)
+
+
+@contextmanager
+def _naming(origin: Origin, component: str) -> Iterator[None]:
+    """Say of whatever goes wrong with a state whose it is."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
+        raise ImageError(
+            f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed over, "
+            f"because {component} cannot be staged: {what}"
+        ) from error
 
 
 def _cannot_write(origin: Origin, error: OSError) -> SpoolError:

@@ -68,7 +68,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
-        and not (tensor.dtype in _SPECIAL or tensor.is_neg() or tensor.__dict__)
+        and not (tensor.dtype in _SPECIAL or tensor.is_nested or tensor.is_neg())
+        and not tensor.__dict__
     )
 
 
@@ -162,7 +163,7 @@ def structure_of(state: Any) -> Read | None:
     try:
         with torch._C.DisableTorchFunctionSubclass():  # attributes of DTensors are read as they are
             visit(state)
-    except _NotComparable:
+    except Exception:  # whether it can be saved at all is for torch.save to say
         return None
     finally:
         visit = note  # a function that refers to itself would live until a garbage collection
