@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.job_process import own_run_key
-from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind
+from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind, check_number
 from trinity_sync.opening import open_together
 from trinity_sync.preemption import LastWords, say_last_words
 from trinity_sync.settings import Settings
@@ -101,6 +101,7 @@ class CheckpointCoordinator(TrinityCalls):
             CommitError: the step is not committed, has no shards for this rank, or is damaged.
             ConfigError: as `check_resume`.
         """
+        step = check_number("step", step)
         self.check_resume(step)
         rank, world_size = self.rank, self.world_size
         with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
@@ -129,7 +130,7 @@ class CheckpointCoordinator(TrinityCalls):
         since; then this save fails, as `wait_all` raises.
 
         Args:
-            step: training step, not negative.
+            step: training step, a whole number from 0 on of whichever integral type.
             components: state by component: ``model``, ``optim``, ``extra_state``. Anything that
                 ``torch.save`` accepts.
             role: folder below the step's.
@@ -156,14 +157,14 @@ class CheckpointCoordinator(TrinityCalls):
                 `wait_all` raises it.
         """
         self._require_own_process()
+        step = check_number("step", step)
+        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
         self._check(step, components, role, kind)
         if (step, kind) in self._monitored:
             raise ConfigError(
                 f"step {step}: register_and_monitor has asked for the flow run of its {kind}, "
                 "which may be committed; call save before it"
             )
-        if keep < 0:
-            raise ConfigError(f"step {step}: keep={keep} is negative; pass 0 to keep all steps")
         origin = self._origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
@@ -196,7 +197,7 @@ class CheckpointCoordinator(TrinityCalls):
                 saved already.
         """
         self._require_own_process()
-        self._attachments.add(step, name, content)
+        self._attachments.add(check_number("step", step), name, content)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
         """What a rank, this one by default, attached to a committed step.
@@ -205,7 +206,8 @@ class CheckpointCoordinator(TrinityCalls):
             CommitError: the step is not committed or damaged, or has no such attachment.
             ConfigError: the name cannot be used.
         """
-        return self._attachments.read(step, name, self.rank if rank is None else rank)
+        rank = self.rank if rank is None else check_number("rank", rank)
+        return self._attachments.read(check_number("step", step), name, rank)
 
     def upload(
         self, step: int, collect: Callable[[], Any], *, role: str = "actor"
@@ -228,7 +230,7 @@ class CheckpointCoordinator(TrinityCalls):
             ConfigError: an argument cannot work.
             SpoolError, ImageError: the very first image cannot be staged, as in `save`.
         """
-        origin = self._origin(step, role, "state_dict")
+        origin = self._origin(check_number("step", step), role, "state_dict")
         return self._states.upload(origin, collect)
 
     def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -278,6 +280,7 @@ class CheckpointCoordinator(TrinityCalls):
             ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
         self._require_own_process()
+        step = check_number("step", step)
         self._metrics.record(self._run.begun().number, step, metrics)
 
     def last_words(
@@ -299,6 +302,8 @@ class CheckpointCoordinator(TrinityCalls):
             step, components, role, metadata: as in `save`.
             deadline_s: seconds for all of it; by default what is left of ``grace_s``.
         """
+        with suppress(ConfigError):  # of another, save says what is wrong with it
+            step = check_number("step", step)
         left = self._preemption.left_s if deadline_s is None else deadline_s
         self._stager.wait_at_most(left / 4)
 

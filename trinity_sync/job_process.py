@@ -14,7 +14,14 @@ from trinity_sync.attachments import Attachments
 from trinity_sync.beginning import OwnRun
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
-from trinity_sync.layout import COMPONENTS, Component, Kind, check_name, step_folder
+from trinity_sync.layout import (
+    COMPONENTS,
+    Component,
+    Kind,
+    check_name,
+    check_number,
+    step_folder,
+)
 from trinity_sync.opening import folder_of, open_root
 from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.watch import SaveWatch
@@ -47,7 +54,8 @@ class JobProcess:
         trigger: SaveTrigger | None = None,
     ) -> None:
         self._process = os.getpid()
-        if not 0 <= rank < world_size:
+        rank, world_size = check_number("rank", rank), check_number("world size", world_size)
+        if not rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.settings = settings or Settings()
         opens = rank == 0 and not places
@@ -82,6 +90,7 @@ class JobProcess:
         Raises:
             ConfigError: as `check_resume`.
         """
+        step = check_number("step", step)
         self.wait_staged()
         self._run.begin_at(step)
 
@@ -92,6 +101,7 @@ class JobProcess:
             ConfigError: this run has begun already, at another step; or its key is that of a run
                 that is not new.
         """
+        step = check_number("step", step)
         self.wait_staged()  # what is loaded next must not reach an image
         self._run.require_can_begin_at(step)
 
@@ -216,8 +226,6 @@ class JobProcess:
         self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
     ) -> Origin:
         self._require_own_process()
-        if step < 0:
-            raise ConfigError(f"step {step} is negative")
         run = self._run.begun()
         return Origin(
             root=str(self.root),

@@ -20,6 +20,7 @@
 """
 
 import hashlib
+import operator
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -153,6 +154,22 @@ def is_below(path: str) -> bool:
     """Whether a name, as a manifest has them, stays below the step's folder."""
     pure = PurePosixPath(path)
     return is_path(path) and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
+
+
+def check_number(what: str, value: object) -> int:
+    """Return ``value`` as an ``int``, whichever integral type it has: ``np.int64``, a 0-d tensor.
+
+    Raises:
+        ConfigError: it is a bool, a float or no number at all, negative, or of more than 18 digits.
+    """
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
+    try:
+        number = -1 if is_bool else int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ConfigError(f"{what} {value!r} is no whole number from 0 to 10^18; pass an int")
+    return number
 
 
 def check_name(what: str, value: str) -> str:

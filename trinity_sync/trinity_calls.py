@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trinity_sync.job_process import JobProcess
-from trinity_sync.layout import Kind, check_name
+from trinity_sync.layout import Kind, check_name, check_number
 from trinity_sync.snapshot.receipt import Receipt, process_name
 from trinity_sync.snapshot.ticket import components_of
 from trinity_sync.storage.placement import placement
@@ -64,7 +64,13 @@ class TrinityCalls(JobProcess):
             is_state_dict: whether the sync or the checkpoint of the step is meant.
             state_dict_thread_count: saves of model weights to expect at least.
             checkpoint_thread_count: other saves to expect at least.
+
+        Raises:
+            ConfigError: the step or a count is no whole number, or negative.
         """
+        global_step = check_number("step", global_step)
+        expected = check_number("state_dict_thread_count", state_dict_thread_count)
+        expected += check_number("checkpoint_thread_count", checkpoint_thread_count)
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         self.wait_staged()
         self._monitored = {each for each in self._monitored if each[0] == global_step}
@@ -76,7 +82,6 @@ class TrinityCalls(JobProcess):
         for role in roles:
             if placement(self.root, run.number, run.key, role) is None:  # nothing but functions
                 self._place(role)
-        expected = state_dict_thread_count + checkpoint_thread_count
         keep = max((ticket.keep for ticket in mine), default=0)
         request = self._request(run, global_step, kind, roles, components_of(mine), keep, expected)
         self._hand_over(request, always=True)
@@ -86,7 +91,7 @@ class TrinityCalls(JobProcess):
         return Receipt(
             name=check_name("name of a save", name),
             run=self._run.begun().number,
-            step=step,
+            step=check_number("step", step),
             kind="state_dict" if is_state_dict else "checkpoint",
             rank=self.rank,
             process=process_name(os.getpid()),

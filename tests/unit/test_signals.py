@@ -58,6 +58,8 @@ def test_last_words_raise_nothing_whatever_the_states_are(coordinator_of: Open, 
     assert words.handed_over == ("model",)
     assert any("loader cannot be pickled" in sentence for sentence in words.undone)
     job.commit(6, "model", kind="state_dict")
+    words = saves.last_words("seven", states, deadline_s=1)  # type: ignore[arg-type]
+    assert "step 'seven' is no whole number" in words.undone[0]
 
 
 def test_last_words_tell_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:
