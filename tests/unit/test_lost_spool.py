@@ -106,6 +106,23 @@ def test_a_trainer_that_ends_leaves_the_slots_that_have_replaced_its_own(job: Jo
     reader.close()
 
 
+def test_a_child_of_a_trainer_writes_into_the_file_that_has_the_slots_name(job: Job) -> None:
+    job.stage(1, state(1))
+    size = job.spool.slot("actor", "model", 0, 0).stat().st_size
+    remove_spool(job)
+    job.spool.make()
+    job.spool.slot("actor", "model", 0, 0).write_bytes(bytes(size))
+    child = os.fork()
+    if not child:
+        try:
+            job.stage(2, state(2))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(committed(job, 2), state(2)["model"]["w"])
+
+
 def test_a_coordinator_finds_room_and_saves_after_the_spool_was_removed(
     job: Job, coordinator_of: Open
 ) -> None:

@@ -105,6 +105,8 @@ class Slot:
             if self._file.fd < 0:
                 if shared:
                     return False
+                self._pinned = False  # in a forked child it was the parent's that was
+                self._unmap()
                 self._file = _kept(self.path)
             if not self._file.try_acquire(shared=shared):
                 return False
