@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.unit.job import Job
+from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.mapped import MappedSlot
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.stager import Stager
@@ -160,7 +161,7 @@ def test_a_plan_that_fails_releases_the_image(trainers: tuple[Trainer, Trainer])
     first, second = trainers
     first.upload(5)
     unfit = {**first.state(5), "extra_state": (i for i in range(3))}
-    with pytest.raises(TypeError):
+    with pytest.raises(ImageError, match="cannot pickle 'generator' object"):
         first.stager.plan(first.job.origin(5), unfit)
     second.stage(6)
     assert same(second.commit(6), second.state(6))

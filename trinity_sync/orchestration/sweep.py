@@ -45,17 +45,21 @@ def stranded(
     requests: list[SaveRequest] = []
     for job in job_spools(spool):
         try:
-            requests += _stranded_in(job, clock() - grace_s)
+            requests += _stranded_in(job, grace_s, clock() - grace_s)
         except (OSError, TrinitySyncError) as error:  # other jobs have their turn
             warn_once(f"images in {job.folder} cannot be looked at: {error}")
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
 
 
-def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
-    """The saves of one job whose last seal, or commit, was ``before`` (since the epoch)."""
+def _stranded_in(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
+    """The saves of one job whose last seal is ``grace_s`` seconds ago.
+
+    Those that were committed ``before`` (since the epoch) are finished.
+    """
     sealed, bad = job.tickets()
     for error in bad:
         warn_once(str(error))
+    now = time.monotonic()
     saves: dict[tuple[str, int, int, Kind, tuple[str, ...]], list[Sealed]] = defaultdict(list)
     for image in sealed:
         ticket = image.ticket
@@ -65,7 +69,7 @@ def _stranded_in(job: JobSpool, before: float) -> Iterator[SaveRequest]:
         manifest = own_manifest(root, run, step)
         if manifest and manifest.holds(kind, roles):
             _finish(save, manifest, images, before)
-        elif all(image.ticket.sealed_at < before and not image.failed for image in images):
+        elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
             yield _request(root, run, step, kind, images)
 
 
