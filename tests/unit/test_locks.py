@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot import flock
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.storage import claims, metrics
+from trinity_sync.storage import claims, metrics, restore
 from trinity_sync.storage.claims import leases, nobody_claims, take_lease
 from trinity_sync.storage.locks import file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
@@ -257,6 +258,29 @@ def test_on_a_shared_file_system_the_holder_notes_itself(tmp_path: Path) -> None
             held.require_ours()
 
 
+def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def lock_and_release() -> None:
+        while not over.is_set():
+            with file_lock(tmp_path / "lock", shared=True):
+                pass
+
+    threads = [threading.Thread(target=lock_and_release) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ends = []
+    for _ in range(30):
+        if (child := os.fork()) == 0:
+            has = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+            os._exit(tmp_path / "lock" in has)
+        ends.append(os.waitpid(child, 0)[1])
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert ends == [0] * 30
+
+
 def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +296,19 @@ def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
         assert is_free(job.root / ".trinity_sync/commit.lock")
     carry_out(job.root, made)
     assert not step_folder(job.root, 1).is_dir()
+
+
+def test_a_slot_that_a_process_hangs_on_is_read_from_disk(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restore, "SLOT_S", 0.05)
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    job.commit(1)
+    slot = job.spool.slot("actor", "model", 0, 0)
+    with running(HOLD, slot) as hangs:
+        states = restore.load_states(job.root, 1, "actor", spool=job.spool)
+        assert torch.equal(states["model"]["w"], torch.ones(9))
+        assert f"held by process {hangs.pid} " in caplog.text
 
 
 def test_a_training_ends_although_the_metrics_cannot_be_written(
@@ -325,6 +362,16 @@ def test_a_lock_that_leads_elsewhere_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "linked").hardlink_to(elsewhere)
     with file_lock(tmp_path / "linked"):
         assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
+
+
+def test_a_file_that_was_moved_to_the_place_of_a_lock_is_opened_to_nobody(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    secret.chmod(0o640)
+    secret.rename(tmp_path / "lock")
+    with file_lock(tmp_path / "lock"):
+        assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o640
 
 
 def as_another_user(body: object, *groups: int) -> None:
@@ -395,3 +442,7 @@ def test_all_who_may_write_into_a_root_use_its_locks(open_to_all: Job, no_umask:
     as_another_user(lambda: take("ours", "theirs"), SOMEBODY + 1)
     take("ours", "theirs")
     assert (private / "theirs").stat().st_uid == SOMEBODY
+    private.chmod(0o700)
+    os.chown(private, SOMEBODY, -1)
+    take("of root in a folder of theirs")
+    as_another_user(lambda: take("of root in a folder of theirs"))

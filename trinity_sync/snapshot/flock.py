@@ -31,7 +31,7 @@ SAY_S = 5.0
 
 _open_here: weakref.WeakSet["LockFile"] = weakref.WeakSet()
 _opening = threading.RLock()
-"""Held from the opening of a file until it is in the set, and by a thread that forks."""
+"""Held while a file is opened or closed and the set does not tell the same, and by who forks."""
 
 
 class LockFile:
@@ -98,7 +98,8 @@ class LockFile:
     def close(self) -> None:
         """Release the lock and close the file; again is harmless."""
         self.release()
-        self.leave()
+        with _opening:
+            self.leave()
 
     def leave(self) -> None:
         """Close the file, and leave the lock to a process that has the same open file."""
@@ -135,8 +136,9 @@ class LockFile:
             return f"a process that process {takers[0]}, which has ended, has left it to"
         return "a process that cannot be seen from here" + _note_in(self.path)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self) -> None:  # wherever the collector runs, so it waits for nothing
+        self.release()
+        self.leave()
 
 
 @contextmanager

@@ -23,16 +23,16 @@ FILL_S = 600.0
 
 
 @contextmanager
-def held(path: Path) -> Iterator[int]:
+def held(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
     """A descriptor of a slot's file while nobody may change its bytes.
 
-    Waits for the lock: a trainer holds it no longer than a copy takes.
+    Waits for the lock, ``limit_s`` seconds at most: a trainer holds it no longer than a copy takes.
 
     Raises:
         FileNotFoundError: there is no such slot.
         LockTimeoutError: the trainer that fills it hangs.
     """
-    with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
+    with _under_lock(path, shared=True, limit_s=limit_s) as lock:
         yield lock.fd
 
 

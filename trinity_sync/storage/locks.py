@@ -156,17 +156,24 @@ def _opened(path: Path) -> Iterator[LockFile]:
 
 
 def _let_writers_alone_open(fd: int, folder: Path) -> None:
-    """Let those open a lock who may write into its folder, whatever the umask, and nobody else."""
+    """Let those open a lock who may write into its folder, whatever the umask, and nobody else.
+
+    Somebody may have moved another file of ours to the place of the lock. So what has content is
+    opened to nobody.
+    """
     found, above = os.fstat(fd), folder.stat()
     if found.st_uid != os.geteuid() or found.st_nlink > 1 or not stat.S_ISREG(found.st_mode):
         return
-    writers = above.st_mode & 0o222
-    with suppress(OSError):  # file systems without owners or modes
-        if writers & stat.S_IWGRP and found.st_gid != above.st_gid:
+    if not found.st_size and (found.st_uid, found.st_gid) != (above.st_uid, above.st_gid):
+        with suppress(OSError):  # who is not root can give it to a group of its own only
             os.fchown(fd, -1, above.st_gid)
-    if os.fstat(fd).st_gid != above.st_gid:  # it is no group of ours
+            os.fchown(fd, above.st_uid, -1)
+    writers = above.st_mode & 0o222
+    if os.fstat(fd).st_gid != above.st_gid:
         writers &= ~stat.S_IWGRP
-    wanted = stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
-    with suppress(OSError):
-        if stat.S_IMODE(found.st_mode) != wanted:
+    now, wanted = stat.S_IMODE(found.st_mode), stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
+    if found.st_size:
+        wanted &= now
+    with suppress(OSError):  # file systems without modes
+        if now != wanted:
             os.fchmod(fd, wanted)

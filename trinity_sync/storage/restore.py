@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.errors import CommitError
+from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.loading import load_image
 from trinity_sync.snapshot.reading import held
@@ -26,6 +26,9 @@ from trinity_sync.storage.reader import READERS, map_open, opened, read_open
 from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
+
+SLOT_S = 30.0
+"""Seconds to wait for a slot that a process is filling; the file is on disk, too."""
 
 Source = Literal["spool", "disk"]
 Read = tuple[memoryview, bool]
@@ -167,7 +170,7 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
     for slot in spool.kept(record.digest):
         try:
             with ExitStack() as lock:
-                fd = lock.enter_context(held(slot))
+                fd = lock.enter_context(held(slot, limit_s=SLOT_S))
                 trusted = is_trusted(fd)
                 if locks is None:
                     image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
@@ -177,7 +180,7 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
                     if locks is not None:
                         locks.push(lock.pop_all())
                     return image, trusted
-        except OSError as error:
+        except (OSError, LockTimeoutError) as error:
             logger.warning("%s cannot be read, its file is: %s", slot, error)
             continue
         logger.warning("%s does not hold %s any more; the file is read", slot, record.path)
