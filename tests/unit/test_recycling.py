@@ -113,6 +113,28 @@ def test_a_spare_that_somebody_links_is_not_taken(tmp_path: Path, step: Path) ->
     assert not (tmp_path / "one").exists()
 
 
+@pytest.mark.parametrize("kind", ["open to all", "another user's", "link", "folder"])
+def test_what_others_put_among_the_spares_is_not_taken(tmp_path: Path, kind: str) -> None:
+    spare, elsewhere = tmp_path / ".trinity_sync/spare/1", tmp_path / "elsewhere"
+    spare.parent.mkdir(parents=True)
+    elsewhere.write_bytes(b"mine" * WORTHWHILE)
+    if kind == "link":
+        spare.symlink_to(elsewhere)
+    elif kind == "folder":
+        spare.mkdir()
+    else:
+        spare.write_bytes(b"old" * WORTHWHILE)
+        if kind == "open to all":
+            spare.chmod(0o666)
+        elif os.getuid():
+            pytest.skip("only root can give files away")
+        else:
+            os.chown(spare, 12345, 12345)
+    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not (tmp_path / "one").is_symlink()
+    assert not (tmp_path / "one").exists()
+
+
 def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(b"mine" * WORTHWHILE)

@@ -3,9 +3,9 @@
 Writing over blocks that a file has already is about twice as fast as writing a fresh one. A spare
 file lies under a random name in ``root/.trinity_sync/spare`` and belongs to nothing; a writer takes
 it by renaming it to its own temporary name, so whatever dies when, no step ever names a file that
-is written over. A file that somebody else still reads, or has linked elsewhere, never becomes a
-spare: it is removed in the usual way, which leaves its content to them. So is one on a file system
-that other nodes may see: the kernel of this one does not know what they read.
+is written over. Nor is a file that somebody else still reads, may write or has linked elsewhere: it
+is removed in the usual way, which leaves its content to them. So is one on a file system that other
+nodes may see: the kernel of this one does not know what they read.
 """
 
 import errno
@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import struct
 import threading
 import uuid
@@ -102,8 +103,10 @@ def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
             if error.errno == errno.EXDEV:
                 return False
             raise
-        if temporary.stat().st_nlink > 1:  # linked since by somebody who found it
-            temporary.unlink()
+        found = temporary.lstat()
+        linked = found.st_nlink > 1  # since, by somebody who found it
+        if linked or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            temporary.unlink()  # or others could write what is committed in it
             continue
         sync_folder(path.parent)  # or after a power cut it might have two names, one of a commit
         return True
@@ -120,7 +123,9 @@ def _spares(root: str | Path) -> dict[Path, int]:
     sizes = {}
     for path in _folder(root).glob("*"):
         with suppress(FileNotFoundError):  # taken meanwhile
-            sizes[path] = path.stat().st_size
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode):
+                sizes[path] = found.st_size
     return sizes
 
 
