@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -253,6 +254,28 @@ def test_memory_with_a_sealed_image_is_left_and_named(
     (finding,) = run(job, settings, later_s=LATER_S)
     assert (finding.state, len(job.spool.tickets()[0])) == ("left", 1)
     assert "1 images wait in it" in finding.why
+
+
+def test_temporary_files_of_small_records_go_and_those_of_others_stay(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1)
+    private = job.root / ".trinity_sync"
+    for name in ("runs", "leases", "pins", "metrics", "placements", "exports", "stored"):
+        (private / name).mkdir(exist_ok=True)
+    places = (job.root, private, *(path for path in private.iterdir() if path.is_dir()))
+    ours = [folder / f".1.json.{uuid4().hex}.tmp" for folder in places]
+    others = [job.root / ".editor.tmp", private / "pins/.swap.1a2b.tmp", job.root / "a.tmp"]
+    theirs = step_folder(job.root, 1) / "actor/.editor.tmp"
+    for path in (*ours, *others, theirs):
+        path.touch()
+    assert run(job, settings) == []  # they may have their names in a moment
+    found = run(job, settings, later_s=LATER_S)
+    assert sorted(each.what for each in found) == sorted(
+        path.relative_to(job.root).as_posix() for path in ours
+    )
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in (*others, theirs))
 
 
 def test_memory_with_a_ticket_that_cannot_be_read_is_left_and_named(

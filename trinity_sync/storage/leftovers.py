@@ -7,6 +7,7 @@ calls of it are at work, and again and again.
 """
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ from trinity_sync.storage.persist import image_of_temporary
 from trinity_sync.storage.recycling import is_ours_alone, remove_tree
 from trinity_sync.storage.steps import is_foreign, require_committed
 from trinity_sync.storage.wishes import exported_steps, exports_of, forget_exports
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
 
 
 @dataclass(frozen=True)
@@ -127,10 +130,11 @@ def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
 def remove_temporaries(
     root: Path, *, images: Container[str], busy: Container[int] | None, before: float
 ) -> Iterator[Finding]:
-    """Remove temporary files that nobody will give a name any more.
+    """Remove temporary files that nobody will give a name any more, by the names that we give.
 
-    A temporary file is of use to the flow run that writes it, and to no other: a retry writes it
-    again from the image.
+    One in a step is of use to the flow run that writes it, and to no other: a retry writes it again
+    from the image. One beside iteration files, run records and the like had its final name a moment
+    later, or its process died.
 
     Args:
         root: the job's folder.
@@ -152,6 +156,15 @@ def remove_temporaries(
             elif step not in busy:
                 path.unlink()
                 yield Finding(str(root), name, "mended", "a save that died wrote it; removed")
+    private = root / PRIVATE_FOLDER
+    for folder in (root, private, *(path for path in private.glob("*") if path.is_dir())):
+        for path in filter(_is_temporary, folder.glob(f".*{TEMPORARY_SUFFIX}")):
+            with suppress(FileNotFoundError):  # it has its name by now
+                if path.lstat().st_mtime < before:
+                    path.unlink()
+                    name = path.relative_to(root).as_posix()
+                    why = "a process that died wrote it; removed"
+                    yield Finding(str(root), name, "mended", why)
 
 
 def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
@@ -215,9 +228,12 @@ def _removed(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
 
 
 def _temporaries(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
-        if path.is_file() and not path.is_symlink():
-            yield path
+    return filter(_is_temporary, folder.rglob(f".*{TEMPORARY_SUFFIX}"))
+
+
+def _is_temporary(path: Path) -> bool:
+    ours = _TEMPORARY.fullmatch(path.name)
+    return bool(ours) and path.is_file() and not path.is_symlink()
 
 
 def _why_not(root: Path, step: int) -> str | None:
