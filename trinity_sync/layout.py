@@ -67,13 +67,13 @@ def refuse_url(root: str | Path) -> None:
     """See that a root is no URL, also if it went through a path, which makes ``s3:/`` of it.
 
     Raises:
-        ConfigError: it is one; the message says how to have steps in a store. Or its name is not
-            text, so that no flow run can be asked for.
+        ConfigError: it is one, and the message says how to have steps in a store; or its name is
+            not text.
     """
     if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
         raise ConfigError(
-            f"root {str(root)!r} is not valid UTF-8, which Prefect and the catalog need; rename "
-            "the folder"
+            f"root {str(root)!r} holds a NUL or bytes that are not valid UTF-8, and Prefect and "
+            "the catalog could not be told of it; rename the folder"
         )
     if url := _URL.fullmatch(str(root)):
         raise ConfigError(

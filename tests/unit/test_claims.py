@@ -121,6 +121,14 @@ def test_what_has_ended_is_left_to_later_by_who_removes_steps(committed: Job) ->
     assert not lease.path.exists()
 
 
+def test_a_file_among_the_leases_that_is_none_holds_nothing_and_stays(committed: Job) -> None:
+    take_lease(committed.root, 4, "reader").release()
+    notes = committed.root / ".trinity_sync/leases/04.notes.json"
+    notes.touch()
+    assert leases(committed.root) == []
+    assert notes.exists()
+
+
 def test_a_torn_lease_holds_the_step_of_its_name_for_a_day(committed: Job) -> None:
     lease = take_lease(committed.root, 4, "reader", ttl_s=5)
     lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))

@@ -85,7 +85,7 @@ def test_a_root_of_any_name_saves_and_is_known(
 
 def test_a_root_whose_name_is_no_text_is_refused_and_has_a_job_of_its_own(tmp_path: Path) -> None:
     roots = [tmp_path / os.fsdecode(b"ckpts\xff"), tmp_path / os.fsdecode(b"ckpts\xfe")]
-    for root in roots:
+    for root in (*roots, tmp_path / "ck\0pts"):
         with pytest.raises(ConfigError, match="not valid UTF-8"):
             refuse_url(root)
     assert len({job_id(root) for root in roots}) == 2

@@ -169,7 +169,8 @@ def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> lis
         root: the job's root.
         clock: seconds since the epoch; that of the root's file system unless it is given.
     """
-    paths = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
+    names = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
+    paths = [path for path in names if _step_of_lease(path) is not None]  # the others are not ours
     now = clock() if clock else file_time(root) if paths else 0.0
     found = {path: lease for path in paths if (lease := _holding(path, now))}
     ended = [path for path in paths if path not in found and path.exists()]
@@ -314,21 +315,24 @@ def nobody_claims(root: str | Path) -> Iterator[Held]:
 
 def _holding(path: Path, now: float) -> Lease | None:
     """The lease of a file, if it is one and holds."""
-    step = parse_number(path.name.partition(".")[0])
+    if (step := _step_of_lease(path)) is None:
+        return None
     try:
         with path.open("rb") as file:  # first: another node may have renewed it just now
             renewed_at = os.fstat(file.fileno()).st_mtime
             content = file.read()
     except FileNotFoundError:
         return None  # given back meanwhile
-    if step is None:
-        return None
     lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
     with suppress(ValueError):
         written = make_record(Lease, from_text(content), path=path)
         lease = written if written.step == step else lease
     gone = lease.host == process_home() and not process_lives(lease.process)
     return None if gone or now > renewed_at + lease.ttl_s else lease
+
+
+def _step_of_lease(path: Path) -> int | None:
+    return parse_number(path.name.partition(".")[0])
 
 
 def _pin_file(root: str | Path, which: int | str) -> Path:
