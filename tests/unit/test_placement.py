@@ -274,3 +274,39 @@ def test_a_function_that_is_called_here_and_now_leaves_its_receipt_and_raises_it
     (failed,) = receipts_of(job.spool, 1, 5, "state_dict")
     assert (written.state, written.files) == ("finished", ("part.bin",))
     assert (failed.state, "no adapter to save" in failed.error) == ("failed", True)
+
+
+def test_a_save_does_not_wait_for_images_that_were_evicted(two_nodes: list[Job]) -> None:
+    """A flow run that begins late, as after an absence of the server."""
+    _, job = two_nodes
+    job.stage(1, {**MODEL, "optim": MODEL["model"]}, rank=2)
+    for step in (2, 3):  # two slots, so the model of step 1 is evicted
+        job.stage(step, MODEL, rank=2, kind="state_dict")
+    share = Share("b", str(job.spool.folder), {"actor": (2,)})
+    options = WriteOptions(gather_s=10)
+    with pytest.raises(MissingShards, match=r"model of role actor rank 2 was evicted .* node b"):
+        persist(share, job.save(1), "model", options)
+    assert persist(share, job.save(1), "optim", options)
+
+
+def test_a_save_waits_for_a_rank_that_is_behind(two_nodes: list[Job]) -> None:
+    """Also if it has images of later steps, from an earlier start of the run."""
+    _, job = two_nodes
+    job.stage(3, MODEL, rank=3)
+    job.stage(2, MODEL, rank=2)
+    job.stage(3, MODEL, rank=2)
+    share = Share("b", str(job.spool.folder), {"actor": (2, 3)})
+    with pytest.raises(MissingShards, match=r"rank 3 was not handed over on node b within"):
+        persist(share, job.save(2), "model", WriteOptions(gather_s=0.05))
+
+
+def test_a_save_waits_for_the_commit_of_its_sync_also_once_a_later_step_is_sealed(
+    two_nodes: list[Job],
+) -> None:
+    _, job = two_nodes
+    job.stage(2, MODEL, rank=2, kind="state_dict", roles=("actor",))
+    job.stage(2, {"optim": MODEL["model"]}, rank=2, also=("model",))
+    job.stage(3, {"optim": MODEL["model"]}, rank=2)
+    share = Share("b", str(job.spool.folder), {"actor": (2,)})
+    (written,) = persist(share, job.save(2), "model", WriteOptions(gather_s=0.2))
+    assert written.record.component == "model"

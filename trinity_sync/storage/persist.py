@@ -6,13 +6,14 @@ crash or a retry, gives the same bytes.
 
 import errno
 import io
+import math
 import os
 import tarfile
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -171,8 +172,10 @@ def _gather(
         for role, ranks in share.ranks.items()
     }
     deadline = clock() + gather_s
+    later: set[tuple[str, int]] = set()
     while True:
-        sealed, bad = spool.of_step(save.run, save.step)
+        waiting, bad = spool.tickets()
+        sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
         manifest = own_manifest(save.root, save.run, save.step)
         known = manifest.images if manifest else frozenset()
         uncommitted = {
@@ -190,6 +193,7 @@ def _gather(
         images: list[Sealed] = []
         committed: list[Written] = []
         missing: dict[str, list[int]] = defaultdict(list)
+        awaited: set[tuple[str, int]] = set()
         for role, rank in [(role, rank) for role, ranks in wanted.items() for rank in ranks]:
             of_rank = by_rank[role, rank]
             own = [image.ticket for image in of_rank if image.ticket.kind == save.kind]
@@ -211,8 +215,13 @@ def _gather(
                 images.append(found)
             else:
                 missing[role].append(rank)
+                if found:
+                    awaited.add((role, rank))
         if not missing:
             return images, committed
+        _refuse_evicted(share, save, component, missing, later - awaited)
+        # judged by the next look, which finds whatever is sealed by now unless it was evicted
+        later = _past_it(save, [image.ticket for image in waiting])
         if overdue:
             for error in bad:
                 if error.component == component and error.rank in missing.get(error.role, ()):
@@ -225,6 +234,42 @@ def _gather(
                 f"{spool.folder}; the next save goes on without this one."
             )
         time.sleep(0.01)
+
+
+def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
+    """Roles and ranks that have sealed a later step since this one was begun on this node.
+
+    Images of an earlier start of the same run are older than this save, and prove nothing.
+    """
+    run = [ticket for ticket in tickets if ticket.run == save.run]
+    own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
+    begun = min(own, default=math.inf)
+    return {(t.role, t.rank) for t in run if t.step > save.step and t.sealed_at > begun}
+
+
+def _refuse_evicted(
+    share: Share,
+    save: Save,
+    component: str,
+    missing: Mapping[str, Sequence[int]],
+    later: Collection[tuple[str, int]],
+) -> None:
+    """Do not wait for images that cannot come: a rank saves its steps in their order.
+
+    Args:
+        missing: ranks without an image to write, by role.
+        later: see `_past_it`.
+
+    Raises:
+        MissingShards: a rank is among both.
+    """
+    evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
+    if any(evicted.values()):
+        what = ", ".join(f"role {role} {named(ranks)}" for role, ranks in evicted.items() if ranks)
+        raise MissingShards(
+            f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
+            f"node {share.node}, where later steps wait. The next save goes on without this one."
+        )
 
 
 def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:
