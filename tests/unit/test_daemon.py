@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -95,3 +96,31 @@ def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
     daemon.stop(sleeper, 5)
     assert not sleeper.lives
     assert process_lives(process_name(named))
+
+
+HIDDEN = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+from trinity_sync.orchestration import daemon
+from trinity_sync.snapshot.receipt import process_lives, process_name
+theirs = process_name(subprocess.Popen(["sleep", "60"]).pid)
+os.setgroups([])  # that of root may see all
+os.setgid(12345)
+os.setuid(12345)
+ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: its own are not hidden, as of who logs in
+ours = daemon.start(["sleep", "60"], env=os.environ, cwd=Path("/"), log=Path(sys.argv[1]))
+assert process_lives(theirs) and process_lives(ours.process)
+daemon.stop(ours, 5)
+assert process_lives(theirs) and not process_lives(ours.process)
+"""
+
+
+def test_processes_of_others_that_the_kernel_hides_stop_nobody() -> None:
+    isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
+        pytest.skip("only root can hide processes")
+    mount = 'mount -t proc -o hidepid=1 proc /proc && exec "$0" "$@"'
+    with TemporaryDirectory() as folder:  # tmp_path is for nobody else
+        os.chown(folder, 12345, 12345)
+        command = [*isolated, "sh", "-c", mount, sys.executable, "-c", HIDDEN, f"{folder}/log/log"]
+        subprocess.run(command, check=True, timeout=60)

@@ -219,7 +219,7 @@ def _processes() -> dict[int, _Process]:
 def _look(pid: int) -> _Process | None:
     try:
         fields = process_fields(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the latter of others' that are hidden
         return None
     return _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")
 

@@ -108,6 +108,7 @@ def process_fields(pid: int) -> list[str]:
 
     Raises:
         ProcessLookupError: there is no such process.
+        PermissionError: it is another user's, and hidden (``hidepid`` of ``/proc``).
     """
     try:
         # the command, in parentheses, may hold any bytes: the process names itself, and the kernel
@@ -119,7 +120,10 @@ def process_fields(pid: int) -> list[str]:
 
 
 def process_lives(name: str) -> bool:
-    """Whether the process of that name (`process_name`) still runs on this node."""
+    """Whether the process of that name (`process_name`) still runs on this node.
+
+    One that is hidden counts as running: there is one of its pid.
+    """
     pid, _, _ = name.partition("/")
     if not (pid.isascii() and pid.isdigit()):
         return False  # no name of a process
@@ -127,6 +131,8 @@ def process_lives(name: str) -> bool:
         return process_name(int(pid)) == name
     except ProcessLookupError:
         return False
+    except PermissionError:
+        return True
 
 
 def _path(spool: JobSpool, receipt: Receipt) -> Path:
