@@ -83,23 +83,18 @@ def test_a_lease_is_renewed_or_its_reader_is_told(committed: Job) -> None:
             told.append(str(error))
 
     reader = threading.Thread(target=renew)
+    asked = threading.Event()
 
     def meanwhile() -> None:
-        reader.start()
-        while reader.is_alive() and not waited_for(committed.root / LOCK):
-            time.sleep(0.001)
+        with when_opened(committed.root / LOCK, asked.set):
+            reader.start()
+            while reader.is_alive() and not asked.wait(0.01):
+                pass
 
     with when_removed(lease.path, meanwhile):
         leases(committed.root)
     reader.join()
     assert told != ["renewed"] or lease.path.exists()
-
-
-def waited_for(lock: Path) -> bool:
-    """Whether somebody waits for a lock, by the kernel's own list."""
-    number = f":{lock.stat().st_ino} "
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and number in line for line in lines)
 
 
 def test_a_late_renewal_counts_as_long_as_the_step_is_there(committed: Job) -> None:
