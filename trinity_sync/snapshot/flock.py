@@ -19,10 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.errors import LockTimeoutError
+from trinity_sync.snapshot.receipt import process_name
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class LockFile:
 
     def close(self) -> None:
         """Release the lock and close the file; again is harmless."""
-        self.release()
+        with suppress(OSError):  # of a server that is away: closing says no more
+            self.release()
         with _opening:
             self.leave()
 
@@ -126,7 +128,7 @@ class LockFile:
             lock = _name_in_proc(self.fd)
             takers = _takers(lock)
             # the kernel names who took a lock, which may have ended and left it to a child
-            living = [pid for pid in takers if Path(f"/proc/{pid}").exists()]
+            living = [pid for pid in takers if _lives(pid)]
             keepers = living or (_keepers(lock) if takers else [])
         except (OSError, LookupError, ValueError):
             return "an unknown process"
@@ -137,7 +139,8 @@ class LockFile:
         return "a process that cannot be seen from here" + _note_in(self.path)
 
     def __del__(self) -> None:  # wherever the collector runs, so it waits for nothing
-        self.release()
+        with suppress(OSError):
+            self.release()
         self.leave()
 
 
@@ -154,6 +157,13 @@ def opened_again(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
 def name_of_process() -> str:
     """This process, as others may find it in a message."""
     return f"{_process(os.getpid())} on node {os.uname().nodename}"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(process_name(pid))
+    except ProcessLookupError:
+        return False
 
 
 def _process(pid: int) -> str:
