@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
-from trinity_sync.errors import Abandoned, StepClaimed
+from trinity_sync.errors import Abandoned, SaveError, StepClaimed
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.claims import Lease, pin, take_lease, unpin
@@ -71,6 +71,13 @@ class Histories(RuleBasedStateMachine):
     @rule(kind=KIND)
     def save(self, kind: Kind) -> None:
         other = self._stage(kind)
+        if kind == "state_dict" and self.steps.get(self.step, (0,))[0] != self.run:
+            there = self.steps.get(self.step)
+            if there and there[1] == "checkpoint" and self._newest("checkpoint") == self.step:
+                with pytest.raises(SaveError, match="would replace the newest checkpoint"):
+                    self.job.commit(self.step, **other)
+                mark_failed(self.job.spool, self.job.save(self.step, **other), "it was refused")
+                return
         self.job.commit(self.step, **other)
         self.steps[self.step] = (self.run, kind, self.value)
         self.crashed.discard(self.step)

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from trinity_sync.orchestration.roots import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import Finding, remove_temporaries
 from trinity_sync.storage.metrics import write_metrics
@@ -380,6 +382,8 @@ def test_images_wait_and_files_are_mended_though_nothing_is_deployed(
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     job.stage(2, {"model": {"w": torch.ones(10)}})
+    ((image,), _) = job.spool.tickets()
+    seal(image.slot, replace(image.ticket, monotonic_s=0.0))  # as if it were sealed at boot
     with server({"/flow_runs/filter": (200, "[]")}) as url:
         found = run_with(url, job, settings)
     assert [(each.what, each.state) for each in found] == [

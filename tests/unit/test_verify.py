@@ -154,8 +154,8 @@ def test_a_late_finish_does_not_point_at_a_damaged_step(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
     verify(job, step=2)
-    job.stage(2, {"model": {"w": torch.ones(3)}}, kind="state_dict")
-    job.commit(2, kind="state_dict")
+    job.stage(2, {"extra_state": {"w": torch.ones(3)}}, kind="state_dict")
+    job.commit(2, "extra_state", kind="state_dict")
     assert pointers(job) == (1, 1)
 
 

@@ -135,8 +135,8 @@ def _missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
     missing = [
         record
         for record in manifest.files
-        if there.file(record.path) is None
-        or there.file(record.path) != record
+        if (known := there.file(record.path)) is None
+        or known.digest != record.digest
         or sizes.get(record.path) != record.nbytes
     ]
     if any(there.file(record.path) for record in missing):
