@@ -111,16 +111,16 @@ def commit(
 ) -> Manifest:
     """Make the step official; doing it again is harmless.
 
+    No commit makes the newest step of a kind an older one. A sync that would take the place of the
+    newest checkpoint takes it over if the weights are the same, byte for byte, and is refused if
+    not.
+
     Args:
         save: which one.
         written: its files.
         receipts: of its functions.
         recycle: keep the files of a step that is replaced for the next saves to write over.
         clock: source of the manifest's time.
-
-    No commit makes the newest step of any kind older: a sync that would take the place of the
-    newest checkpoint takes it over if the weights are the same, byte for byte, and is refused if
-    not.
 
     Raises:
         MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
@@ -155,9 +155,10 @@ def commit(
             raise Abandoned(
                 f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
             )
-        if earlier and earlier.run < save.run and not _takes_over(save, earlier, manifest):
-            _refuse_loss(save, earlier, manifest)
-            _replace_step(save, written, manifest, earlier, lock, recycle=recycle)
+        replaced = earlier if earlier and earlier.run < save.run else None
+        if replaced and not _takes_over(save, replaced, manifest):
+            _refuse_loss(save, replaced, manifest)
+            _replace_step(save, written, manifest, replaced, lock, recycle=recycle)
         else:
             if not earlier:
                 unmark(save.folder)  # damage of what was no commit any more
@@ -169,8 +170,8 @@ def commit(
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         lock.require_ours()
         announce(save.root, manifest)
-        if earlier and earlier.run < save.run:
-            for kind in {*earlier.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
+        if replaced:
+            for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 settle_iteration(save.root, kind)
         _remove_other_attempts(save, written)
     return manifest
