@@ -124,6 +124,20 @@ def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Ki
     assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [3]  # it is not lost
 
 
+def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_mixed(
+    job: Job,
+) -> None:
+    job.stage(2, {"model": state(0)}, kind="state_dict")
+    job.stage(3, {"model": state(1), "optim": state(1)})
+    job.commit(2, kind="state_dict")  # so the model's slots are filled in another order
+    job.stage(3, {"model": state(2), "optim": state(2)})
+    job.commit(3, "model", "optim")
+    for name in (MODEL, MODEL.replace("model", "optim")):
+        assert torch.load(folder(job, 3) / name)["w"][0] == 1
+    late = job.spool.tickets()[0]
+    assert [sealed.failed for sealed in late] == [True, True]  # the second one is not saved
+
+
 def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
     for _ in range(2):
         job.stage(3, {"model": state(1)})

@@ -204,7 +204,12 @@ def _gather(
                 continue
             done = _committed(manifest, role, component, rank)
             its = [image for image in of_rank if image.ticket.component == component]
-            found = min(its, key=lambda i: i.ticket.kind != save.kind, default=None)
+            # of a step that was submitted twice the first images, or components would be mixed
+            found = min(
+                its,
+                key=lambda i: (i.ticket.kind != save.kind, i.ticket.monotonic_s),
+                default=None,
+            )
             # another save of the step, the sync, writes its image itself: wait for its commit
             theirs = found and found.ticket.kind != save.kind and not found.failed
             if found and found.ticket.image in uncommitted:
