@@ -19,8 +19,10 @@ from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.storage.commit import settle_late_image
 from trinity_sync.storage.iteration import is_announced
 from trinity_sync.storage.manifest import is_committed, own_manifest, read_manifest, run_of
+from trinity_sync.storage.persist import Save
 from trinity_sync.storage.runs import all_runs, left_behind_by
 from trinity_sync.storage.steps import newest
 from trinity_sync.storage.stored import is_stored, store_of
@@ -199,8 +201,8 @@ class SaveWatch:
             why = outcome.message
             if outcome.state == "completed":
                 late = self._late(save)
-                if any(not image.failed for image in late):
-                    return False  # the worker of this node compares it with the commit
+                if self._settle(request, [image for image in late if not image.failed]):
+                    return False  # what became of them shows at the next look
                 why = f"its flow run completed without that step being {what}"
                 why = "; ".join(map(_why_failed, late)) or why
             where = f" ({outcome.url})" if outcome.url else ""
@@ -210,6 +212,18 @@ class SaveWatch:
                 self._failures.append(failure)
             return True
         return False
+
+    def _settle(self, request: SaveRequest, images: Sequence[Sealed]) -> bool:
+        """Compare images with the commit that was made without them; whether there are any.
+
+        A worker of this node does it, too, but a node need not have one.
+        """
+        root, run, step = request.root, request.run, request.step
+        for image in images:
+            settle_late_image(
+                Save(root, run, step, request.kind, request.roles, request.run_key), image
+            )
+        return bool(images)
 
     def _late(self, save: _Pending) -> list[Sealed]:
         """Images of this process that wait in the spool and that the commit was made without."""
