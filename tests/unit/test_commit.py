@@ -31,7 +31,9 @@ from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import remove_replaced
 from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, discard, persist
+from trinity_sync.storage.retention import survey
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.writer import digest_of
@@ -493,6 +495,18 @@ def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job:
     assert [read_iteration(job.root, kind) for kind in KINDS] == [40, 40]
     assert job.spool.tickets() == ([], [])
     assert is_committed(job.root, 2, 40, "state_dict")
+
+
+def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
+    checkpoints_of_a_run(job, 30, 40)
+    write_metrics(job.root, 1, 40, {"reward": 3.0})
+    open_run(job.root, "second", 40)
+    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
+    job.commit(40, run=2, kind="state_dict")
+    assert {each.step: each.metrics for each in survey(job.root)} == {30: {}, 40: {"reward": 3.0}}
+    job.stage(40, {"model": state(41), "optim": state(41)}, run=3)
+    job.commit(40, "model", "optim", run=3)
+    assert {each.step: each.metrics for each in survey(job.root)} == {30: {}, 40: {}}  # replaced
 
 
 @pytest.mark.parametrize("resumed_from", [40, 30, 0])

@@ -14,7 +14,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError, ManifestError, MissingShards, SaveError
+from trinity_sync.errors import (
+    Abandoned,
+    CommitError,
+    LockTimeoutError,
+    ManifestError,
+    MissingShards,
+    SaveError,
+)
 from trinity_sync.layout import (
     DAMAGE_MARK,
     FOLDERS,
@@ -51,6 +58,7 @@ from trinity_sync.storage.manifest import (
     write_manifest,
     write_manifest_into,
 )
+from trinity_sync.storage.metrics import pass_on_metrics
 from trinity_sync.storage.persist import (
     Save,
     Written,
@@ -166,6 +174,8 @@ def commit(
                 final = f"{save.folder}/{file.record.path}"
                 _name(file, final, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
+            if earlier and earlier.run < save.run:
+                _pass_on_metrics(save, earlier)
             lock.require_ours()
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         lock.require_ours()
@@ -330,6 +340,14 @@ def _takes_over(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
         require_whole(save.root, earlier)
         return all(held.get(record.path) == record.digest for record in manifest.files)
     return False
+
+
+def _pass_on_metrics(save: Save, earlier: Manifest) -> None:
+    """Keep what retention judges a checkpoint by that is taken over."""
+    try:
+        pass_on_metrics(save.root, save.step, earlier.run, save.run)
+    except (OSError, LockTimeoutError) as error:
+        logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
 
 
 def _refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:

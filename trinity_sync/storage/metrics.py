@@ -102,6 +102,23 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     return found.metrics if found and found.run == run else {}
 
 
+def pass_on_metrics(
+    root: str | Path, step: int, run: int, to: int, *, limit_s: float = WRITE_S
+) -> None:
+    """Have the metrics that a run recorded at a step count for a later run, whose step it is now.
+
+    Raises:
+        LockTimeoutError: as `write_metrics`.
+    """
+    path = _file(root, step)
+    if not path.exists():
+        return
+    with file_lock(path.parent / "lock", limit_s=limit_s):
+        found = _read(path)
+        if found and found.run == run:
+            replace_file(path, json.dumps(asdict(_Recorded(to, found.metrics))))
+
+
 def forget_metrics(root: str | Path, step: int) -> None:
     """Remove the metrics of a step that is gone."""
     _file(root, step).unlink(missing_ok=True)
