@@ -7,14 +7,13 @@ where it shows.
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.aside import aside_folder
 from trinity_sync.storage.manifest import is_committed, run_of
-from trinity_sync.storage.runs import Run, newest_run, open_run
+from trinity_sync.storage.runs import Run, newest_run, note_resume, open_run
 from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,11 @@ class OwnRun:
             ConfigError: as `require_can_begin_at`.
         """
         self.require_can_begin_at(step)
-        if self._run is None:  # whoever began the run first may have had nothing to load
-            self._run = replace(open_run(self._root, self._key, step), resumed_from=step)
+        if self._run is None:
+            run = open_run(self._root, self._key, step)
+            if run.resumed_from != step:  # whoever began it had nothing to load
+                run = note_resume(self._root, run, step)
+            self._run = run
 
     def require_can_begin_at(self, step: int) -> None:
         """See that the run can begin at ``step``, before that is loaded.

@@ -5,6 +5,8 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.beginning import OwnRun
+from trinity_sync.storage.policies import LastN
+from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 
 
 def test_a_run_that_begins_anew_where_steps_are_is_told_once(
@@ -23,3 +25,19 @@ def test_a_run_that_begins_anew_where_steps_are_is_told_once(
     assert forgot.begun().number == forgot.begun().number == 3
     assert caplog.text.count("RUN 3 BEGINS AT STEP 0") == 1
     assert "load step 10 first" in caplog.text
+
+
+def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_steps(
+    job: Job,
+) -> None:
+    for number, loaded in ((1, 0), (2, 3), (3, 6)):
+        early, late = (OwnRun(job.root, f"run {number}") for _ in range(2))
+        assert early.begun().resumed_from == 0
+        if loaded:
+            late.begin_at(loaded)
+            OwnRun(job.root, f"run {number}").begin_at(loaded)
+        for step in range(loaded + 1, loaded + 4):
+            job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
+            job.commit(step, run=number)
+        carry_out(job.root, plan(survey(job.root), Rules(LastN(2), LastN(1)), 0))
+    assert [(each.step, each.run) for each in survey(job.root)] == [(8, 3), (9, 3)]

@@ -1,21 +1,22 @@
 """The runs of a job: a resume is a new one, and what it left behind must not come back.
 
-A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says. A
-run that resumed from step M abandons whatever earlier runs had handed over beyond M and not yet
-committed: such a save is refused, or explorers would receive weights that training has left. A
-rewind is a run, too: it annuls the runs between the one whose commit it goes back to and itself,
-and with them what those had abandoned.
+A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says,
+but for the step that it resumes from where a process with nothing to load came first. A run that
+resumed from step M abandons whatever earlier runs had handed over beyond M and not yet committed:
+such a save is refused, or explorers would receive weights that training has left. A rewind is a
+run, too: it annuls the runs between the one whose commit it goes back to and itself, and with them
+what those had abandoned.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import PRIVATE_FOLDER, parse_number
 from trinity_sync.snapshot.notes import make_record
 from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import create_file, make_folder, names_anew
+from trinity_sync.storage.durable import create_file, make_folder, names_anew, replace_file
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
         if create_file(folder / f"{run.number}.json", to_text(asdict(run))):
             return run
+
+
+def note_resume(root: str | Path, run: Run, step: int) -> Run:
+    """Write down the step that a run resumes from, where a process with nothing to load opened it.
+
+    Otherwise it would pass for one that loads nothing, and all steps before it for superseded.
+    """
+    resumed = replace(run, resumed_from=step)
+    replace_file(_folder(root) / f"{run.number}.json", to_text(asdict(resumed)))
+    return resumed
 
 
 def all_runs(root: str | Path) -> list[Run]:
