@@ -81,6 +81,19 @@ def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> No
     assert job.spool.tickets() == ([], [])
 
 
+def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job) -> None:
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    job.commit(5)
+    job.stagers.pop(0).close()  # by a process that was started meanwhile
+    job.stage(5, {"model": {"w": torch.zeros(10)}})
+    assert sweep(job) == []
+    ((late,), _) = job.spool.tickets()
+    assert late.failed
+    mark(job, 5).unlink()
+    assert sweep(job) == []
+    assert not mark(job, 5).exists()  # the commit was not finished again
+
+
 def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
     job.stage(6, {"model": {"w": torch.ones(10)}})

@@ -120,11 +120,15 @@ def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float)
     """Free the images that are part of a commit, and mark those that are not."""
     if manifest.committed_at >= before:
         return  # whoever commits it frees the slots, and notes what they hold
+    digests = {image: record.digest for record in manifest.files for image in record.images}
+    # what was compared and is not part of it waits to be evicted, perhaps for long
+    unsettled = [each for each in images if each.ticket.image in digests or not each.failed]
+    if not unsettled:
+        return
     try:
         finish_interrupted(save)
         tell_committed(save.root, save.run, save.step, manifest.kinds)
-        digests = {image: record.digest for record in manifest.files for image in record.images}
-        for image in images:
+        for image in unsettled:
             if image.ticket.image in digests:
                 release(image.slot, image.ticket.image, digests[image.ticket.image])
             else:
