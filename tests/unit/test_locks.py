@@ -87,6 +87,57 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
         assert is_free(path)
 
 
+HANGING = """
+    import os, sys, threading
+    from pathlib import Path
+    from trinity_sync.snapshot.flock import LockFile
+
+    opening = threading.Event()
+
+    def note(event, arguments):
+        if event == "open" and str(arguments[0]) == sys.argv[1]:
+            opening.set()
+
+    def fork(body):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                body()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def lock_in_thread():
+        file = LockFile(Path(sys.argv[2]), os.O_RDWR | os.O_CREAT)
+        thread = threading.Thread(target=lambda: (file.acquire(limit_s=30), file.close()))
+        thread.start()
+        thread.join()
+        assert file.fd == -1
+
+    sys.addaudithook(note)
+    hanging = threading.Thread(target=LockFile, args=(Path(sys.argv[1]), os.O_RDONLY), daemon=True)
+    hanging.start()
+    opening.wait()
+    lock_in_thread()
+    fork(lambda: (lock_in_thread(), fork(lock_in_thread), lock_in_thread()))
+    lock_in_thread()
+    assert hanging.is_alive()
+    print("ready", flush=True)
+    """
+"""A thread opens a pipe that nobody writes to: it hangs, as a file of a server that is away."""
+
+
+def test_who_forks_or_opens_another_file_does_not_wait_for_a_file_server_that_is_away(
+    tmp_path: Path,
+) -> None:
+    hangs, lock = tmp_path / "hangs", tmp_path / "lock"
+    os.mkfifo(hangs)
+    command = [sys.executable, "-c", textwrap.dedent(HANGING), hangs, lock]
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).stdout == b"ready\n"
+
+
 def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with ExitStack() as block:

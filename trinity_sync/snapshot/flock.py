@@ -30,9 +30,15 @@ logger = logging.getLogger(__name__)
 SAY_S = 5.0
 """Seconds after which a process that waits says so; then after four times as many, and so on."""
 
+FORK_S = 1.0
+"""Seconds for which a fork waits for files that other threads open or close. On a file server that
+is away that takes as long as the server likes, and the one that forks is a trainer."""
+
 _open_here: weakref.WeakSet["LockFile"] = weakref.WeakSet()
-_opening = threading.RLock()
-"""Held while a file is opened or closed and the set does not tell the same, and by who forks."""
+_changing: dict[object, int] = {}
+"""Threads that open or close a file, for which the set does not tell the same."""
+_changed = threading.Condition()
+"""Of these, and held by who forks."""
 
 
 class LockFile:
@@ -47,7 +53,7 @@ class LockFile:
     def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
         self.path = path
         self.fd = -1
-        with _opening:
+        with _change():
             self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             _open_here.add(self)
 
@@ -100,7 +106,7 @@ class LockFile:
         """Release the lock and close the file; again is harmless."""
         with suppress(OSError):  # of a server that is away: closing says no more
             self.release()
-        with _opening:
+        with _change():
             self.leave()
 
     def leave(self) -> None:
@@ -222,12 +228,42 @@ def _keepers(lock: str) -> list[int]:
     return sorted(found)
 
 
+@contextmanager
+def _change() -> Iterator[None]:
+    """Open or close a file; others may do so meanwhile, and a fork waits `FORK_S` for it."""
+    this = object()
+    with _changed:
+        _changing[this] = threading.get_ident()
+    try:
+        yield
+    finally:
+        with _changed:
+            _changing.pop(this, None)
+            _changed.notify_all()
+
+
+def _await_others() -> None:
+    """Before a fork: let none begin to open or close a file, and let those end that have."""
+    _changed.acquire()
+    mine = threading.get_ident()  # a signal's handler may fork while its thread opens a file
+    if not _changed.wait_for(
+        lambda: all(each == mine for each in tuple(_changing.values())), FORK_S
+    ):
+        _changing.clear()  # the next fork does not wait for the same once more
+
+
 def _leave_to_parent() -> None:
-    _opening.release()
+    global _changed
+    _changed = threading.Condition()  # threads that wait for the old one are not here
+    _changing.clear()
     for file in list(_open_here):
         file.leave()
 
 
+def _let_others() -> None:
+    _changed.release()
+
+
 os.register_at_fork(
-    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_leave_to_parent
+    before=_await_others, after_in_parent=_let_others, after_in_child=_leave_to_parent
 )
