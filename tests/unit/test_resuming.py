@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,25 @@ def test_a_state_that_has_changed_is_not_taken_for_the_one_of_its_step(
         assert late.ticket.image == image
         with pytest.raises(SaveError, match="with another content"):
             job.commit(10)
+
+
+class Unlike:
+    """Equals nothing, so that a state with it is laid out afresh each time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+def test_a_state_with_objects_of_the_users_own_is_staged_again_only_if_it_has_changed(
+    coordinator_of: Open,
+) -> None:
+    saves = coordinator_of()
+    changing: dict[str, Any] = state(10)
+    changing["model"]["counter"] = Unlike(1)
+    saves.save(10, changing, kind="state_dict")
+    assert saves.save(10, {"model": changing["model"]}, kind="state_dict").images == ()
+    changing["model"]["counter"].count = 2
+    assert len(saves.save(10, {"model": changing["model"]}, kind="state_dict").images) == 1
 
 
 def test_an_uploaded_state_that_has_changed_is_staged_again(coordinator_of: Open, job: Job) -> None:

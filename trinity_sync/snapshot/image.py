@@ -68,6 +68,12 @@ class Layout:
     places: _Floats | None = None
     """None where they are not known."""
 
+    def equals(self, other: "Layout") -> bool:
+        """Whether images of both differ in the data of tensors only."""
+        return self is other or (
+            (self.nbytes, self.holes, self.extents) == (other.nbytes, other.holes, other.extents)
+        )
+
     @cached_property
     def digest(self) -> str:
         """Of all that is known: images of the same digest differ in the data of tensors only."""

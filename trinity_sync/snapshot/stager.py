@@ -339,7 +339,7 @@ class Stager:
 
 def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
     """Whether the image in a locked slot is that of a state, byte for byte."""
-    if slot.laid_out is not layout:
+    if slot.laid_out is None or not slot.laid_out.equals(layout):
         return False
     parts = [
         (offset, storage)
