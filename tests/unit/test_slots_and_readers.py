@@ -15,6 +15,7 @@ from tests.unit.weights import upload
 from trinity_sync.snapshot.mapped import MappedSlot
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.reading import claimed, locked
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.weights.version import Version
 
 
@@ -112,6 +113,35 @@ def test_a_child_does_not_give_back_what_its_parent_holds(job: Job) -> None:
         upload(job, step, weights(step))
     assert torch.equal(held.memory, before)
     held.unlock()
+
+
+def test_a_child_that_is_forked_while_its_parent_reads_gives_back_what_it_reads_itself(
+    job: Job,
+) -> None:
+    held = mapped(upload(job, 1, weights(1)))
+    image = published_in(held.path).image  # type: ignore[union-attr]
+    ends, tell = os.pipe()
+    answer, say = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            assert held.try_lock(image)
+            held.unlock()
+            os.write(say, b"!")
+            os.close(tell)
+            os.read(ends, 1)
+        finally:
+            os._exit(0)
+    os.close(say)
+    held.unlock()
+    said = os.read(answer, 1)
+    slot = Slot(held.path)
+    free = slot.try_lock()
+    for fd in (tell, ends, answer):
+        os.close(fd)
+    os.waitpid(child, 0)
+    assert said
+    assert free
 
 
 def test_where_readers_hold_every_slot_one_is_added_and_stays(job: Job) -> None:

@@ -25,8 +25,8 @@ class MappedSlot:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """The bytes; not to be written to, and those of a version under the lock only."""
         self._file: LockFile | None = None
-        self._locks = 0
-        """How often it was locked and not given back: a reader may read within a reading."""
+        self._readings: list[LockFile] = []
+        """The file of each reading: a reader may read within a reading."""
 
     def try_lock(self, image: str) -> Published | None:
         """Share the lock if the slot holds ``image``; what its note says, None if it is gone."""
@@ -36,7 +36,7 @@ class MappedSlot:
                 return None
         except FileNotFoundError:
             return None
-        self._locks += 1
+        self._readings.append(file)
         published = published_in(self.path)
         if published and published.image == image and self._map(file, published.nbytes):
             return published
@@ -44,10 +44,10 @@ class MappedSlot:
         return None
 
     def unlock(self) -> None:
-        """Give the lock back; the file is unlocked by the last."""
-        self._locks -= 1
-        if not self._locks and self._file:
-            self._file.release()
+        """Give the lock back; the file is unlocked by its last reading."""
+        file = self._readings.pop()
+        if file not in self._readings:  # those of a parent are of its file
+            file.release()
 
     def close(self) -> None:
         """Let go of the file, and so of its lock; the memory goes with its last view."""
