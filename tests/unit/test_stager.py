@@ -365,3 +365,16 @@ def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Pat
     stager.prewarm("actor", "model", 0, 4096)
     assert known_job_spool(spool.folder, tmp_path / "ckpts").root == tmp_path / "ckpts"
     stager.close()
+
+
+@pytest.mark.parametrize("changed", ["nothing", "a small tensor", "the end of a large one"])
+def test_a_state_is_held_if_no_byte_of_it_has_changed_however_large(job: Job, changed: str) -> None:
+    state = {f"small.{number}": torch.full((7,), float(number)) for number in range(100)}
+    state["large"] = torch.arange(3_000_000.0)
+    job.stage(1, {"model": state})
+    if changed == "a small tensor":
+        state["small.99"][6] = -1
+    elif changed == "the end of a large one":
+        state["large"][-1] = -1
+    held = job.stager().holds(job.origin(1), "model", state)
+    assert held == (changed == "nothing")

@@ -149,27 +149,20 @@ def equal_bytes(
         image, parts, threads: as in `copy_into`.
     """
     pieces: deque[Piece] = deque()
+    small: list[Piece] = []
     base = image.data_ptr()
     for offset, storage in parts:
-        for at in range(0, storage.nbytes(), PIECE):
-            nbytes = min(PIECE, storage.nbytes() - at)
-            pieces.append((base + offset + at, storage.data_ptr() + at, nbytes))
-    found: list[bool] = []
+        _cut(pieces, small, (base + offset, storage.data_ptr(), storage.nbytes()))
+    found: list[Piece] = []
 
-    def compare_until_empty() -> None:
-        while not found:
-            try:
-                piece = pieces.popleft()
-            except IndexError:
-                return
-            if _compare(*piece):
-                found.append(True)
+    def compare(target: int, source: int, nbytes: int) -> None:
+        if _compare(target, source, nbytes):
+            found.append((target, source, nbytes))
+            pieces.clear()
 
-    helpers = min((threads or torch.get_num_threads()) - 1, len(pieces) - 1)
-    running = [_pool().submit(compare_until_empty) for _ in range(helpers)]
-    compare_until_empty()
-    for helper in running:
-        helper.result()
+    if any(_compare_at_once(*piece) for piece in small):
+        return False
+    _copy_all(pieces, [], threads, compare)
     return not found
 
 
@@ -209,6 +202,12 @@ def _writing_to(file: int, base: int) -> Copy:
     return copy
 
 
+def _memcmp(library: ctypes.CDLL) -> Callable[[int, int, int], int]:
+    memcmp = library.memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return memcmp
+
+
 def _memmove(library: ctypes.CDLL) -> Copy:
     memmove = library.memmove
     memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -216,9 +215,10 @@ def _memmove(library: ctypes.CDLL) -> Copy:
     return memmove
 
 
-_compare = ctypes.CDLL(None).memcmp
+_compare = _memcmp(ctypes.CDLL(None))
 """Of two addresses; 0 if so many bytes are the same there. Other Python threads run meanwhile."""
-_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_compare_at_once = _memcmp(ctypes.PyDLL(None))
+"""The same, while none does."""
 _copy = _memmove(ctypes.CDLL(None))
 """From one address to another, while other Python threads run."""
 _copy_at_once = _memmove(ctypes.PyDLL(None))
