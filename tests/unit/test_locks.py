@@ -1,6 +1,7 @@
 """Locks end with their holder, are left alone by its children, and are never waited for in vain."""
 
 import fcntl
+import math
 import os
 import signal
 import stat
@@ -21,6 +22,7 @@ from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot import flock
+from trinity_sync.snapshot.flock import LockFile
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import claims, metrics, restore
 from trinity_sync.storage.claims import leases, nobody_claims, take_lease
@@ -243,6 +245,23 @@ def test_who_waits_too_long_is_told_who_has_the_lock(
         holder.stdin.close()
         with file_lock(path, limit_s=60):
             pass
+
+
+@pytest.mark.parametrize(("limit_s", "warnings"), [(60.0, 1), (math.inf, 0)])
+def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_seconds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit_s: float,
+    warnings: int,
+) -> None:
+    monkeypatch.setattr(flock, "SAY_S", 0.0)
+    attempts = iter([False, True])
+    with file_lock(tmp_path / "lock"):
+        waiting = LockFile(tmp_path / "lock", os.O_RDONLY)
+        waiting.wait(lambda: next(attempts), limit_s)
+        waiting.close()
+    assert len(caplog.messages) == warnings
 
 
 def test_all_who_share_a_lock_are_named(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SAY_S = 5.0
 """Seconds after which a process that waits says so; then after four times as many, and so on."""
+SAY_LATE_S = 60.0
+"""The same where others may rightly take any time, as who writes a shard when one may at a time."""
 
 FORK_S = 1.0
 """Seconds for which a fork waits for files that other threads open or close. On a file server that
@@ -75,7 +77,7 @@ class LockFile:
 
     def wait(self, attempt: Callable[[], bool], limit_s: float) -> None:
         """Wait until an attempt to take a lock of the file succeeds; raises as `acquire`."""
-        began, say_s = time.monotonic(), SAY_S
+        began, say_s = time.monotonic(), SAY_S if math.isfinite(limit_s) else SAY_LATE_S
         while not attempt():
             waited = time.monotonic() - began
             if waited >= limit_s:
