@@ -517,3 +517,37 @@ def test_all_who_may_write_into_a_root_use_its_locks(open_to_all: Job, no_umask:
     os.chown(private, SOMEBODY, -1)
     take("of root in a folder of theirs")
     as_another_user(lambda: take("of root in a folder of theirs"))
+
+
+def test_who_finds_a_lock_that_another_user_is_making_waits_until_it_is_made(
+    open_to_all: Job, no_umask: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = open_to_all.root / ".trinity_sync"
+    private.mkdir()
+    private.chmod(0o777)
+    lock = private / "lock"
+    lock.touch(0o600)  # and the next thing that is done with it is to open it to those who may
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+
+    def go_on() -> None:
+        os.read(asked, 1)
+        lock.chmod(0o666)
+        os.write(answer, b"!")
+
+    def take() -> None:
+        monkeypatch.setattr(
+            "trinity_sync.storage.locks.time.sleep",
+            lambda _: (os.write(ask, b"!"), os.read(answered, 1)),
+        )
+        with file_lock(lock):
+            pass
+
+    maker = threading.Thread(target=go_on)
+    maker.start()
+    try:
+        as_another_user(take)
+    finally:
+        os.write(ask, b"!")
+        maker.join()
+        for fd in (asked, ask, answered, answer):
+            os.close(fd)

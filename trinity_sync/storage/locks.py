@@ -12,6 +12,7 @@ import fcntl
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ LIMIT_S = 600.0
 """Seconds that whoever needs a lock waits for it at most, unless it says otherwise."""
 LONG_S = 3600.0
 """The same for locks under which others digest, or remove, as much as a step has."""
+_MAKING_S = 0.01, 0.1
+"""Seconds after which another user who is making a lock has let those open it who may."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,24 @@ def one_change_at_a_time(root: str | Path) -> Iterator[Held]:
 @contextmanager
 def _opened(path: Path) -> Iterator[LockFile]:
     make_folder(path.parent)
-    lock = LockFile(path, os.O_RDWR | os.O_CREAT)  # NFS wants to read what is shared
+    lock = _open(path)
     try:
         _let_writers_alone_open(lock.fd, path.parent)
         yield lock
     finally:
         lock.close()
+
+
+def _open(path: Path) -> LockFile:
+    flags = os.O_RDWR | os.O_CREAT  # NFS wants to read what is shared
+    for wait_s in _MAKING_S:
+        try:
+            return LockFile(path, flags)
+        except PermissionError:
+            if not os.access(path.parent, os.W_OK):
+                raise
+            time.sleep(wait_s)
+    return LockFile(path, flags)
 
 
 def _let_writers_alone_open(fd: int, folder: Path) -> None:
