@@ -3,12 +3,15 @@
 import copy
 import gc
 import io
+import os
+import subprocess
 import sys
 import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -466,3 +469,31 @@ def test_what_interrupts_the_program_is_no_failure_of_a_state() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         lay_out({"x": Interrupts()})
+
+
+def test_every_process_writes_the_same_image_of_the_same_dtensors(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from tests.unit.test_image import image_of
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+state = {name: distribute_tensor(torch.ones(9, 2), mesh, [Shard(0)]) for name in ("a", "b")}
+state["b"] += hash(state["a"]._spec) % 1  # which it keeps from now on
+Path(sys.argv[1]).write_bytes(image_of(state))
+dist.destroy_process_group()
+"""
+    images = []
+    for seed in ("1", "2"):  # of the hashes of strings
+        path = tmp_path / seed
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env)
+        images.append(path.read_bytes())
+    assert images[0] == images[1]
+    state = loaded(images[0], weights_only=False)
+    assert torch.equal(state["b"].to_local(), torch.ones(9, 2))
+    assert hash(state["a"]._spec) == hash(state["b"]._spec)  # computed here

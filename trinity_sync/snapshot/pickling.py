@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.structure import is_plain, packed
 
 _PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_HASHED = (DTensorSpec, DeviceMesh)
+"""Types that keep their hash, and compute it where it is None."""
 _NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
 _NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
 """Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
@@ -111,6 +115,8 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
                 return _reduced(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
                 return OrderedDict, ()
+            if type(obj) in _HASHED:
+                return _without_hash(obj)
             if type(obj) is not DTensor or obj.__dict__:
                 return NotImplemented
             # those of one spec, which is kept while this lives, differ in their shards only
@@ -166,6 +172,15 @@ class _Trying(pickle.Pickler):
 class _Nowhere(io.RawIOBase):
     def write(self, content: Any) -> int:
         return len(content)
+
+
+def _without_hash(obj: Any) -> Any:
+    """What an object is made of without the hash that it keeps, which is another in each process.
+
+    So the images of equal states are equal: a resumed run saves the weights that it has loaded.
+    """
+    make, arguments, state, *rest = obj.__reduce_ex__(2)
+    return make, arguments, {**state, "_hash": None}, *rest
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
