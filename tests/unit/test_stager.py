@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from trinity_sync.snapshot.reading import locked
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.ticket import seal, ticket_path
+from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
 from trinity_sync.storage.persist import mark_failed
 
 
@@ -378,3 +379,14 @@ def test_a_state_is_held_if_no_byte_of_it_has_changed_however_large(job: Job, ch
         state["large"][-1] = -1
     held = job.stager().holds(job.origin(1), "model", state)
     assert held == (changed == "nothing")
+
+
+def test_the_failure_of_a_save_is_never_noted_beside_the_image_of_a_later_one(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0.0)  # whatever waits may be evicted
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.ones(10)}})
+    (slot,) = (sealed.slot for sealed in job.spool.tickets()[0] if sealed.ticket.step == 1)
+    evict = partial(job.stage, 3, {"model": {"w": torch.ones(10)}})
+    with when_opened(failure_path(slot), evict):
+        mark_failed(job.spool, job.save(1), "its disk was full")
+    assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}

@@ -94,7 +94,7 @@ def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> Non
     save = Save(request.root, request.run, request.step, request.kind, request.roles)
     try:
         mark_failed(JobSpool(spool / request.job), save, reason)
-    except OSError as error:
+    except (OSError, TrinitySyncError) as error:
         logger.warning("%s keeps its slots for a while: %s", save, error)
 
 

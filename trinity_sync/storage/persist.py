@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import ImageError, MissingShards, SaveError
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.reading import claimed, locked
+from trinity_sync.snapshot.reading import claimed, held, locked
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
@@ -117,9 +117,9 @@ def persist(
     sealed, committed = _gather(share, save, component, options.gather_s, clock)
     attempt = uuid.uuid4().hex[:8]
     gently = partial(yield_to_others, options.nice)
-    with ExitStack() as held:
+    with ExitStack() as locks:
         # all of them first: an image that waits for its turn must not give way to a later save
-        contents = [held.enter_context(_held(save, image)) for image in sealed]
+        contents = [locks.enter_context(_held(save, image)) for image in sealed]
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
         write = partial(_write, share, save, options, attempt)
@@ -155,8 +155,12 @@ def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
 
 
 def mark_image_failed(sealed: Sealed, reason: str) -> None:
-    """Note beside one image why it is not saved, unless its slot holds another one by now."""
-    with suppress(FileNotFoundError), claimed(sealed.slot):
+    """Note beside one image why it is not saved, unless its slot holds another one by now.
+
+    Raises:
+        LockTimeoutError: the trainer that fills the slot hangs.
+    """
+    with suppress(FileNotFoundError), claimed(sealed.slot), held(sealed.slot):
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
             failure_path(sealed.slot).write_text(reason)
