@@ -31,7 +31,7 @@ from trinity_sync.snapshot.trust import TRUSTED
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.verify import check, choose, judge
-from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
+from trinity_sync.storage.wishes import Wish, awaited, give_up, is_exported, make_wish, wishes
 
 State = dict[str, torch.Tensor]
 
@@ -412,6 +412,23 @@ def test_a_wish_holds_its_step_until_it_comes_true_or_fails(job: Job, commit: Co
         grant(job.root, Wish(1, 1, "critic"))
     assert awaited(job.root) == {}
     assert [wish.role for wish in wishes(job.root)] == ["critic"]  # for a retry
+
+
+def test_a_wish_goes_with_its_checkpoint_to_the_run_that_takes_it_over(
+    job: Job, commit: Commit
+) -> None:
+    model = tiny()
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config)
+    make_wish(job.root, Wish(1, 1, "actor"))
+    open_run(job.root, "second", 1)
+    for rank, state in enumerate(ranks):
+        job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
+    job.commit(1, run=2, kind="state_dict")
+    give_up(job.root, Wish(1, 1, "actor"))  # by the first run's flow, whose step it was
+    assert wishes(job.root) == [Wish(2, 1, "actor")]
+    grant(job.root, Wish(2, 1, "actor"))
+    assert is_exported(require_committed(job.root, 1), "actor")
 
 
 def test_an_earlier_export_is_replaced_by_that_of_another_dtype(

@@ -71,6 +71,7 @@ from trinity_sync.storage.persist import (
 from trinity_sync.storage.placement import named
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import newest, require_whole
+from trinity_sync.storage.wishes import pass_on_wishes
 from trinity_sync.storage.writer import digest_of, digest_of_bytes
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def commit(
                 _name(file, final, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
             if earlier and earlier.run < save.run:
-                _pass_on_metrics(save, earlier)
+                _pass_on(save, earlier)
             lock.require_ours()
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         lock.require_ours()
@@ -342,11 +343,12 @@ def _takes_over(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
     return False
 
 
-def _pass_on_metrics(save: Save, earlier: Manifest) -> None:
-    """Keep what retention judges a checkpoint by that is taken over."""
+def _pass_on(save: Save, earlier: Manifest) -> None:
+    """Keep what belongs to a checkpoint that is taken over: its metrics, and exports to come."""
+    pass_on_wishes(save.root, save.step, earlier.run, save.run)
     try:
         pass_on_metrics(save.root, save.step, earlier.run, save.run)
-    except (OSError, LockTimeoutError) as error:
+    except LockTimeoutError as error:
         logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
 
 

@@ -74,8 +74,20 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
 
 
 def give_up(root: str | Path, wish: Wish) -> None:
-    """Note that a wish could not be granted: its step is held no longer, a retry may find it."""
-    make_wish(root, replace(wish, failed=True))
+    """Note that a wish could not be granted: its step is held no longer, a retry may find it.
+
+    Nothing is noted where the step is a later run's by now, which grants the wish.
+    """
+    waiting = [each for each in wishes(root, step=wish.step) if each.role == wish.role]
+    if not any(each.run > wish.run for each in waiting):
+        make_wish(root, replace(wish, failed=True))
+
+
+def pass_on_wishes(root: str | Path, step: int, run: int, to: int) -> None:
+    """Have a later run, whose step it is now, grant the wishes of a run that still wait."""
+    for wish in wishes(root, step=step):
+        if wish.run == run and not wish.failed:
+            make_wish(root, replace(wish, run=to))
 
 
 def awaited(root: str | Path) -> dict[int, list[str]]:
