@@ -1,5 +1,6 @@
 """A reader has its step or an error, never a folder that vanishes under its hands."""
 
+import math
 import os
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def ended_lease(job: Job) -> Lease:
     lease = take_lease(job.root, 4, "slow", ttl_s=60)
     os.utime(lease.path, (0, lease.path.stat().st_mtime - 100))
     return lease
+
+
+@pytest.mark.parametrize("ttl_s", [math.inf, math.nan, -1.0, 1e12, True, "60"])
+def test_a_lease_of_no_number_of_seconds_is_refused(committed: Job, ttl_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"step 4 of .* a lease of .* s for me .* pin the step"):
+        take_lease(committed.root, 4, "me", ttl_s=ttl_s)
+    assert leases(committed.root) == []
+    with take_lease(committed.root, 4, "me", ttl_s=1e11):
+        (lease,) = leases(committed.root)
+        assert (lease.holder, lease.ttl_s) == ("me", 1e11)
 
 
 def test_a_lease_that_is_renewed_while_it_is_judged_holds(committed: Job) -> None:

@@ -123,9 +123,14 @@ def _int(value: Any) -> int:
     return value if type(value) is int and 0 <= value < _INTS_END else _refuse(value)
 
 
+def is_seconds(value: Any) -> bool:
+    """Whether a record can have a value as a time or duration."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < _TIMES_END
+
+
 def _seconds(value: Any) -> float:
-    plain = type(value) is float or type(value) is int
-    return float(value) if plain and 0 <= value < _TIMES_END else _refuse(value)
+    return float(value) if is_seconds(value) else _refuse(value)
 
 
 def _exactly(kind: type, value: Any) -> Any:

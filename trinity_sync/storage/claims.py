@@ -28,7 +28,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
-from trinity_sync.snapshot.notes import make_record
+from trinity_sync.snapshot.notes import is_seconds, make_record
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
 from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import (
@@ -126,7 +126,13 @@ def take_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LEASE
 
     Raises:
         CommitError: the step is not committed, or damaged.
+        ConfigError: ``ttl_s`` is no number of seconds.
     """
+    if not is_seconds(ttl_s):
+        raise ConfigError(
+            f"step {step} of {root}: a lease of {ttl_s!r} s for {holder} cannot be taken; pass a "
+            "number of seconds, or pin the step to keep it without end"
+        )
     with _committed(root, step):
         path = _folder(root, "leases") / f"{step}.{uuid.uuid4().hex}.json"
         lease = Lease(step, holder, process_home(), process_name(os.getpid()), ttl_s, path)
