@@ -235,6 +235,22 @@ def completed(job: Job, *requests: SaveRequest) -> Iterator[SaveWatch]:
         trigger.close(1)
 
 
+def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_committed(
+    job: Job,
+) -> None:
+    for step in (4, 5):
+        job.stage(step, {"model": {"w": torch.full((3,), step)}})
+        job.commit(step)
+    carry_out(job.root, plan(survey(job.root), Rules(LastN(1), All()), 0))
+    job.stage(4, {"model": {"w": torch.full((3,), 4)}})
+    ((again,), _) = job.spool.tickets()
+    (request,) = requests_in(job.root, [4], components=("model",))
+    with completed(job, request) as watch:
+        watch.add(request, images=[again.ticket.image])
+        (failure,) = watch.wait(time.monotonic() + 30)
+    assert "model of step 4, role actor, rank 0 is not saved" in failure
+
+
 @pytest.mark.parametrize("how", ["removed", "replaced", "rewound"])
 def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str) -> None:
     open_run(job.root, "first", 0)

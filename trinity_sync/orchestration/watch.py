@@ -189,7 +189,8 @@ class SaveWatch:
         if outcome is None:
             return False
         done = _committed(save) and _exported(save)
-        if outcome.state == "completed" and not done and _superseded(request):
+        late = self._late(save) if outcome.state == "completed" and not done else []
+        if outcome.state == "completed" and not done and not late and _superseded(request):
             logger.info(
                 "%s of %s was committed, and has been removed or replaced since",
                 request.run_name,
@@ -200,7 +201,6 @@ class SaveWatch:
             what = "exported, but is committed" if committed else _missed(request)
             why = outcome.message
             if outcome.state == "completed":
-                late = self._late(save)
                 if self._settle(request, [image for image in late if not image.failed]):
                     return False  # what became of them shows at the next look
                 why = f"its flow run completed without that step being {what}"
@@ -226,10 +226,13 @@ class SaveWatch:
         return bool(images)
 
     def _late(self, save: _Pending) -> list[Sealed]:
-        """Images of this process that wait in the spool and that the commit was made without."""
+        """Images of this process that wait in the spool and that the commit was made without.
+
+        Those that it was made with are freed, also where the step has been removed since.
+        """
         request = save.request
         manifest = own_manifest(request.root, request.run, request.step)
-        missing = save.images - manifest.images if manifest else set()
+        missing = save.images - (manifest.images if manifest else frozenset())
         sealed = self._spool.of_step(request.run, request.step)[0] if missing else []
         return [each for each in sealed if each.ticket.image in missing]
 

@@ -265,10 +265,11 @@ def settle_late_image(save: Save, sealed: Sealed) -> None:
             write_manifest(save.root, manifest.joined(replace(manifest, files=tuple(joined))))
             release(sealed.slot, ticket.image, digests.get(ticket.path, ""))
             return
+    there = "with another content" if manifest else "and has been removed or replaced since"
     reason = (
         f"{ticket.what} is not saved: the {save.kind} of that step was committed in {save.root} "
-        "without it, with another content. Submit all of a step in one call, and a state that has "
-        "changed as another step"
+        f"without it, {there}. Submit all of a step in one call, and a state that has changed as "
+        "another step"
     )
     mark_image_failed(sealed, reason)
     logger.error("%s", reason)
