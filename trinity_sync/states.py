@@ -74,7 +74,7 @@ class StateSaves:
         earlier = [
             name
             for name in self._staged.get((role, step), [])
-            if name not in components or self._is_staged(origin, name, components[name])
+            if name not in components or self._is_staged(origin, name, components[name], overlap)
         ]
         states = {name: state for name, state in components.items() if name not in earlier}
         handed_over = (role, step, kind) in self._handed_over
@@ -163,10 +163,10 @@ class StateSaves:
                 self._background.shutdown()
             self._stager.close()
 
-    def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
+    def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
         """Whether a state has not changed since it was staged at this step, as far as is known."""
         with suppress(Exception):  # a state that cannot be read is staged, which says why it fails
-            return self._stager.holds(origin, component, state)
+            return self._stager.holds(origin, component, state, overlap=overlap)
         return False
 
     def _carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:

@@ -20,7 +20,7 @@ from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.copying import Computed, computed_now, equal_bytes, on_device
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.overlap import Watch
+from trinity_sync.snapshot.overlap import SAMPLE, Watch
 from trinity_sync.snapshot.published import Published, publish
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slots import Origin as Origin
@@ -155,7 +155,7 @@ class Stager:
                 self._layouts[key] = layout
                 path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
                 if staged := self._slots.hold_image(origin, component):
-                    if staged.free and _has(staged, layout, storages):
+                    if staged.free and _has(staged, layout, storages, overlap):
                         locks.callback(staged.unlock)
                         parts.append(_Part(component, path, "file", layout, [], None, staged))
                         continue
@@ -241,9 +241,16 @@ class Stager:
                 ticket_path(slot.path).unlink(missing_ok=True)
             raise
 
-    def holds(self, origin: Origin, component: str, state: Any) -> bool:
+    def holds(self, origin: Origin, component: str, state: Any, *, overlap: bool = False) -> bool:
         """Whether the image of a component of this step, as this process staged it, is at hand and
         is that of ``state``; tensors on a GPU are taken for unchanged.
+
+        Args:
+            origin: who submits.
+            component: which one.
+            state: its state now.
+            overlap: compare some bytes of each large tensor, as an overlapped save does, and return
+                before they are all read.
 
         Raises:
             ImageError: as `plan`.
@@ -253,7 +260,7 @@ class Stager:
             return False
         try:
             key = (origin.role, component, origin.rank)
-            return _has(slot, *lay_out(state, self._layouts.get(key)))
+            return _has(slot, *lay_out(state, self._layouts.get(key)), overlap)
         finally:
             slot.unlock()
 
@@ -337,8 +344,8 @@ class Stager:
         )
 
 
-def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
-    """Whether the image in a locked slot is that of a state, byte for byte."""
+def _has(slot: Slot, layout: Layout, storages: Storages, overlap: bool) -> bool:
+    """Whether the image in a locked slot is that of a state; overlapped, as far as samples tell."""
     if slot.laid_out is None or not slot.laid_out.equals(layout):
         return False
     parts = [
@@ -346,7 +353,7 @@ def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
         for (offset, _), storage in zip(layout.holes, storages, strict=True)
         if storage.device.type == "cpu"
     ]
-    return equal_bytes(slot.image(layout.nbytes), parts)
+    return equal_bytes(slot.image(layout.nbytes), parts, sample=SAMPLE if overlap else 0)
 
 
 @contextmanager
