@@ -24,6 +24,7 @@ from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, own_manifest
+from trinity_sync.storage.placement import note_placement, places_of
 from trinity_sync.storage.policies import All, LastN
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
@@ -200,6 +201,16 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
         (False, True),
     ]
     assert all("were evicted" in each for each in failures)
+
+
+def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) -> None:
+    places = places_of([("here", str(job.spool.folder)), ("there", "/dev/shm/there")])
+    note_placement(job.root, 1, "", "actor", places)
+    (request,) = requests_in(job.root, (1,), components=("model",))
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
+    assert trigger._evicted([request]) == {}
+    note_placement(job.root, 1, "", "actor", places[:1])
+    assert trigger._evicted([request]).keys() == {request.key}
 
 
 def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:

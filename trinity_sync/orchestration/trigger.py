@@ -24,6 +24,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.storage.locks import run_lock_if_free
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import placement
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -120,7 +121,8 @@ class SaveTrigger:
     def _evicted(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         """The saves that no flow run could commit: their images on this node were evicted.
 
-        A save without components has no images. Nothing is said of what cannot be read.
+        A save without components has no images. Nothing is said of what cannot be read, nor of a
+        save of several nodes: its flow run fails at once, and that is what the other ranks hear.
         """
         jobs: dict[str, tuple[list[Sealed], list[TicketError]]] = {}
         found = {}
@@ -137,7 +139,7 @@ class SaveTrigger:
                     and each.role in request.roles
                     for each in tickets
                 )
-                if waits or unreadable or not request.components:
+                if waits or unreadable or not request.components or _on_several_nodes(request):
                     continue
                 # after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(request.root, step)
@@ -266,6 +268,16 @@ def _why(error: Exception, url: str) -> str:
         f"{url} answers, but is not the API of a Prefect server; correct PREFECT_API_URL, which "
         "ends with /api"
     )
+
+
+def _on_several_nodes(request: SaveRequest) -> bool:
+    """Whether ranks of a save are on other nodes than this one.
+
+    Raises:
+        OSError, CommitError: the root cannot tell.
+    """
+    found = [placement(request.root, request.run, request.run_key, r) for r in request.roles]
+    return len({place.node for places in found for place in places or ()}) > 1
 
 
 def refusal_of(error: Exception) -> str:
