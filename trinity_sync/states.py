@@ -92,7 +92,7 @@ class StateSaves:
         try:
             if metadata is not None and origin.rank == 0 and METADATA not in earlier:
                 packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
-                self._packed = {Path(metadata): packed}
+                self._packed = {Path(metadata): packed} if packed else {}
             plan = self._stager.plan(
                 origin,
                 states,

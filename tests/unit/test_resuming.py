@@ -161,6 +161,15 @@ def test_a_state_with_objects_of_the_users_own_is_staged_again_only_if_it_has_ch
     assert len(saves.save(10, {"model": changing["model"]}, kind="state_dict").images) == 1
 
 
+def test_a_folder_of_metadata_without_files_is_no_metadata(
+    coordinator_of: Open, job: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "meta").mkdir()
+    staged = coordinator_of().save(10, state(10), metadata=tmp_path / "meta")
+    assert staged.components == ("model",)
+    job.commit(10)
+
+
 def test_an_uploaded_state_that_has_changed_is_staged_again(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
     changing = state(10)

@@ -377,9 +377,11 @@ def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
     )
 
 
-def pack_folder(folder: Path) -> bytes:
-    """The files below ``folder`` as `pack` takes them."""
+def pack_folder(folder: Path) -> bytes | None:
+    """The files below ``folder``, packed as by `pack`; None if there are none."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not files:
+        return None
     return pack({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
 
 
