@@ -30,8 +30,9 @@ test: $(READY) ## the tests, on real parts, two files at a time; not those marke
 unit integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
 	$(BIN)/python -m pytest tests/$@
 
-chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED, and a power cut at every instant
+chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED, a power cut at every instant, an hour of random jobs
 	POWER_CUTS=12 $(BIN)/python -m pytest tests/unit/test_power_cuts.py --timeout 1800
+	PROMISES_MINUTES=$${PROMISES_MINUTES:-60} $(BIN)/python -m pytest -s tests/unit/test_promises.py
 	$(BIN)/python -m tests.chaos
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms

@@ -1,0 +1,158 @@
+"""A Prefect server with its worker and Ray, in a few lines, for tests of all other parts together.
+
+The server has one run for each idempotency key, with its state. The worker runs the real tasks of
+``save-step`` in this process, one by one, so that a test decides what happens between two of them:
+another attempt of the same run, a new save, a rewind. The order is that of ``flows.save``.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import tasks.commit
+import tasks.prune
+from tasks.commit import commit_step, note_failure
+from tasks.persist import persist_component
+from tasks.prune import prune_after_commit
+from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded
+from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
+from trinity_sync.request import SaveRequest
+from trinity_sync.storage.persist import Part
+from trinity_sync.storage.placement import Share, await_shares
+
+GATHER_S = 0.03
+
+
+def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
+    """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
+    for module in (tasks.commit, tasks.prune):
+        patch.setattr(module, "try_mirror", lambda *_, **__: None)
+    for name in ("show", "show_weights"):
+        patch.setattr(tasks.commit, name, lambda *_: None)
+
+
+def save_step(request: SaveRequest) -> Iterator[str]:
+    """What `flows.save.save_step` does; each task that has ended is told of."""
+    shares: list[Share] = []
+    parts: list[Part] = []
+    failures: list[Exception] = []
+    try:
+        shares = await_shares(
+            request.root, request.run, request.run_key, request.roles, gather_s=GATHER_S
+        )
+        yield "began"
+        for share in shares:
+            for component in request.components:
+                try:  # the tasks are parallel: each of them ends, whatever becomes of the others
+                    parts.append(persist_component(request, component, share))
+                except Exception as error:
+                    failures.append(error)
+                yield f"{component} is written"
+        if failures:
+            raise failures[0]
+        commit_step.fn(request, parts, shares[0])
+        yield "committed"
+    except Exception as error:
+        for share in shares:
+            note_failure.fn(request, parts, share, str(error))
+        raise
+    if request.keep:
+        prune_after_commit.fn(request)
+        yield "pruned"
+
+
+@dataclass
+class FlowRun:
+    """One run of the flow, with the attempts at it that are under way."""
+
+    request: SaveRequest
+    state: str = "pending"
+    message: str = ""
+    attempts: list[Iterator[str]] = field(default_factory=list)
+
+    def advance(self, attempt: Iterator[str]) -> str:
+        """Run the next task of an attempt; tells what happened."""
+        try:
+            return next(attempt)
+        except StopIteration:
+            self.attempts.remove(attempt)
+            self.state = "completed"
+            return "completed"
+        except Exception as error:
+            self.attempts.remove(attempt)
+            if self.state != "completed":  # Prefect keeps that
+                self.state, self.message = "failed", f"{type(error).__name__}: {error}"
+            return f"failed: {error}"
+
+
+class Server:
+    """The runs by idempotency key, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, FlowRun] = {}
+        self.away = False
+        self.clients: list[Trigger] = []
+
+    def ask(self, request: SaveRequest) -> FlowRun:
+        """A second request with a key gets the first one's run."""
+        return self.runs.setdefault(request.key, FlowRun(request))
+
+    def begin(self, run: FlowRun) -> Iterator[str]:
+        """Begin an attempt: the first, a doubled one, or a retry."""
+        attempt = save_step(run.request)
+        run.attempts.append(attempt)
+        if run.state != "completed":
+            run.state = "running"
+        return attempt
+
+    def sweep(self, spool: Path) -> None:
+        """What a node's worker does at every poll for the images that wait there."""
+        for request in stranded(spool, grace_s=0, clock=lambda: time.time() + 60):
+            run = self.ask(request)
+            if run.state == "failed":
+                let_give_way(spool, {"request": request.model_dump()}, run.message)
+            elif run.state == "crashed":
+                run.state = "pending"  # it is begun again
+            elif run.state == "completed":
+                settle_late(spool, request)
+
+    def come_back(self) -> None:
+        """The server is there again, and what trainers kept for it gets through."""
+        self.away = False
+        for client in self.clients:
+            for request in client.waiting:
+                self.ask(request)
+            client.waiting.clear()
+
+
+class Trigger(SaveTrigger):
+    """A trainer's line to the server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.waiting: list[SaveRequest] = []
+        server.clients.append(self)
+
+    def submit(self, request: SaveRequest) -> None:
+        if self.server.away:
+            self.waiting.append(request)
+        else:
+            self.server.ask(request)
+
+    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+        return {request.key: self._said_of(request.key) for request in requests}
+
+    def _said_of(self, key: str) -> Outcome:
+        if self.server.away:
+            return Outcome("unknown", "the Prefect server cannot be asked")
+        if run := self.server.runs.get(key):
+            return Outcome("failed" if run.state == "crashed" else run.state, run.message)
+        return Outcome("pending", "nobody has asked for a flow run yet")
+
+    def close(self, timeout: float) -> None:
+        self.waiting.clear()
+        if self in self.server.clients:
+            self.server.clients.remove(self)

@@ -1,0 +1,180 @@
+"""What the documentation promises of a job, as a model of a few dictionaries.
+
+It shares no code with the product: not its order of runs, not its choice of the newest step, not
+its policies. All of it is written from README.md, docs/failures.md and docs/retention.md.
+"""
+
+from dataclasses import dataclass, field
+
+Key = tuple[str, str, int]
+"""Role, component and rank."""
+Value = tuple[int, bool, bool]
+"""Step, the trainer's configuration, and whether the step came out otherwise than usual."""
+
+
+@dataclass
+class Run:
+    """A start of the job, or a rewind, in the order of their numbers."""
+
+    who: object
+    begins_at: int = 0
+    loaded: bool = False
+    back_to_run: int = 0
+
+
+@dataclass
+class Step:
+    """What is committed at a step."""
+
+    run: int
+    kinds: set[str]
+    values: dict[Key, Value]
+
+
+@dataclass
+class Saved:
+    """A save: what the ranks of a run have submitted of a step."""
+
+    trainer: str
+    run: int
+    step: int
+    kind: str
+    roles: tuple[str, ...]
+    values: dict[Key, Value]
+    excuse: str = ""
+    """Why it need not be committed."""
+    committed: bool = False
+
+
+@dataclass
+class Model:
+    """A job as its users know it."""
+
+    runs: list[Run] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    saves: list[Saved] = field(default_factory=list)
+    ever: set[tuple[int, Key, Value]] = field(default_factory=set)
+    """All that was committed at any time."""
+    functions: set[tuple[int, int, str]] = field(default_factory=set)
+    """Run, step and kind of the saves by functions, and of those that failed."""
+    failed_functions: set[tuple[int, int, str]] = field(default_factory=set)
+    pinned: set[int] = field(default_factory=set)
+    tags: dict[str, int] = field(default_factory=dict)
+    leased: set[int] = field(default_factory=set)
+
+    def of(self, run: int, step: int, kind: str) -> list[Saved]:
+        """The saves of a step: more than one if it was submitted again."""
+        return [
+            each for each in self.saves if (each.run, each.step, each.kind) == (run, step, kind)
+        ]
+
+    # ------------------------------------------------------------ order
+
+    def by_age(self) -> list[int]:
+        """The committed steps by run, and by number within a run."""
+        return sorted(self.steps, key=lambda step: (self.steps[step].run, step))
+
+    def newest(self) -> dict[str, tuple[int, int]]:
+        """Run and step of the newest commit of each kind."""
+        ages = [(self.steps[step].run, step) for step in self.by_age()]
+        return {kind: age for age in ages for kind in self.steps[age[1]].kinds}
+
+    def superseded(self, run: int, step: int) -> bool:
+        """Whether a later run began before this step, or a rewind went back behind this run.
+
+        A run that a rewind went back behind does not count any more.
+        """
+        counting: list[Run] = []
+        for number in range(len(self.runs), run, -1):
+            later = self.runs[number - 1]
+            if any(0 < each.back_to_run < number for each in counting):
+                continue
+            if later.begins_at < step or 0 < later.back_to_run < run:
+                return True
+            counting.append(later)
+        return False
+
+    # ------------------------------------------------------------ commits
+
+    def kinds_of(self, saved: Saved) -> set[str]:
+        """A checkpoint has weights if it has a model; what functions write may be anything."""
+        by_functions = (saved.run, saved.step, saved.kind) in self.functions
+        has_model = any(component == "model" for _, component, _ in saved.values)
+        return {saved.kind} | ({"state_dict"} if has_model or by_functions else set())
+
+    def outcomes(self, saved: Saved) -> list[Step]:
+        """What may be committed at a step, once this save is."""
+        there, kinds = self.steps.get(saved.step), self.kinds_of(saved)
+        if there and there.run == saved.run:  # a sync and a checkpoint add up
+            return [Step(saved.run, kinds | there.kinds, {**saved.values, **there.values})]
+        replaced = Step(saved.run, kinds, saved.values)
+        if there and there.kinds - kinds and saved.values.items() <= there.values.items():
+            return [Step(saved.run, there.kinds, there.values), replaced]  # it is taken over
+        return [replaced]
+
+    def reason_to_fail(self, run: int, step: int, kind: str, roles: tuple[str, ...]) -> str:
+        """Why a save need not be committed; empty if it has to be."""
+        there = self.steps.get(step)
+        saves = [each for each in self.of(run, step, kind) if each.roles == roles]
+        if self.superseded(run, step):
+            return "superseded"
+        if (run, step, kind) in self.failed_functions:
+            return "its function has failed"
+        if excuses := [each.excuse for each in saves if each.excuse]:
+            return excuses[0]
+        if any(each.values != saves[0].values for each in saves):
+            return "it was submitted again, with another content"
+        if there and there.run > run:
+            return "a later run has committed the step"
+        if there and there.run < run and saves and there.kinds - self.kinds_of(saves[0]):
+            return "it serves as less than what it would replace"
+        return ""
+
+    def see_what_is_committed(self, step: int) -> None:
+        """Note the saves that are part of what is committed."""
+        if there := self.steps.get(step):
+            for each in self.saves:
+                its = (each.run, each.step) == (there.run, step) and each.kind in there.kinds
+                each.committed |= its and each.values.items() <= there.values.items()
+            self.ever |= {(step, *each) for each in there.values.items()}
+
+    # ------------------------------------------------------------ what stays
+
+    @property
+    def claimed(self) -> set[int]:
+        """The steps that are pinned, tagged or leased."""
+        return self.pinned | set(self.tags.values()) | self.leased
+
+    def kept(self, *, last: int, last_syncs: int) -> set[int]:
+        """The steps that stay, whatever is removed: the newest ones, and those that are needed."""
+        checkpoints = [step for step in self.by_age() if "checkpoint" in self.steps[step].kinds]
+        syncs = [step for step in self.by_age() if "checkpoint" not in self.steps[step].kinds]
+        stay = {*checkpoints[-last:], *syncs[-last_syncs:], *self.claimed}
+        stay |= {step for _, step in self.newest().values()}
+        for each in self.saves:  # a save of it is in flight
+            if not (each.committed or each.excuse or self.superseded(each.run, each.step)):
+                stay.add(each.step)
+        own = [each for each in self.steps.values() if each.run == len(self.runs)]
+        if self.runs[-1].loaded and not any("checkpoint" in each.kinds for each in own):
+            stay.add(self.runs[-1].begins_at)
+        return stay & set(self.steps)
+
+    def earlier(self, run: int) -> set[int]:
+        """The steps of earlier runs, if the run did not go on from any of them."""
+        if self.runs[run - 1].loaded:
+            return set()
+        return {step for step, each in self.steps.items() if each.run < run}
+
+    def newer(self, step: int) -> set[int]:
+        """What a rewind to a step puts into quarantine."""
+        run = self.steps[step].run
+        return {each for each in self.steps if each > step or self.steps[each].run > run}
+
+    def rewind(self, step: int) -> None:
+        """Make a step the newest one again."""
+        run, newer = self.steps[step].run, self.newer(step)
+        if self.runs[-1].who != ("rewind", step, run):
+            self.runs.append(Run(("rewind", step, run), step, loaded=True, back_to_run=run))
+        self.steps = {each: self.steps[each] for each in self.steps if each not in newer}
+        self.pinned -= newer
+        self.tags = {name: each for name, each in self.tags.items() if each not in newer}
