@@ -210,6 +210,16 @@ def test_what_an_attempt_that_died_has_written_goes_with_the_commit(job: Job) ->
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
+def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> None:
+    for kind in ("state_dict", "checkpoint"):
+        job.stage(3, {"model": state(1)}, kind=kind)  # in the same slot, since it is unchanged
+        job.commit(3, kind="state_dict")
+    assert [sealed.ticket.kind for sealed in job.spool.tickets()[0]] == ["checkpoint"]
+    job.commit(3)
+    assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
+    assert job.spool.tickets() == ([], [])
+
+
 def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:
     job.stage(3, {"model": state(1)}, kind="state_dict")
     job.stage(3, {"optim": state(2)}, also=("model",))

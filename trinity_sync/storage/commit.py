@@ -226,6 +226,8 @@ def release_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> No
     """
     digests = {image: file.record.digest for file in written for image in file.record.images}
     for sealed in spool.of_step(save.run, save.step)[0]:
+        if sealed.ticket.kind not in SERVES_AS[save.kind]:
+            continue  # the checkpoint's, which may be sealed in the image of its sync
         if sealed.ticket.image in digests:
             release(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
         elif save.owns(sealed.ticket):
