@@ -140,6 +140,19 @@ def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_m
     assert [sealed.failed for sealed in late] == [True, True]  # the second one is not saved
 
 
+def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
+    written = []
+    for value, component in ((1, "optim"), (2, "model")):
+        job.stage(3, {"model": state(value), "optim": state(value)})
+        written += job.persist(3, component)
+        for sealed in job.spool.tickets()[0]:  # evicted
+            ticket_path(sealed.slot).unlink()
+        job.stagers.pop(0).close()
+    with pytest.raises(MissingShards, match="role actor mixes what rank 0 submitted at two times"):
+        commit(job.save(3), written)
+    assert newest(job.root) is None
+
+
 def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
     for _ in range(2):
         job.stage(3, {"model": state(1)})

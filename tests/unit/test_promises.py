@@ -119,6 +119,7 @@ class Promises(RuleBasedStateMachine):
         gc.freeze()  # so that the garbage of a trainer is found quickly
         self.open = ExitStack()
         self.folder = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
+        self.open.callback(shutil.rmtree, self.folder)
         self.root, self.spool = self.folder / "ckpts", self.folder / "spool"
         own = {"TRINITY_SYNC_SPOOL": str(self.spool), "TRINITY_SYNC_HOME": str(self.folder / "h")}
         self.open.enter_context(environment(own | {"TRINITY_SYNC_GATHER_S": str(GATHER_S)}))
@@ -469,7 +470,9 @@ class Promises(RuleBasedStateMachine):
         saves = [each for each in model.of(run, step, kind) if each.roles == request.roles]
         done = state == "completed" or any(each.committed for each in saves)
         if there and there.run == run and kind in there.kinds and done:
-            return  # an attempt after the commit
+            for saved in saves:  # an attempt after the commit: what functions wrote may join it
+                there.kinds |= model.kinds_of(saved)
+            return
         assert not model.superseded(run, step), f"{what} was superseded, and came back"
         assert not there or there.run <= run, f"{what} replaces that of a later run"
         outcomes = [outcome for each in saves for outcome in model.outcomes(each)]
@@ -670,12 +673,11 @@ class Promises(RuleBasedStateMachine):
             if not sys.exc_info()[0] and self.model.runs:  # else the example has failed before
                 self.every_save_comes_to_an_end()
         finally:
-            for trainer in self.trainers.values():
-                for rank in trainer.ranks:
-                    rank.close(timeout=0)
-            self.trainers.clear()
-            self.open.close()
-            shutil.rmtree(self.folder)
+            with self.open:
+                for trainer in self.trainers.values():
+                    for rank in trainer.ranks:
+                        rank.close(timeout=0)
+                self.trainers.clear()
             gc.collect()
 
     def every_save_comes_to_an_end(self) -> None:

@@ -222,6 +222,7 @@ class Stager:
     def _seal(self, filled: Sequence[tuple[Slot, Ticket]]) -> None:
         """Seal all of them, or none."""
         done: list[Slot] = []
+        sealed_at, monotonic_s = time.time(), self._clock()  # of all: it tells submissions apart
         try:
             for slot, ticket in filled:
                 if not slot.has_file:
@@ -232,8 +233,7 @@ class Stager:
                         "Later saves try again."
                     )
                 was_free = slot.free
-                sealed_now = replace(ticket, sealed_at=time.time(), monotonic_s=self._clock())
-                seal(slot.path, sealed_now)
+                seal(slot.path, replace(ticket, sealed_at=sealed_at, monotonic_s=monotonic_s))
                 if was_free:
                     done.append(slot)
         except BaseException:

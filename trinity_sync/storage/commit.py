@@ -286,8 +286,12 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
         if len(sizes) > 1:
             problems.append(f"role {role} mixes shards of world sizes {sorted(sizes)}")
         have: dict[str, set[int]] = defaultdict(set)
+        submissions: dict[int, set[float]] = defaultdict(set)
         for file in files:
             have[file.record.component].add(file.record.rank)
+            submissions[file.record.rank] |= {file.sealed_s} - {0.0}
+        if mixed := [rank for rank, found in submissions.items() if len(found) > 1]:
+            problems.append(f"role {role} mixes what {named(mixed)} submitted at two times")
         for component in {name for file in files for name in file.components}:
             ranks: Iterable[int] = range(max(sizes, default=1))
             if component == "metadata":

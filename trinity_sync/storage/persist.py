@@ -73,6 +73,9 @@ class Written:
     export: Export = ""
     node: str = ""
     """Where it was written."""
+    sealed_s: float = 0.0
+    """When its submission was sealed, by its node's monotonic clock; 0 for what came with another
+    save of the step."""
 
 
 class Part:
@@ -396,6 +399,7 @@ def _write_one(
         seconds=time.perf_counter() - start,
         export=ticket.export,
         node=node,
+        sealed_s=ticket.monotonic_s if ticket.kind == save.kind else 0.0,
     )
 
 
