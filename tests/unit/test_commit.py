@@ -6,7 +6,9 @@ import pickle
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from trinity_sync.errors import (
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.snapshot.receipt import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.claims import pin, tag
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.leftovers import remove_replaced
@@ -554,6 +557,17 @@ def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> Non
     job.commit(40, run=2, kind="state_dict")
     assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 50
     assert read_iteration(job.root, "state_dict") == newest(job.root, "state_dict").step == 40
+
+
+@pytest.mark.parametrize("claim", [pin, partial(tag, name="best")])
+def test_a_sync_never_takes_a_pinned_checkpoint_away(job: Job, claim: Callable[..., Any]) -> None:
+    checkpoints_of_a_run(job, 30, 40, 50)
+    claim(job.root, 40)
+    open_run(job.root, "second", 30)
+    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
+    with pytest.raises(SaveError, match="of run 1, which is pinned or tagged"):
+        job.commit(40, run=2, kind="state_dict")
+    assert require_committed(job.root, 40).run == 1
 
 
 def test_a_sync_does_not_take_over_a_checkpoint_that_is_corrupted(job: Job) -> None:

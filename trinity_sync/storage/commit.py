@@ -38,6 +38,7 @@ from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
+from trinity_sync.storage.claims import pins
 from trinity_sync.storage.damage import unmark
 from trinity_sync.storage.durable import (
     REMOVED_PREFIX,
@@ -363,9 +364,17 @@ def _refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:
     """See that a step may be replaced by one that serves as fewer kinds.
 
     Raises:
-        SaveError: it is the newest of a kind that the save does not serve as.
+        SaveError: it is the newest of a kind that the save does not serve as, or it is pinned or
+            tagged.
     """
-    for kind in sorted({*earlier.kinds} - {*manifest.kinds}):
+    lost = sorted({*earlier.kinds} - {*manifest.kinds})
+    if lost and any(pin.step == save.step for pin in pins(save.root)):
+        raise SaveError(
+            f"{save} is not committed: it would replace the {lost[0]} of run {earlier.run}, which "
+            f"is pinned or tagged. Save a checkpoint of step {save.step}, or remove the pin: "
+            f"trinity-sync unpin {save.root} {save.step}"
+        )
+    for kind in lost:
         best = newest(save.root, kind)
         if best and best.step == save.step:
             raise SaveError(
