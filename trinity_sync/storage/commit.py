@@ -176,8 +176,8 @@ def commit(
                 final = f"{save.folder}/{file.record.path}"
                 _name(file, final, committed.get(file.record.path))
             _sync_folders(save.folder, [file.path for file in manifest.files])
-            if earlier and earlier.run < save.run:
-                _pass_on(save, earlier)
+            if replaced:
+                _pass_on(save, replaced)
             lock.require_ours()
             write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
         lock.require_ours()
