@@ -100,7 +100,7 @@ class Questions:
     def _command(self, *words: str) -> None:
         from typer.testing import CliRunner
 
-        from trinity_sync.cli import app
+        from trinity_sync.cli.commands import app
 
         names = {"ROOT": str(self._root), "STEP": str(self._last.step if self._last else 1)}
         names["PAGE"] = str(self._root.parent / "report.html")

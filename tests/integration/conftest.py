@@ -1,5 +1,8 @@
 """A job: on the session's stack, or as steps on disk without any training."""
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,3 +45,17 @@ def commit_step(root: Path) -> CommitStep:
         return folder
 
     return commit
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What users install, built from this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, checkout = folder / "source", Path(__file__).parents[2]
+    skip = shutil.ignore_patterns(".*", "build", "dist", "demo-output", "__pycache__")
+    shutil.copytree(checkout, source, ignore=skip, symlinks=True)
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(
+        [sys.executable, "-m", "pip", *map(str, command)], check=True, capture_output=True
+    )
+    return next(folder.glob("*.whl"))

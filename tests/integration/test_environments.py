@@ -1,12 +1,24 @@
-"""It can be installed where people train, as a resolver says that nobody here wrote."""
+"""The client can be installed where people train, as a resolver says that nobody here wrote."""
 
+import re
 import subprocess
 import sys
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[2]
+WHERE_PEOPLE_TRAIN = (
+    "verl[vllm]==0.9.1",
+    "verl==0.9.1",
+    "trl[vllm]",
+    "vllm==0.33.0",
+    "sglang==0.5.23",
+    "areal==1.0.4",
+    "lightning",
+    "torchtitan==0.3.0",
+)
 
 
 def resolve(folder: Path, *requirements: str) -> str:
@@ -22,10 +34,30 @@ def resolve(folder: Path, *requirements: str) -> str:
     return done.stderr if done.returncode else ""
 
 
-@pytest.mark.parametrize(
-    "package", ["verl[vllm]==0.9.1", "verl==0.9.1", "trl[vllm]", "vllm==0.33.0", "lightning"]
-)
-def test_an_environment_with_it_has_room_for_this_project(package: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", WHERE_PEOPLE_TRAIN)
+def test_an_environment_with_it_has_room_for_the_client(
+    package: str, wheel: Path, tmp_path: Path
+) -> None:
     if why := resolve(tmp_path, package):
         pytest.skip(f"{package} cannot be installed by itself: {why.splitlines()[-1]}")
-    assert resolve(tmp_path, package, f"trinity-sync @ {PROJECT.as_uri()}") == ""
+    assert resolve(tmp_path, package, f"trinity-sync @ {wheel.as_uri()}") == ""
+
+
+def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
+    base, stack = set(), set()
+    for requirement in requirements_of(wheel):
+        name = re.match(r"[\w.-]+", requirement)
+        assert name
+        if "extra ==" not in requirement:
+            base.add(name[0])
+        elif re.search("extra == .stack.", requirement):
+            stack.add(name[0])
+    assert {"prefect", "ray", "sqlalchemy", "alembic", "typer"} <= stack
+    assert not base & stack
+    assert not base & {"verl", "vllm", "trinity-rft", "transformers", "lightning", "certifi"}
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
+        return message_from_bytes(content.read(name)).get_all("Requires-Dist") or []

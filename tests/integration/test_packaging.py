@@ -1,11 +1,10 @@
-"""The wheel: whole, and not disturbed by a user's own ``tasks.py`` and ``flows/``.
+"""The wheel: whole, and neither disturbed by a user's ``tasks.py`` and ``flows/`` nor in their way.
 
 It is installed as users install it, into a virtual environment, and used from a repository whose
 ``flows`` and ``tasks`` raise when they are imported, with that repository on ``PYTHONPATH``.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,28 +22,29 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.steps import require_committed
 
 CHECKOUT = Path(__file__).parents[2]
+PIPELINE = "trinity_sync/pipeline/"
 PIP = [sys.executable, "-m", "pip"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    skip = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "demo-output", "__pycache__")
-    shutil.copytree(CHECKOUT, source, ignore=skip, symlinks=True)
-    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, source]
+def install(wheel: Path, folder: Path) -> Path:
+    """The ``bin`` of a new environment with the wheel alone."""
+    venv.create(folder, symlinks=True)
+    command = ["--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel]
     subprocess.run([*PIP, *map(str, command)], check=True, capture_output=True)
-    return next(folder.glob("*.whl"))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def without_stack(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of an environment that has none of the stack's packages."""
+    return install(wheel, tmp_path_factory.mktemp("client"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of an environment with the wheel, and the packages that it needs from here."""
     folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder, symlinks=True)
-    binaries, python = folder / "bin", folder / "bin/python"
-    command = ["--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
-    subprocess.run([*PIP, *map(str, command)], check=True, capture_output=True)
+    binaries = install(wheel, folder)
     (site,) = folder.glob("lib/python*/site-packages")
     here = sysconfig.get_paths()["purelib"]
     (site / "needed.pth").write_text(f"import site; site.addsitedir({here!r})\n")
@@ -75,18 +75,50 @@ def run(project: Path, *command: str | Path, **changes: str) -> str:
 def test_the_wheel_holds_every_room_and_the_deployments(wheel: Path) -> None:
     content = zipfile.ZipFile(wheel)
     names = set(content.namelist())
-    rooms = [
-        path.relative_to(CHECKOUT).as_posix()
-        for room in ("flows", "tasks", "trinity_sync")
+    rooms = {
+        f"{below}{path.relative_to(CHECKOUT).as_posix()}"
+        for room, below in (("flows", PIPELINE), ("tasks", PIPELINE), ("trinity_sync", ""))
         for path in (CHECKOUT / room).rglob("*.py")
-    ]
+    }
     assert {*rooms, "trinity_sync/py.typed"} <= names
-    assert content.read("flows/prefect.yaml") == (CHECKOUT / "prefect.yaml").read_bytes()
-    assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/"))]
+    deployments = content.read(f"{PIPELINE}flows/prefect.yaml")
+    assert deployments == (CHECKOUT / "prefect.yaml").read_bytes()
+
+
+def test_the_wheel_puts_nothing_but_trinity_sync_where_it_is_installed(wheel: Path) -> None:
+    at_the_top = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert at_the_top == {
+        "trinity_sync",
+        f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info",
+    }
 
 
 def test_the_command_starts_from_the_wheel(project: Path, installed: Path) -> None:
     assert "trinity-sync ls ckpts" in run(project, installed / "trinity-sync", "--help")
+
+
+def test_the_command_of_a_trainers_environment_gives_way_to_that_of_the_stack(
+    project: Path, installed: Path, without_stack: Path
+) -> None:
+    path = os.pathsep.join([str(without_stack), str(installed), "/usr/bin", "/bin"])
+    for command in ("trinity-sync", without_stack / "trinity-sync"):
+        assert "trinity-sync ls ckpts" in run(project, "env", command, "--help", PATH=path)
+
+
+def test_without_a_stack_the_command_says_how_to_install_one(
+    project: Path, without_stack: Path
+) -> None:
+    path = os.pathsep.join([str(without_stack), str(without_stack), "/usr/bin", "/bin"])
+    done = subprocess.run(
+        ["env", "trinity-sync", "ls", "ckpts"],
+        env=environment(project, PATH=path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "has the client alone" in done.stderr
+    assert 'uv tool install "trinity-sync[stack]"' in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_training_saves_and_never_imports_flows_or_tasks(

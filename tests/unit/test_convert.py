@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from tests.unit.job import Job
-from trinity_sync.cli import app
+from trinity_sync.cli.commands import app
 from trinity_sync.convert.from_dcp import from_dcp
 from trinity_sync.convert.to_dcp import to_dcp
 from trinity_sync.errors import CommitError, ConfigError, SaveError

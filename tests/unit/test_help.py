@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from trinity_sync.cli import app
+from trinity_sync.cli.commands import app
 
 GROUP = typer.main.get_group(app)
 COMMANDS = [

@@ -14,7 +14,7 @@ from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
 from tests.unit.job import Job
-from trinity_sync.cli import app
+from trinity_sync.cli.commands import app
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import Abandoned, ConfigError, RemoteError, SaveFailed
 from trinity_sync.layout import step_folder

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
-from trinity_sync.cli import app
+from trinity_sync.cli.commands import app
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.claims import step_of, tag
 

@@ -1,5 +1,5 @@
 """``python -m trinity_sync.cli``."""
 
-from trinity_sync.cli.frame import app
+from trinity_sync.cli import main
 
-app()
+main()

@@ -87,10 +87,10 @@ def _packages() -> Iterator[Check]:
 
 
 def packages_check(wanted: list[str]) -> Check:
-    """Whether what is installed is in the ranges of these requirements."""
+    """Whether what is installed is in the ranges of the requirements of client and stack."""
     wrong, right = [], 0
     for requirement in map(Requirement, wanted):
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": "stack"}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)

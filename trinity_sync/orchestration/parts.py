@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 import certifi
 
-import trinity_sync
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon
+from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
 from trinity_sync.storage.durable import replace_file
@@ -177,9 +177,8 @@ def environment(settings: Settings, state: StackState) -> dict[str, str]:
     env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
     env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
     # ours first: a project of the user's may well have a folder named flows or tasks
-    package = str(Path(trinity_sync.__file__).parent.parent)
-    others = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    env["PYTHONPATH"] = os.pathsep.join([package, *(e for e in others if e != package)])
+    paths = [PACKAGES, *env.get("PYTHONPATH", "").split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     if state.server:
         env.update(_prefect_home(settings))
         env.pop("PREFECT_PROFILE", None)

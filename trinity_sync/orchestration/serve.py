@@ -21,7 +21,8 @@ from prefect.settings import (
 from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import COMPONENTS
 from trinity_sync.orchestration.metrics import METRICS
-from trinity_sync.orchestration.warm import PACKAGES, load_flow
+from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.warm import load_flow
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 

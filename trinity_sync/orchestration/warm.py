@@ -2,14 +2,13 @@
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 from prefect.context import SettingsContext, get_settings_context
 from prefect.flows import Flow
 
-import trinity_sync
 from trinity_sync.errors import ConfigError
+from trinity_sync.orchestration.pipeline import PACKAGES
 
 HEARTBEAT_S = 30
 """Seconds between two heartbeats of a run; Prefect allows no fewer. What counts as silent
@@ -35,9 +34,6 @@ class WholeSettings(SettingsContext):
         """What a task runner gives to every task, pickled."""
         return {"profile": self.profile, "settings": self.settings}
 
-
-PACKAGES = str(Path(trinity_sync.__file__).parent.parent)
-"""The folder that holds flows, tasks and trinity_sync as they were installed."""
 
 _flows: dict[str, Flow[..., Any]] = {}
 

@@ -1,0 +1,16 @@
+"""Where the packages ``flows`` and ``tasks`` are, which only the stack's own processes import.
+
+In a checkout they stand at its top. A wheel carries them below ``trinity_sync/pipeline``, because
+users' own code has modules of these names: whatever environment the wheel is installed into, it
+puts no ``flows`` and no ``tasks`` there. The stack's processes have `PACKAGES` first on their path.
+"""
+
+from pathlib import Path
+
+import trinity_sync
+
+_PACKAGE = Path(trinity_sync.__file__).parent
+_INSTALLED = _PACKAGE / "pipeline"
+
+PACKAGES = str(_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent)
+"""The folder that holds ``flows`` and ``tasks``."""
