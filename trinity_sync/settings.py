@@ -95,6 +95,18 @@ class Settings(BaseSettings):
     keep_aside: str = "all"
     """As ``keep``, for what rewinds have set aside, such as ``newer=30d``; one folder a rewind."""
 
+    host: str = "127.0.0.1"
+    """Address at which the embedded server and Ray node are reached; by default from this machine
+    alone. Any other lets further machines join, and the server asks for a password."""
+
+    ray_address: str = ""
+    """Ray cluster that the stack's tasks run on, as ``host:port``; empty for a node of the stack's
+    own. ``RAY_ADDRESS``, which names the cluster of a training, plays no part."""
+
+    ray_python: str = ""
+    """Path of the stack's Python on the nodes of that cluster, where they were started from another
+    environment; Ray and Python have to be of the same versions in both."""
+
     work_pool: str = "trinity-sync"
     """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
 

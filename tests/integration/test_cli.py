@@ -195,7 +195,9 @@ def test_diff_shows_what_changed(root: Path, job: Job) -> None:
 
 
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
-    done = run("worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS="")
+    done = run(
+        "worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", TRINITY_SYNC_RAY_ADDRESS=""
+    )
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
     assert "trinity-sync up" in done.stderr
@@ -228,7 +230,11 @@ def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_fold
 
 def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
     done = run(
-        "status", "--json", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", RAY_ADDRESS=""
+        "status",
+        "--json",
+        TRINITY_SYNC_HOME=str(tmp_path),
+        PREFECT_API_URL="",
+        TRINITY_SYNC_RAY_ADDRESS="",
     )
     assert done.returncode == 1
     assert {part["state"] for part in json.loads(done.stdout)["parts"]} == {"absent"}
@@ -277,17 +283,36 @@ def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path
 def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:
     exports = run("up", "--export").stdout
     shell = subprocess.run(
-        ["bash", "-c", f"{exports}\necho $PREFECT_API_URL $RAY_ADDRESS"],
+        ["bash", "-c", f"{exports}\necho $PREFECT_API_URL; env | grep -c ^RAY_"],
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"]},
     )
-    assert shell.stdout.split() == [stack.api_url, stack.ray_address]
+    assert shell.stdout.split() == [stack.api_url, "0"]
+
+
+def test_run_gives_the_command_what_a_trainer_needs_and_no_ray_of_the_stacks(
+    stack: StackState,
+) -> None:
+    told = (
+        "import os, sys; print(os.environ['PREFECT_API_URL'], sys.argv[1:],"
+        " os.environ.get('RAY_ADDRESS')); sys.exit(7)"
+    )
+    command = ["run", "--", sys.executable, "-c", told, "--export", "-v"]
+    done = run(*command, PREFECT_API_URL="", RAY_ADDRESS="of the training")
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.strip() == f"{stack.api_url} ['--export', '-v'] of the training"
+    assert f"Prefect UI: {stack.api_url.removesuffix('/api')}/runs" in done.stderr
+
+
+def test_run_says_that_there_is_no_such_command(stack: StackState) -> None:
+    done = run("run", "no-such-command")
+    assert done.returncode == 127
+    assert done.stderr.splitlines()[-1].startswith("trinity-sync: no-such-command cannot be run")
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_path: Path) -> None:
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
-    env = {name: value for name, value in env.items() if not name.startswith("RAY_A")}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:  # a test run in the background of a shell ignores Ctrl-C, and so would its children
         up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
@@ -315,7 +340,12 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
 
 def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, work_pool="foreground")
-    own = {"TRINITY_SYNC_HOME": str(tmp_path), "TRINITY_SYNC_WORK_POOL": "foreground"}
+    own = {
+        "TRINITY_SYNC_HOME": str(tmp_path),
+        "TRINITY_SYNC_WORK_POOL": "foreground",
+        "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address,
+        **(stack.ray_auth or {}),
+    }
     with (tmp_path / "worker.log").open("w") as log:
         worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
     deadline = time.monotonic() + 60

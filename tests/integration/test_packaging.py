@@ -148,7 +148,8 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
     )
     home = str(project / "home")
-    said = run(project, installed / "python", script, TRINITY_SYNC_HOME=home)
+    own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address}
+    said = run(project, installed / "python", script, **own)
     assert said == f"{stack.api_url} False False"
 
 
@@ -163,7 +164,12 @@ def test_a_worker_takes_the_installed_flows_here_and_on_ray(
     project: Path, installed: Path, stack: StackState, tmp_path: Path
 ) -> None:
     settings = Settings(home=tmp_path / "home", work_pool="packaging")
-    own = {"TRINITY_SYNC_HOME": str(settings.home), "TRINITY_SYNC_WORK_POOL": "packaging"}
+    own = {
+        "TRINITY_SYNC_HOME": str(settings.home),
+        "TRINITY_SYNC_WORK_POOL": "packaging",
+        "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address,
+        **(stack.ray_auth or {}),
+    }
     log = tmp_path / "worker.log"
     command = [installed / "python", "-m", "trinity_sync.orchestration.serve"]
     with log.open("w") as output:

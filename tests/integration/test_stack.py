@@ -27,6 +27,16 @@ def another(tmp_path: Path, stack: StackState) -> Settings:
     return Settings(home=tmp_path / "home", spool=tmp_path / "spool", work_pool="another")
 
 
+@pytest.fixture
+def on_the_same_ray(
+    another: Settings, stack: StackState, monkeypatch: pytest.MonkeyPatch
+) -> Settings:
+    """The same, where the Ray cluster is that of the first."""
+    for name, value in (stack.ray_auth or {}).items():
+        monkeypatch.setenv(name, value)
+    return another.model_copy(update={"ray_address": stack.ray_address})
+
+
 def part(settings: Settings, name: str) -> stack_module.Part:
     return next(each for each in stack_module.status(settings).parts if each.name == name)
 
@@ -126,8 +136,9 @@ def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
-    stack: StackState, another: Settings, stack_settings: Settings
+    stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
+    another = on_the_same_ray
     with stack_module.running(another) as state:
         assert (state.server, state.ray) == (None, None)
         assert (state.api_url, state.ray_address) == (stack.api_url, stack.ray_address)
@@ -142,10 +153,7 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     assert part(stack_settings, "ray").state == "running"
 
 
-def test_down_leaves_no_process_and_no_file(
-    another: Settings, monkeypatch: pytest.MonkeyPatch, stack_settings: Settings
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS")
+def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
     state = stack_module.up(another, num_cpus=1, worker=False)
     deploy.deploy(stack_settings)
     processes = processes_of(state)
@@ -162,13 +170,12 @@ def test_down_leaves_no_process_and_no_file(
 
 
 def test_what_was_started_is_stopped_when_the_rest_fails(
-    stack: StackState, another: Settings, monkeypatch: pytest.MonkeyPatch
+    stack: StackState, another: Settings
 ) -> None:
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with server_client(stack.api_url) as client:
         client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
-    monkeypatch.delenv("RAY_ADDRESS")
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(StackError, match="of type 'process'"):
         stack_module.up(another.model_copy(update={"work_pool": "of-another-type"}))
@@ -176,12 +183,18 @@ def test_what_was_started_is_stopped_when_the_rest_fails(
     assert stack_module.find(another) is None
 
 
-@pytest.mark.parametrize("variable", ["PREFECT_API_URL", "RAY_ADDRESS"])
+@pytest.mark.parametrize(
+    ("variable", "address"),
+    [
+        ("PREFECT_API_URL", "http://127.0.0.1:9/api"),
+        ("TRINITY_SYNC_RAY_ADDRESS", "127.0.0.1:9"),
+    ],
+)
 def test_a_given_part_that_does_not_answer_is_an_error_before_anything_starts(
-    another: Settings, monkeypatch: pytest.MonkeyPatch, variable: str
+    another: Settings, monkeypatch: pytest.MonkeyPatch, variable: str, address: str
 ) -> None:
-    address = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "RAY_ADDRESS": "127.0.0.1:9"}[variable]
     monkeypatch.setenv(variable, address)
+    another = Settings(home=another.home)
     with pytest.raises(StackError, match=f"{variable}={address}"):
         stack_module.up(another)
     assert not (another.home / "logs").exists()

@@ -58,7 +58,9 @@ def test_what_is_away_fails_with_what_to_do(committed: Job) -> None:
     for name in ("prefect server", "ray"):
         assert found[name].state == "fail"
         assert "trinity-sync up" in found[name].todo
-    with environment({"PREFECT_API_URL": "http://127.0.0.1:9/api", "RAY_ADDRESS": "127.0.0.1:9"}):
+    with environment(
+        {"PREFECT_API_URL": "http://127.0.0.1:9/api", "TRINITY_SYNC_RAY_ADDRESS": "127.0.0.1:9"}
+    ):
         found = checks(committed)
     assert "127.0.0.1:9" in found["prefect server"].found
     assert "127.0.0.1:9" in found["ray"].found

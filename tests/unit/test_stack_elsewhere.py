@@ -33,7 +33,10 @@ def listening() -> Iterator[int]:
 
 
 def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
-    named = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "RAY_ADDRESS": f"127.0.0.1:{listening}"}
+    named = {
+        "PREFECT_API_URL": "http://127.0.0.1:9/api",
+        "TRINITY_SYNC_RAY_ADDRESS": f"127.0.0.1:{listening}",
+    }
     with environment(named):
         found = stack.status(Settings(home=tmp_path))
     assert [part.state for part in found.parts] == ["away", "external", "absent"]
@@ -42,8 +45,9 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:
     address = f"127.0.0.1:{listening}"
-    named = {"PREFECT_API_URL": f"http://{address}/api", "RAY_ADDRESS": address}
-    settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    named = {"PREFECT_API_URL": f"http://{address}/api", "TRINITY_SYNC_RAY_ADDRESS": address}
+    with environment(named):
+        settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     with environment(named), pytest.raises(StackError, match=f"at http://{address}/api in time"):
         stack.up(settings, timeout_s=0.5)
     assert stack.find(settings) is None
@@ -56,7 +60,7 @@ def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
     state = {"ray_address": ours, "server": None, "ray": None, "worker": None}
     (tmp_path / "stack.json").write_text(json.dumps(state))
     for named, differs in ((theirs, True), (ours, False), ("", False)):
-        with environment({"RAY_ADDRESS": named}):
+        with environment({"TRINITY_SYNC_RAY_ADDRESS": named}):
             sentences = stack.status(Settings(home=tmp_path)).elsewhere
         assert len(sentences) == differs
         assert all(theirs in sentence and ours in sentence for sentence in sentences)

@@ -12,10 +12,10 @@ from trinity_sync.orchestration.daemon import Daemon
 from trinity_sync.orchestration.parts import StackState, environment
 from trinity_sync.settings import Settings
 
-OWN = {"PREFECT_API_URL": "http://127.0.0.1:10/api", "RAY_ADDRESS": "127.0.0.1:10"}
+OWN = "http://127.0.0.1:10/api", "127.0.0.1:10"
 STACK = StackState(
-    api_url=OWN["PREFECT_API_URL"],
-    ray_address=OWN["RAY_ADDRESS"],
+    api_url=OWN[0],
+    ray_address=OWN[1],
     ray_folder="/tmp/none",
     ray_auth={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/none"},
     server=Daemon("1/1", "log"),
@@ -23,14 +23,16 @@ STACK = StackState(
 )
 
 
-def test_what_the_environment_names_counts_instead_of_the_stacks_part() -> None:
-    for same in ({}, OWN, {"RAY_ADDRESS": ""}):
-        assert STACK.where_named(same) == STACK
-    there = STACK.where_named({"RAY_ADDRESS": "10.0.0.4:6379"})
+def test_what_is_named_counts_instead_of_the_stacks_part(tmp_path: Path) -> None:
+    for same in (("", ""), OWN):
+        assert STACK.where_named(*same) == STACK
+    there = STACK.where_named("", "10.0.0.4:6379")
     assert (there.ray_address, there.api_url) == ("10.0.0.4:6379", STACK.api_url)
-    assert "RAY_AUTH_MODE" not in there.environment  # the token is that of our own node
+    settings = Settings(home=tmp_path)
+    assert "RAY_AUTH_MODE" in environment(settings, STACK)
+    assert "RAY_AUTH_MODE" not in environment(settings, there)  # the token is of our own node
     url = "http://prefect.internal/api"
-    there = STACK.where_named({"PREFECT_API_URL": url})
+    there = STACK.where_named(url, "")
     assert (there.api_url, there.ray_auth) == (url, STACK.ray_auth)
 
 
@@ -38,8 +40,18 @@ def test_a_server_that_is_not_the_stacks_is_asked_with_the_callers_profile(tmp_p
     settings = Settings(home=tmp_path)
     ours = str(tmp_path / "prefect")
     assert environment(settings, STACK)["PREFECT_HOME"] == ours
-    there = STACK.where_named({"PREFECT_API_URL": "http://prefect.internal/api"})
+    there = STACK.where_named("http://prefect.internal/api", "")
     assert environment(settings, there).get("PREFECT_HOME") != ours
+
+
+def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.4:6379")
+    assert STACK.environment == {"PREFECT_API_URL": STACK.api_url}
+    env = environment(Settings(home=tmp_path), STACK)
+    assert "RAY_ADDRESS" not in env
+    assert env["TRINITY_SYNC_RAY_ADDRESS"] == STACK.ray_address
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "no address"])
@@ -50,7 +62,7 @@ def test_a_ray_that_cannot_be_joined_is_a_sentence(tmp_path: Path, address: str)
         **os.environ,
         "TRINITY_SYNC_HOME": str(tmp_path),
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
-        "RAY_ADDRESS": address,
+        "TRINITY_SYNC_RAY_ADDRESS": address,
     }
     command = [sys.executable, "-m", "trinity_sync.cli", "worker"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

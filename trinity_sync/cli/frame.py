@@ -45,7 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL training: run the stack that saves them, look at what was saved.\n\n"
     "Settings come from the environment: TRINITY_SYNC_HOME is the stack's folder, PREFECT_API_URL "
-    "and RAY_ADDRESS name a Prefect server and a Ray cluster to use instead of starting them.",
+    "and TRINITY_SYNC_RAY_ADDRESS name a server and a Ray cluster to use instead of starting them.",
     epilog="Examples:  [bold]trinity-sync up[/]  ·  [bold]trinity-sync status[/]  ·  "
     "[bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync show ckpts 40[/]  ·  "
     "[bold]trinity-sync down[/]",

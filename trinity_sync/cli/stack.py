@@ -1,10 +1,11 @@
-"""Commands that run the stack: up, down, status, deploy, worker."""
+"""Commands that run the stack: up, join, run, down, status, deploy, worker."""
 
 import os
 import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,6 +56,57 @@ def up(
         return
     _print_status(found)
     typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
+    if state.api_auth:
+        invitation = settings.home / stack.INVITATION
+        typer.echo(
+            f"\nOn another machine, with a copy of {invitation}:\n\ntrinity-sync join join.json"
+        )
+
+
+@app.command(
+    rich_help_panel="Run the stack",
+    epilog="Once joined, up starts what is missing, and down leaves the stack.\n\n"
+    "Example:  [bold]trinity-sync join join.json[/]",
+)
+def join(
+    invitation: Annotated[
+        Path, typer.Argument(help="A copy of join.json in the home of the other machine's stack.")
+    ],
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
+    ] = None,
+) -> None:
+    """Have this machine take part in the stack of another one: a Ray node and a flow worker."""
+    from trinity_sync.orchestration import stack
+
+    settings = read_settings()
+    with Console(stderr=True).status("starting a Ray node and a flow worker"):
+        stack.join(settings, invitation, num_cpus=cpus)
+    _print_status(stack.status(settings))
+
+
+@app.command(
+    rich_help_panel="Run the stack",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="The stack stays up. Exit code of the command; 127 if there is no such command.\n\n"
+    "Example:  [bold]trinity-sync run -- torchrun --nproc-per-node 8 train.py[/]",
+)
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The training's command.")
+    ],
+) -> None:
+    """Start what is missing of the stack, then run a training with what it needs to know of it."""
+    from trinity_sync.orchestration import stack
+
+    with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
+        state = stack.up(read_settings())
+    typer.echo(f"Prefect UI: {state.api_url.removesuffix('/api')}/runs", err=True)
+    try:
+        os.execvpe(command[0], command, {**os.environ, **state.environment})
+    except OSError as error:
+        typer.echo(f"trinity-sync: {command[0]} cannot be run: {error.strerror}", err=True)
+        raise typer.Exit(127) from None
 
 
 @app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
@@ -118,24 +170,26 @@ def deploy() -> None:
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api RAY_ADDRESS=10.0.0.4:6379 "
-    "trinity-sync worker[/]",
+    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api "
+    "TRINITY_SYNC_RAY_ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
 )
 def worker() -> None:
     """Run a flow worker in the foreground, for what the environment names, or the stack of up."""
     from trinity_sync.orchestration import parts, stack
 
     settings = read_settings()
-    state = stack.find(settings) or parts.StackState()
-    env = parts.environment(settings, state.where_named(os.environ))
-    for variable in ("PREFECT_API_URL", "RAY_ADDRESS"):
-        if not env.get(variable):
+    state = (stack.find(settings) or parts.StackState()).where_named(
+        os.environ.get(stack.API_URL, ""), settings.ray_address
+    )
+    for variable, named in ((stack.API_URL, state.api_url), (stack.RAY_ADDRESS, state.ray_address)):
+        if not named:
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
-    if not parts.accepts(env["RAY_ADDRESS"]):  # Ray itself asks for minutes; a server may be away
+    if not parts.accepts(state.ray_address):  # Ray itself asks for minutes; a server may be away
         raise StackError(
-            f"nothing answers at RAY_ADDRESS={env['RAY_ADDRESS']}. Start Ray there, or correct "
-            "RAY_ADDRESS; the stack's own is started by: trinity-sync up"
+            f"nothing answers at {stack.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
+            "correct it; the stack's own is started by: trinity-sync up"
         )
+    env = parts.environment(settings, state)
     parts.own_home(settings.home)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)

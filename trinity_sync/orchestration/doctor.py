@@ -206,11 +206,11 @@ def _skew(date: str | None, before: float, after: float) -> Check:
 
 def _ray(settings: Settings) -> Check:
     state = stack.find(settings)
-    address = os.environ.get("RAY_ADDRESS") or (state.ray_address if state else "")
+    address = settings.ray_address or (state.ray_address if state else "")
     if not address:
         return Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
     if not parts.accepts(address):
-        todo = "start it there, or correct RAY_ADDRESS"
+        todo = "start it there, or correct TRINITY_SYNC_RAY_ADDRESS"
         return Check("ray", "fail", f"nothing answers at {address}", todo)
     return Check("ray", "ok", f"something listens at {address}")
 

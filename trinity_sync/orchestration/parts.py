@@ -9,7 +9,6 @@ import stat
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -46,11 +45,15 @@ class StackState:
     """Where a stack is. A part that is None is somebody else's, or was not asked for."""
 
     api_url: str = ""
+    api_auth: str = ""
+    """``user:password`` that the server asks for, if this stack has made it up."""
     ray_address: str = ""
     ray_folder: str = ""
     """Temporary folder of the Ray node, if it is this stack's."""
     ray_auth: dict[str, str] | None = None
     """Variables by which a process is let into the Ray node, if it is this stack's."""
+    joined: bool = False
+    """Whether the server and the head of the Ray cluster are those of another machine's stack."""
     server: Daemon | None = None
     ray: Daemon | None = None
     worker: Daemon | None = None
@@ -67,17 +70,17 @@ class StackState:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to use the stack."""
-        urls = {"PREFECT_API_URL": self.api_url, "RAY_ADDRESS": self.ray_address}
-        return {**{name: url for name, url in urls.items() if url}, **(self.ray_auth or {})}
+        """What a trainer needs in its environment to use the stack. Its Ray cluster is its own."""
+        named = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self.api_auth}
+        return {name: value for name, value in named.items() if value}
 
-    def where_named(self, named: Mapping[str, str]) -> "StackState":
-        """The stack with what an environment names instead of its server or its Ray node."""
+    def where_named(self, api_url: str, ray_address: str) -> "StackState":
+        """The stack with a server or Ray cluster that is named instead of its own; "" for none."""
         state = self
-        if (url := named.get("PREFECT_API_URL", "")) not in ("", self.api_url):
-            state = replace(state, api_url=url, server=None)
-        if (address := named.get("RAY_ADDRESS", "")) not in ("", self.ray_address):
-            state = replace(state, ray_address=address, ray_folder="", ray_auth=None, ray=None)
+        if api_url not in ("", self.api_url):
+            state = replace(state, api_url=api_url, api_auth="", server=None)
+        if ray_address not in ("", self.ray_address):
+            state = replace(state, ray_address=ray_address, ray_folder="", ray_auth=None, ray=None)
         return state
 
 
@@ -103,10 +106,14 @@ def own_home(home: Path) -> None:
 
 def start_server(settings: Settings, state: StackState) -> StackState:
     """Start a Prefect server, at the URL of ``state`` if its port is free."""
-    port = free_port(state.api_url)
-    state = replace(state, api_url=f"http://127.0.0.1:{port}/api", server=None)
-    command = ["-m", SERVER_MODULE, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    host = settings.host
+    port = free_port(state.api_url, host)
+    auth = _server_auth(settings)
+    state = replace(state, api_url=f"http://{host}:{port}/api", api_auth=auth, server=None)
+    command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
+    if auth:
+        env["PREFECT_SERVER_API_AUTH_STRING"] = auth
     env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
     daemon.make_private(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
@@ -130,22 +137,49 @@ def start_ray(
     remove_ray_folder(state)
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
     folder = tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp")
-    port = free_port(state.ray_address)
+    port = free_port(state.ray_address, settings.host)
     auth = _ray_auth(settings.home)
     state = replace(state, ray=None, ray_address="", ray_folder=folder, ray_auth=auth)
-    command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    options = ["--head", f"--temp-dir={folder}", f"--port={port}"]
+    options += [f"--node-ip-address={settings.host}"]
+    # any port that is free, so that two nodes on a machine do not meet
+    options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
+    options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
+    return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
+
+
+def join_ray(
+    settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
+) -> StackState:
+    """Start a Ray node that joins the cluster at the address of ``state``."""
+    options = [f"--address={state.ray_address}"]
+    if settings.host != Settings.model_fields["host"].default:  # else Ray finds out
+        options += [f"--node-ip-address={settings.host}"]
+    return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
+
+
+def _start_ray_node(
+    options: list[str],
+    settings: Settings,
+    state: StackState,
+    num_cpus: int | None,
+    object_store_mb: int,
+) -> StackState:
+    command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
     command += [f"--node-name={settings.node}"]
     command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={object_store_mb * 10**6}"]
-    # any port that is free, so that two nodes on a machine do not meet
-    command += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
-    command += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     env = environment(settings, state)
     env["RAY_worker_niceness"] = str(settings.nice)
-    env.pop("RAY_ADDRESS", None)
     return replace(state, ray=_start("ray", command, settings, env))
+
+
+def ray_has_joined(ray: Daemon) -> bool:
+    """Whether a node of `join_ray` is part of the cluster."""
+    with Path(ray.log).open("rb") as log:
+        log.seek(ray.log_from)
+        return b"Ray runtime started" in log.read()
 
 
 def ray_answers(state: StackState) -> str | None:
@@ -169,11 +203,17 @@ def start_worker(settings: Settings, state: StackState) -> StackState:
 
 
 def environment(settings: Settings, state: StackState) -> dict[str, str]:
-    """Environment of the stack's own processes: the caller's, its URLs and all settings."""
+    """Environment of the stack's own processes: the caller's, its URLs and all settings.
+
+    ``RAY_ADDRESS`` is the caller's, for a cluster of his own.
+    """
     env = {**os.environ, **_QUIET, **_history(settings), **state.environment}
+    env.pop("RAY_ADDRESS", None)
+    env.update(state.ray_auth or {})
     for name, value in settings.model_dump(mode="json").items():
         text = value if isinstance(value, str) else json.dumps(value)
         env[f"TRINITY_SYNC_{name.upper()}"] = text
+    env["TRINITY_SYNC_RAY_ADDRESS"] = state.ray_address
     env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
     env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
     # ours first: a project of the user's may well have a folder named flows or tasks
@@ -243,10 +283,28 @@ def _ray_auth(home: Path) -> dict[str, str]:
     """
     if os.environ.get("RAY_AUTH_MODE"):
         return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
-    path = home.absolute() / "ray_token"
+    path = _secret(home, "ray_token")
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def _server_auth(settings: Settings) -> str:
+    """User and password of the server, where others than this machine reach it.
+
+    Empty where the caller has decided about a password already.
+    """
+    if settings.host == Settings.model_fields["host"].default:
+        return ""
+    if os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return ""
+    return f"trinity-sync:{_secret(settings.home, 'server_password').read_text()}"
+
+
+def _secret(home: Path, name: str) -> Path:
+    """A file of the stack's with 64 random digits, which are made up once."""
+    path = home.absolute() / name
     if not _is_secret(path):
         replace_file(path, secrets.token_hex(32), mode=0o600)
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    return path
 
 
 def _is_secret(path: Path) -> bool:

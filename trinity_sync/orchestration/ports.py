@@ -14,26 +14,26 @@ LOWEST = 1024
 """Those below are root's."""
 
 
-def free_port(preferred: str = "") -> int:
-    """A port of the loopback that nobody listens at; that of the URL ``preferred`` if possible.
+def free_port(preferred: str = "", host: str = "127.0.0.1") -> int:
+    """A port of ``host`` that nobody listens at; that of the URL ``preferred`` if possible.
 
     It is not one of those that the kernel gives to outgoing connections, if others are left: of
     those, any process may be given it before the server listens there.
 
     Raises:
-        StackError: all are taken.
+        StackError: all are taken, or the host is not this machine.
     """
     for port in _candidates(preferred):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return int(probe.getsockname()[1])
     raise StackError(
-        "no port of 127.0.0.1 is free for a server; end some that listen there (ss -ltnp lists "
-        "them), and try again"
+        f"no port of {host} is free for a server, or it is no address of this machine; end some "
+        "that listen there (ss -ltnp lists them), or correct TRINITY_SYNC_HOST"
     )
 
 

@@ -30,29 +30,41 @@ logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings) -> None:
-    """Join the Ray cluster at ``RAY_ADDRESS`` and run flows until SIGTERM or Ctrl-C.
+    """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
 
     Raises:
-        StackError: the cluster cannot be joined, or metrics cannot be served.
+        StackError: the cluster cannot be joined, its workers cannot import the tasks, or metrics
+            cannot be served.
     """
     import ray
 
+    if not settings.ray_address:
+        raise StackError("TRINITY_SYNC_RAY_ADDRESS is not set. Start: trinity-sync worker")
     if settings.metrics_port:
         METRICS.serve(settings)
     load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
-    address = os.environ.get("RAY_ADDRESS")
+    address = settings.ray_address
+    there = {"py_executable": settings.ray_python} if settings.ray_python else None
     try:
-        ray.init(address=address, namespace="prefect", log_to_driver=False)
+        ray.init(address=address, namespace="prefect", log_to_driver=False, runtime_env=there)
     except (ConnectionError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())  # Ray names both versions, on several lines
         raise StackError(
-            f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {error}. Start it, or "
-            "correct RAY_ADDRESS; Ray and Python must be of the same versions here and there."
+            f"the Ray cluster at TRINITY_SYNC_RAY_ADDRESS={address} cannot be joined: {why}. Start "
+            "it, or correct the address; Ray and Python must be of the same versions here and there"
         ) from error
     os.chdir(started_in)
     try:
-        ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
+        try:
+            ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
+        except ray.exceptions.RayError as error:
+            raise StackError(
+                f"the workers of the Ray cluster at {address} cannot import the stack's tasks: "
+                f"{str(error).strip().splitlines()[-1]}. Set TRINITY_SYNC_RAY_PYTHON to the path "
+                "of the stack's Python on its nodes"
+            ) from error
         asyncio.run(_until_stopped(settings))
     finally:
         ray.shutdown()

@@ -16,14 +16,18 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from trinity_sync.errors import StackError, TrinitySyncError
 
 
 @contextmanager
-def server_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
+def server_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
     """A client of the server at ``api_url``; what goes wrong within is a StackError.
+
+    Args:
+        api_url: by default that of the environment.
+        auth: ``user:password``; by default that of the environment.
 
     Raises:
         StackError: the server cannot be reached, or refuses a call; or there is none.
@@ -34,7 +38,8 @@ def server_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
             "no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL to a server's."
         )
     try:
-        with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+        named = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
+        with temporary_settings(named), get_client(sync_client=True) as client:
             yield client
     except httpx.HTTPStatusError as error:
         raise StackError(

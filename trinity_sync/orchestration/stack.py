@@ -1,8 +1,9 @@
 """A whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
 
-What the environment names already (``PREFECT_API_URL``, ``RAY_ADDRESS``) is used and never
-touched; only what is missing is started. ``home/stack.json`` says what was, so that any later
-process can look at it, mend it or stop it.
+What is named already (``PREFECT_API_URL``, ``TRINITY_SYNC_RAY_ADDRESS``) is used and never touched;
+only what is missing is started. ``home/stack.json`` says what was, so that any later process can
+look at it, mend it or stop it. ``RAY_ADDRESS`` names the cluster of a training, which has nothing
+to do with the stack's: neither gets the other's.
 """
 
 import json
@@ -25,6 +26,9 @@ from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.locks import file_lock
 
 STATE_FILE = "stack.json"
+INVITATION = "join.json"
+"""Beside the state file: what another machine needs to know to join the stack, secrets included."""
+API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
 WORKER_S = 60.0
 """Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
 
@@ -88,36 +92,58 @@ def up(
         before = _read(settings.home) or StackState()
         now = before
         try:
-            url = _given("PREFECT_API_URL", before.server, before.api_url, settings)
-            address = _given("RAY_ADDRESS", before.ray, before.ray_address, settings)
-            if url:
-                now = replace(now, api_url=url)
-            elif not before.server or not before.server.lives:
-                _end(before.server)
-                now = parts.start_server(settings, now)
-                _write(settings.home, now)
-            if address:
-                now = replace(now, ray_address=address)
-            elif not before.ray or not before.ray.lives:
-                _end(before.ray)
-                now = parts.start_ray(
-                    settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb
-                )
-                _write(settings.home, now)
-            if now == before and now.lives and _works(now):
-                return now
-            now = _await_both(settings, now, patience)
-            moved = (now.environment, now.ray) != (before.environment, before.ray)
+            if before.joined:
+                now = _join_ray(settings, before, num_cpus, object_store_mb, patience)
+            else:
+                now = _start_both(settings, before, num_cpus, object_store_mb)
+                if now == before and now.lives and _works(now):
+                    return now
+                now = _await_both(settings, now, patience)
+            moved = any(
+                getattr(now, name) != getattr(before, name)
+                for name in ("api_url", "ray_address", "ray_auth", "ray")
+            )
             if worker and (moved or not before.worker or not before.worker.lives):
                 _end(before.worker)
                 now = _start_worker(settings, now, patience)
             _write(settings.home, now)
+            _write_invitation(settings, now)
         except BaseException:
             for started in (_read(settings.home), now):
                 _stop(started or StackState(), keep=before)
             _write(settings.home, before)
             raise
     return now
+
+
+def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
+    """Have this machine take part in the stack of another one: a Ray node and a flow worker.
+
+    Further ``arguments`` go to `up`, which starts them, now and whenever it is called again.
+
+    Args:
+        settings: of this machine; its ``home`` has no stack yet.
+        invitation: a copy of `INVITATION` of the other machine's home.
+
+    Raises:
+        StackError: as `up`; or there is a stack here, or the file is no invitation.
+    """
+    try:
+        state = StackState(**json.loads(invitation.read_text()), joined=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise StackError(
+            f"{invitation} is no invitation of a stack ({error}). Pass a copy of {INVITATION} in "
+            "the home of the stack that this machine is to join"
+        ) from error
+    with _locked(settings.home):
+        before = _read(settings.home)
+        if before and before.daemons:
+            raise StackError(
+                f"home {settings.home} has a stack already. Run trinity-sync down first, or set "
+                "TRINITY_SYNC_HOME to a folder of this machine's own"
+            )
+        _write(settings.home, state)
+    return up(settings, **arguments)
 
 
 def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
@@ -142,8 +168,8 @@ def status(settings: Settings | None = None) -> StackStatus:
     settings = settings or Settings()
     state = find(settings) or StackState()
     found = (
-        _part("server", state.server, state.api_url or os.environ.get("PREFECT_API_URL", "")),
-        _part("ray", state.ray, state.ray_address or os.environ.get("RAY_ADDRESS", "")),
+        _part("server", state.server, state.api_url or _named_server()),
+        _part("ray", state.ray, state.ray_address or settings.ray_address),
         _part("worker", state.worker, ""),
     )
     online = waiting = None
@@ -152,12 +178,12 @@ def status(settings: Settings | None = None) -> StackStatus:
         from trinity_sync.orchestration.server import heartbeats, server_client, waiting_runs
 
         try:
-            with server_client(found[0].url) as client:
+            with server_client(found[0].url, state.api_auth) as client:
                 online = len(heartbeats(client, settings.work_pool))
                 waiting = waiting_runs(client, settings.work_pool)
         except StackError as error:
             problem = str(error)
-    elsewhere = tuple(_named_elsewhere(state))
+    elsewhere = tuple(_named_elsewhere(state, settings))
     return StackStatus(found, settings.work_pool, online, waiting, problem, elsewhere)
 
 
@@ -196,6 +222,53 @@ def _end(part: Daemon | None) -> None:
     """
     if part:
         daemon.stop(part, 15.0)
+
+
+def _start_both(
+    settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
+) -> StackState:
+    """Start server and Ray node, unless they run or are given."""
+    now = before
+    url = _given(API_URL, _named_server(), before.server, before.api_url, settings)
+    address = _given(RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings)
+    if url:
+        now = replace(now, api_url=url)
+    elif not before.server or not before.server.lives:
+        _end(before.server)
+        now = parts.start_server(settings, now)
+        _write(settings.home, now)
+    if address:
+        now = replace(now, ray_address=address)
+    elif not before.ray or not before.ray.lives:
+        _end(before.ray)
+        now = parts.start_ray(settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb)
+        _write(settings.home, now)
+    return now
+
+
+def _join_ray(
+    settings: Settings,
+    before: StackState,
+    num_cpus: int | None,
+    object_store_mb: int,
+    patience: Patience,
+) -> StackState:
+    """Start a Ray node of another machine's cluster, unless it runs."""
+    for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
+        if not parts.accepts(there):
+            raise StackError(
+                f"the {what} of the stack that this machine has joined does not answer at {there}. "
+                "Start that stack, or run trinity-sync down to leave it"
+            )
+    if before.ray and before.ray.lives:
+        return before
+    _end(before.ray)
+    now = parts.join_ray(settings, before, num_cpus=num_cpus, object_store_mb=object_store_mb)
+    _write(settings.home, now)
+    ray = now.ray
+    assert ray is not None  # just started
+    daemon.await_ready("the Ray node", ray, lambda: parts.ray_has_joined(ray), patience)
+    return now
 
 
 def _works(state: StackState) -> bool:
@@ -248,11 +321,11 @@ def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
 def _start_worker(settings: Settings, state: StackState, patience: Patience) -> StackState:
     from trinity_sync.orchestration.server import heartbeats, server_client
 
-    with server_client(state.api_url) as client:
-        before = heartbeats(client, settings.work_pool)
+    with server_client(state.api_url, state.api_auth) as client:
+        before = heartbeats(client, settings.work_pool).keys()
 
-        def is_online() -> bool:
-            return not heartbeats(client, settings.work_pool).items() <= before.items()
+        def is_online() -> bool:  # each start has a name of its own
+            return bool(heartbeats(client, settings.work_pool).keys() - before)
 
         state = parts.start_worker(settings, state)
         _write(settings.home, state)
@@ -272,13 +345,18 @@ def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float
         parts.remove_ray_folder(state)
 
 
-def _given(variable: str, own: Daemon | None, url: str, settings: Settings) -> str | None:
-    """What the environment says to use instead of a part of our own.
+def _named_server() -> str:
+    return os.environ.get(API_URL, "")
+
+
+def _given(
+    variable: str, value: str, own: Daemon | None, url: str, settings: Settings
+) -> str | None:
+    """What a variable says to use instead of a part of our own.
 
     Raises:
         StackError: nothing answers there, or there is one of our own that is another.
     """
-    value = os.environ.get(variable)
     if value and own and value != url:
         raise StackError(
             f"{variable} is {value}, but the stack in {settings.home} has one of its own at {url}. "
@@ -294,10 +372,12 @@ def _given(variable: str, own: Daemon | None, url: str, settings: Settings) -> s
     return value
 
 
-def _named_elsewhere(state: StackState) -> Iterator[str]:
-    """What trainers with this environment use instead of the stack's parts."""
-    for variable, url in (("PREFECT_API_URL", state.api_url), ("RAY_ADDRESS", state.ray_address)):
-        named = os.environ.get(variable, "")
+def _named_elsewhere(state: StackState, settings: Settings) -> Iterator[str]:
+    """What is started from this environment uses instead of the stack's parts."""
+    for variable, named, url in (
+        (API_URL, _named_server(), state.api_url),
+        (RAY_ADDRESS, settings.ray_address, state.ray_address),
+    ):
         if url and named and named.rstrip("/") != url:
             yield (
                 f"{variable} is {named}, so what is started from here uses that and not this "
@@ -358,6 +438,22 @@ def _read(home: Path) -> StackState | None:
             f"state file {path} is damaged; stop the processes that its logs name by hand, then "
             "remove it"
         ) from error
+
+
+def _write_invitation(settings: Settings, state: StackState) -> None:
+    """Write what another machine needs to know to join; see `join`."""
+    if not state.server or not state.ray or state.joined:
+        return
+    auth = dict(state.ray_auth or {})
+    if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
+        auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
+    body = {
+        "api_url": state.api_url,
+        "api_auth": state.api_auth,
+        "ray_address": state.ray_address,
+        "ray_auth": auth,
+    }
+    replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
 
 
 def _write(home: Path, state: StackState) -> None:

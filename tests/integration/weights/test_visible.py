@@ -24,7 +24,7 @@ from trinity_sync.layout import job_id
 from trinity_sync.weights.synchronizer import Synchronizer
 
 root = sys.argv[1]
-ray.init("auto", log_to_driver=False)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's
 synchronizer = Synchronizer.get_actor(root=root)
 ray.get(synchronizer.serving.remote("rollout-0", 0))
 waiting = synchronizer.wait_newer.remote(0, 60.0)

@@ -1,0 +1,119 @@
+"""A further machine joins a stack, with a home, a spool and an address of its own."""
+
+import json
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.conftest import environment, left_of, processes_of
+from tests.integration.nodes.joined import a_rank_on_each
+from trinity_sync.errors import StackError
+from trinity_sync.orchestration import stack
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.storage.steps import require_committed
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Settings, Settings]]:
+    """Settings of two machines, which here are two addresses of this one."""
+    spools = [Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm")) for _ in "12"]
+    first, second = (
+        Settings(
+            home=tmp_path_factory.mktemp("home"),
+            spool=spool,
+            host=f"127.0.0.{number}",
+            node=f"machine-{number}",
+            schedules=False,
+        )
+        for number, spool in enumerate(spools, start=2)
+    )
+    yield first, second
+    for spool in spools:
+        shutil.rmtree(spool)
+
+
+@pytest.fixture(scope="module")
+def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
+    settings, _ = machines
+    with environment({}):
+        state = stack.up(settings, num_cpus=1)
+    yield state
+    processes = processes_of(state)
+    with environment({}):
+        stack.down(settings)
+    assert not left_of(processes)
+
+
+@pytest.fixture(scope="module")
+def joined(
+    head: StackState, machines: tuple[Settings, Settings], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StackState]:
+    first, second = machines
+    invitation = tmp_path_factory.mktemp("copied") / "join.json"
+    shutil.copy(first.home / "join.json", invitation)
+    with environment({}):
+        state = stack.join(second, invitation, num_cpus=1)
+    yield state
+    processes = processes_of(state)
+    with environment({}):
+        stack.down(second)
+    assert not left_of(processes)
+    assert all(psutil.pid_exists(part.pid) for part in head.daemons)
+
+
+def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
+    head: StackState, machines: tuple[Settings, Settings]
+) -> None:
+    assert httpx.get(f"{head.api_url}/deployments/count").status_code == 401
+    user, _, password = head.environment["PREFECT_API_AUTH_STRING"].partition(":")
+    answer = httpx.post(f"{head.api_url}/deployments/count", auth=(user, password), json={})
+    assert answer.status_code == 200
+    invitation = machines[0].home / "join.json"
+    assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
+    assert password in invitation.read_text()
+
+
+def test_a_rank_on_each_machine_saves_one_step(
+    head: StackState, joined: StackState, machines: tuple[Settings, Settings], root: Path
+) -> None:
+    with environment(head.environment), a_rank_on_each(root, machines) as ranks:
+        for rank, saves in enumerate(ranks):
+            saves.save(4, {"model": {"w": torch.full((9,), float(rank))}})
+        for saves in ranks:
+            saves.wait_all(timeout=90)
+    manifest = require_committed(root, 4)
+    assert len([file for file in manifest.files if file.component == "model"]) == 2
+
+
+def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
+    joined: StackState, machines: tuple[Settings, Settings]
+) -> None:
+    with environment({}):
+        assert stack.up(machines[1]) == joined
+        found = stack.status(machines[1])
+    assert [part.state for part in found.parts] == ["external", "running", "running"]
+    assert found.workers_online == 2
+
+
+def test_a_home_with_a_stack_of_its_own_joins_no_other(
+    head: StackState, machines: tuple[Settings, Settings]
+) -> None:
+    with pytest.raises(StackError, match="has a stack already"):
+        stack.join(machines[0], machines[0].home / "join.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", json.dumps({"url": "x"})])
+def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, text: str) -> None:
+    (tmp_path / "join.json").write_text(text)
+    settings = Settings(home=tmp_path / "home")
+    with pytest.raises(StackError, match="no invitation"):
+        stack.join(settings, tmp_path / "join.json")
+    assert stack.find(settings) is None
