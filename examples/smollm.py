@@ -10,7 +10,6 @@ on two cores.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,8 +24,6 @@ import torch
 import xxhash
 
 from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.orchestration import stack
-from trinity_sync.settings import Settings
 
 STEPS, SAVE_EVERY, KILLED_AT = 10, 3, 7
 BATCH, TOKENS = 4, 128
@@ -170,14 +167,12 @@ def story() -> int:
 
 
 def main() -> int:
-    """The story on a stack; returns the exit status."""
+    """The story, on the stack that the environment names; returns the exit status."""
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir(parents=True)
-    print("unpacking the model, and starting a Prefect server, Ray and the flow worker")
+    print("unpacking the model")
     prepare(OUTPUT / "model")
-    with stack.running(Settings()) as state:
-        os.environ.update(state.environment)
-        return story()
+    return story()
 
 
 if __name__ == "__main__":

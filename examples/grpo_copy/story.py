@@ -1,10 +1,5 @@
-"""What the demo tells, once the stack is up: train, kill, commit, resume, compare.
+"""What the demo tells, once the stack is up: train, kill, commit, resume, compare."""
 
-It runs in a process of its own, because Ray reads how to be let into a cluster while it is
-imported.
-"""
-
-import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +21,8 @@ from trinity_sync.weights.synchronizer import Synchronizer
 STEPS = 140
 KILL_AT = 80
 COMMIT_TIMEOUT_S = 60.0
+OBJECT_STORE_BYTES = 100_000_000
+"""Batches only: weights and checkpoints do not pass through Ray."""
 
 console = Console()
 began = time.monotonic()
@@ -142,7 +139,13 @@ def reward_in_words(history: History) -> str:
 
 def tell(output: Path, sync: Sync = "checkpoint") -> bool:
     """Run the demo in ``output``; returns whether every bit was as expected."""
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    ray.init(  # the training's own cluster; that of the stack is no business of a trainer
+        "local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     # a new name each time: a job that is begun again from nothing is another job to Prefect
     root = output / f"job-{time.strftime('%H%M%S')}"
     untrained = model.create(output / "model")

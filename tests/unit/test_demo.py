@@ -7,17 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trinity_sync.orchestration.roots import known_roots, note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.locks import file_lock
 
 DEMO = Path(__file__).parents[2] / "examples/demo.py"
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+"""With the command of this environment, which has client and stack."""
 
 
 def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     assert spec is not None
     assert spec.loader is not None
@@ -40,6 +46,7 @@ def test_ctrl_c_while_the_stack_starts_is_one_line_and_130(tmp_path: Path) -> No
     home = tmp_path / "home"
     env = os.environ | {
         "TRINITY_SYNC_HOME": str(home),
+        "PATH": PATH,
         "PYTHONPATH": str(DEMO.parents[1]),
         "PYTHONUNBUFFERED": "1",
     }
