@@ -5,19 +5,27 @@ It is installed as users install it, into a virtual environment, and used from a
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tests.integration.prefect_api import until
+from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
 from trinity_sync.storage.steps import require_committed
 
@@ -160,6 +168,78 @@ def test_deploying_takes_the_installed_flows(
     assert "save-step/save-step in work pool trinity-sync" in said.splitlines()
 
 
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+
+
+@contextmanager
+def ray_of_another_environment(folder: Path, *, ray: str = "") -> Iterator[str]:
+    """Address of a Ray node whose environment has no trinity_sync, but ``ray``, if it is named."""
+    venv.create(folder, symlinks=True, with_pip=bool(ray))
+    python = folder / "bin/python"
+    if ray:
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", ray], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "needed.pth").write_text(sysconfig.get_paths()["purelib"])  # not what its .pth name
+    scratch = tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp")
+    address = f"127.0.0.1:{free_port()}"
+    command = [str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}"]
+    command += [f"--temp-dir={scratch}", "--num-cpus=1", "--object-store-memory=80000000"]
+    command += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+    env = {**os.environ, **NO_TOKEN}
+    node = daemon.start(command, env=env, cwd=folder, log=folder / "logs/ray.log")
+    try:
+        until(lambda: "Ray runtime started" in Path(node.log).read_text(), "the Ray node")
+        yield address
+    finally:
+        daemon.stop(node, 10)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
+    """Why a worker of the installed stack does not start on a Ray cluster."""
+    done = subprocess.run(
+        [installed / "python", "-m", "trinity_sync.orchestration.serve"],
+        env=environment(project, TRINITY_SYNC_RAY_ADDRESS=address, **NO_TOKEN, **own),
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_ray_cluster_of_another_environment_runs_tasks_with_the_stacks_python(
+    project: Path, installed: Path, stack: StackState, tmp_path: Path
+) -> None:
+    with ray_of_another_environment(tmp_path / "theirs") as address:
+        why = worker_on(address, installed, project, TRINITY_SYNC_HOME=str(tmp_path))
+        assert "No module named 'trinity_sync'" in why
+        assert "Set TRINITY_SYNC_RAY_PYTHON" in why
+        settings = Settings(home=tmp_path / "home", work_pool="another-ray")
+        own = {
+            "TRINITY_SYNC_HOME": str(settings.home),
+            "TRINITY_SYNC_WORK_POOL": settings.work_pool,
+            "TRINITY_SYNC_RAY_ADDRESS": address,
+            "TRINITY_SYNC_RAY_PYTHON": str(installed / "python"),
+            **NO_TOKEN,
+        }
+        await_online(settings, installed, project, own, tmp_path / "worker.log")
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_of_another_version_is_refused_and_both_versions_are_named(
+    project: Path, installed: Path, stack: StackState, tmp_path: Path
+) -> None:
+    with ray_of_another_environment(tmp_path / "theirs", ray="ray==2.59.0") as address:
+        why = worker_on(address, installed, project, TRINITY_SYNC_HOME=str(tmp_path))
+    assert "2.59.0" in why
+    assert version("ray") in why
+    assert address in why
+
+
 def test_a_worker_takes_the_installed_flows_here_and_on_ray(
     project: Path, installed: Path, stack: StackState, tmp_path: Path
 ) -> None:
@@ -170,7 +250,13 @@ def test_a_worker_takes_the_installed_flows_here_and_on_ray(
         "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address,
         **(stack.ray_auth or {}),
     }
-    log = tmp_path / "worker.log"
+    await_online(settings, installed, project, own, tmp_path / "worker.log")
+
+
+def await_online(
+    settings: Settings, installed: Path, project: Path, own: dict[str, str], log: Path
+) -> None:
+    """Start a worker of the installed stack, and stop it once the server knows it."""
     command = [installed / "python", "-m", "trinity_sync.orchestration.serve"]
     with log.open("w") as output:
         worker = subprocess.Popen(
