@@ -5,6 +5,7 @@
     TrinitySyncError
      ├─ ConfigError          a setting, path or argument that cannot work (also a ValueError)
      │   └─ RootError        a root whose file system cannot keep what a commit promises
+     ├─ MissingPackageError  an integration's package is not installed (also an ImportError)
      ├─ SpoolError           the spool of this node cannot serve
      │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
      │   └─ TicketError      a ticket that is torn, corrupted or of another version
@@ -42,6 +43,10 @@ class ConfigError(TrinitySyncError, ValueError):
 
 class RootError(ConfigError):
     """A root whose file system lacks what a commit needs, or that not all nodes see alike."""
+
+
+class MissingPackageError(TrinitySyncError, ImportError):
+    """An integration needs a package that this environment lacks."""
 
 
 class SpoolError(TrinitySyncError):

@@ -15,17 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
-from transformers.trainer import (
-    OPTIMIZER_NAME,
-    SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
-)
-from transformers.utils import WEIGHTS_NAME
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.extras import from_extra
 from trinity_sync.layout import PRIVATE_FOLDER, shard_file
+
+with from_extra("hf"):
+    from transformers import TrainerCallback
+    from transformers.trainer import (
+        OPTIMIZER_NAME,
+        SCHEDULER_NAME,
+        TRAINER_STATE_NAME,
+    )
+    from transformers.utils import WEIGHTS_NAME
+
 
 RNG_STATE_NAME = "rng_state.pth"
 

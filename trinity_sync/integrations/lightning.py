@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.io import CheckpointIO
 
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.extras import from_extra
 from trinity_sync.layout import step_of_folder
+
+with from_extra("lightning"):
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.plugins.io import CheckpointIO
+
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 

@@ -14,10 +14,14 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
 from trinity_sync.errors import ConfigError
+from trinity_sync.extras import from_extra
 from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+
+with from_extra("verl"):
+    from packaging.version import Version
+
+    VERL = Version(version("verl"))
 
 THIS = "trinity_sync.integrations.verl"
 
@@ -95,9 +99,9 @@ CHANGES: dict[str, Change] = {
 """What is done to a module of veRL, once it has been imported."""
 
 
-if Version(version("verl")) < Version("0.9.1"):
+if Version("0.9.1") > VERL:
     raise ConfigError(
-        f"the switch for veRL's trainers needs veRL 0.9.1, and this is {version('verl')}; install "
+        f"the switch for veRL's trainers needs veRL 0.9.1, and this is {VERL}; install "
         "it, or unset VERL_USE_EXTERNAL_MODULES"
     )
 change_after_import(CHANGES)
