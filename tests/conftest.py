@@ -1,4 +1,8 @@
-"""One real stack for the whole test session: Prefect server, Ray node and flow worker."""
+"""One real stack for the whole test session: Prefect server, Ray node and flow worker.
+
+It is of the tests' own environment, or, where that is a trainer's, of the one that
+``TRINITY_SYNC_TEST_STACK`` names: the ``bin`` of the stack's environment.
+"""
 
 import os
 import shutil
@@ -15,6 +19,7 @@ import pytest
 
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.parts import environment as environment_of_stack
 from trinity_sync.settings import Settings
 
 if TYPE_CHECKING:  # a unit test needs neither, and they take seconds
@@ -27,6 +32,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
+STACK = os.environ.get("TRINITY_SYNC_TEST_STACK", "")
 
 
 @contextmanager
@@ -89,22 +95,41 @@ def running_stack(
     num_cpus: int = 2,
 ) -> Iterator[StackState]:
     """A stack within the block, which the environment names there, with ``more`` in it."""
-    from prefect.context import refresh_global_settings_context
-
     own = {
         "TRINITY_SYNC_HOME": str(settings.home),
         "TRINITY_SYNC_SPOOL": str(settings.spool),
         "PREFECT_HOME": str(settings.home / "prefect"),
     }
     with environment(own | (more or {})), stopped_if_killed(settings):
-        state = stack_module.up(settings, num_cpus=num_cpus)
+        state = started(settings, num_cpus)
         os.environ.update(state.environment)
-        refresh_global_settings_context()
+        refresh_prefect()
         try:
             yield state
         finally:
             stack_module.down(settings)
-    refresh_global_settings_context()
+    refresh_prefect()
+
+
+def started(settings: Settings, num_cpus: int) -> StackState:
+    """The stack of this environment, or of the one that is named."""
+    if not STACK:
+        return stack_module.up(settings, num_cpus=num_cpus)
+    env = environment_of_stack(settings, StackState())
+    del env["PYTHONPATH"]  # with this environment's packages
+    command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    found = stack_module.find(settings)
+    assert found
+    return found
+
+
+def refresh_prefect() -> None:
+    """Have Prefect, if it is here, read the environment again."""
+    if not STACK:
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
 
 
 @pytest.fixture(scope="session")
@@ -176,12 +201,10 @@ def no_stack_unless_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
     if "stack" in request.fixturenames or "PREFECT_API_URL" not in os.environ:
         yield
         return
-    from prefect.context import refresh_global_settings_context
-
     with environment({}):
-        refresh_global_settings_context()
+        refresh_prefect()
         yield
-    refresh_global_settings_context()
+    refresh_prefect()
 
 
 @pytest.fixture

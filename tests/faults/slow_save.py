@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.integration.prefect_api import key_of, until
+from tests.integration.prefect_api import key_of
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState

@@ -21,7 +21,8 @@ from tests.faults.slow_save import (
     kill_worker,
     ray_processes,
 )
-from tests.integration.prefect_api import Api, until
+from tests.integration.prefect_api import Api
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration import stack as stack_module

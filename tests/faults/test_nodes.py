@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined, kill
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.parts import StackState

@@ -1,9 +1,7 @@
 """What the tests ask the Prefect server."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -16,11 +14,10 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
+from tests.waiting import until
 from trinity_sync.layout import Kind
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.storage.runs import newest_run
-
-T = TypeVar("T")
 
 
 def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
@@ -75,14 +72,3 @@ class Api:
         with self.client as client:
             run = client.read_flow_run(run_id)
         return run if run.state and run.state.is_final() else None
-
-
-def until(ask: Callable[[], T | None], what: str, timeout: float = 90) -> T:
-    """Ask until there is an answer."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        answer = ask()
-        if answer:
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"waited {timeout} s for {what}")

@@ -12,7 +12,8 @@ from prefect.states import AwaitingRetry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.deploy import deploy

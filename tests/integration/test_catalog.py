@@ -18,9 +18,10 @@ from alembic.command import upgrade
 from alembic.config import Config
 from alembic.migration import MigrationContext
 
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
+from tests.waiting import until
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
 from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
 from trinity_sync.catalog.models import Base, Job, Shard

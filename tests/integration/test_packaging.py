@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.prefect_api import until
+from tests.waiting import until
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.parts import StackState

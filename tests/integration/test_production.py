@@ -18,8 +18,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from tests.conftest import running_stack
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
 from tests.postgres import PASSWORD, Postgres
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration import daemon, parts

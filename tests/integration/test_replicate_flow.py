@@ -8,8 +8,9 @@ import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.replicate import ask_for_copy
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
 from tests.unit.job import Job
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.parts import StackState

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.prefect_api import until
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.orchestration.parts import StackState

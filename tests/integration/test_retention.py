@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.layout import steps_on_disk

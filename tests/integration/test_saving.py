@@ -15,7 +15,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Crashed
 
-from tests.integration.prefect_api import Api, key_of, until
+from tests.integration.prefect_api import Api, key_of
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
 from trinity_sync.layout import Kind, step_folder

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.prefect_api import until
 from tests.trinity.conftest import Configure
+from tests.waiting import until
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.trinity import PLUGINS
 from trinity_sync.layout import steps_on_disk

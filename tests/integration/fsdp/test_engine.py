@@ -16,8 +16,8 @@ from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
-from tests.integration.prefect_api import until
 from tests.integration.weights.conftest import ray_node as ray_node
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.fsdp.engine import fsdp_save_state_dict, fsdp_upload_state_dict, use_trinity_sync

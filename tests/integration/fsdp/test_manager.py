@@ -11,7 +11,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, differences
-from tests.integration.prefect_api import until
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fsdp.manager import FSDPCheckpointManager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.prefect_api import until
+from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration.daemon import Daemon

@@ -9,9 +9,9 @@ import pytest
 import ray
 import torch
 
-from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from tests.unit.weights import digest, first, train, upload
+from tests.waiting import until
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import open_job_spool

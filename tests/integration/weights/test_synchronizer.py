@@ -10,9 +10,9 @@ import ray
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from tests.unit.test_sweep import commit_and_die_after_the_manifest, sweep
+from tests.waiting import until
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from tests.unit.weights import first, upload
+from tests.waiting import until
 from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
 
