@@ -26,6 +26,8 @@
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
      │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
+         └─ PrefectApiError  the API of a Prefect server does not answer, or not as it should
+             └─ RequestRefusedError  the server will never accept the request
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
 """
@@ -159,3 +161,21 @@ class DeltaError(WeightSyncError):
 
 class StackError(TrinitySyncError):
     """The Prefect server, Ray or the flow worker cannot be reached or started."""
+
+
+class PrefectApiError(StackError):
+    """The API of a Prefect server does not answer, or not as it should.
+
+    Attributes:
+        url: of the API, without a password; empty if none is known.
+        status: HTTP status of the answer; 0 if there was none.
+    """
+
+    def __init__(self, message: str, *, url: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        self.url = url
+        self.status = status
+
+
+class RequestRefusedError(PrefectApiError):
+    """The Prefect server will never accept the request, as when client and stack differ."""

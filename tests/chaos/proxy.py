@@ -1,14 +1,20 @@
 """The network between the Prefect server and everybody else: a relay that can be cut."""
 
 import socket
+import ssl
 import threading
 from contextlib import suppress
 
 
 class Proxy:
-    """Passes TCP connections at ``port`` of the loopback on to ``target``, unless it is cut."""
+    """Passes TCP connections at ``port`` of the loopback on to ``target``, unless it is cut.
 
-    def __init__(self) -> None:
+    Args:
+        tls: has its clients speak TLS; the target hears what they say.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.target, self._cut = 0, False
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -42,6 +48,11 @@ class Proxy:
                 server.settimeout(None)
             except OSError:
                 client.close()
+                continue
+            try:
+                client = self._tls.wrap_socket(client, server_side=True) if self._tls else client
+            except OSError:  # who does not trust the certificate
+                server.close()
                 continue
             self._open |= {client, server}
             for one, other in ((client, server), (server, client)):

@@ -1,0 +1,362 @@
+"""The trainer's calls of Prefect's REST API: to real servers, guarded ones, and wrong ones."""
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.request import urlopen
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+
+from tests.chaos.proxy import Proxy
+from tests.conftest import environment
+from tests.integration.prefect_api import Api, until
+from trinity_sync.client import prefect_api
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.errors import PrefectApiError, RequestRefusedError
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.ports import free_port
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+
+T = TypeVar("T")
+LOGIN = "admin:pass"
+
+
+def ask(
+    url: str | None,
+    call: Callable[[PrefectApi], Awaitable[T]],
+    *,
+    home: Path = Path("/no"),
+    **env: str,
+) -> T:
+    """What a call returns or raises, with nothing but ``env`` in the environment."""
+
+    async def asked() -> T:
+        api = PrefectApi(Settings(home=home), url)
+        try:
+            return await call(api)
+        finally:
+            await api.close()
+
+    with environment(env):
+        return asyncio.run(asked())
+
+
+def nothing(api: PrefectApi) -> Awaitable[dict[str, Any]]:
+    """A question that every Prefect server answers."""
+    return api.flow_runs(["no such key"])
+
+
+def create(request: SaveRequest) -> Callable[[PrefectApi], Awaitable[None]]:
+    return lambda api: api.create_flow_run(request.flow_run)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real server that wants a password and, for each change, a CSRF token."""
+    home, port = tmp_path_factory.mktemp("guarded"), free_port()
+    own = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_API_AUTH_STRING": LOGIN,
+        "PREFECT_API_AUTH_STRING": LOGIN,
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+    }
+    command = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with environment(own), (home / "log").open("wb") as log:
+        server = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}/api"
+
+    def answers() -> bool:
+        with suppress(OSError), urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        assert server.poll() is None, (home / "log").read_text()
+        return False
+
+    try:
+        until(answers, f"the server at {url}", 120)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@contextmanager
+def tls_in_front_of(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
+    """URL with TLS of what listens at a port, and the file of the private authority it takes."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    def certificate(name: str, key: Any, issuer: x509.Name, issuer_key: Any, *more: Any) -> Any:
+        now = datetime.now(timezone.utc)
+        valid = (now, now + timedelta(days=1))
+        made = x509.CertificateBuilder(
+            issuer, named(name), key.public_key(), x509.random_serial_number(), *valid
+        )
+        for extension in more:
+            made = made.add_extension(
+                extension, critical=isinstance(extension, x509.BasicConstraints)
+            )
+        return made.sign(issuer_key, hashes.SHA256())
+
+    def named(name: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority = certificate(
+        "authority",
+        authority_key,
+        named("authority"),
+        authority_key,
+        x509.BasicConstraints(ca=True, path_length=None),
+        x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()),
+    )
+    server = certificate(
+        "server",
+        key,
+        named("authority"),
+        authority_key,
+        x509.SubjectAlternativeName([x509.DNSName("localhost")]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+    )
+    pem = serialization.Encoding.PEM
+    (folder / "authority.pem").write_bytes(authority.public_bytes(pem))
+    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "server.pem").write_bytes(server.public_bytes(pem) + key.private_bytes(pem, *plain))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    proxy = Proxy(context)
+    proxy.target = port
+    yield f"https://localhost:{proxy.port}/api", folder / "authority.pem"
+    proxy.close()
+
+
+@pytest.fixture
+def hangs() -> Iterator[str]:
+    """URL at which something accepts connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield f"http://127.0.0.1:{made.getsockname()[1]}/api"
+
+
+def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_server(
+    stack: StackState, api: Api, root: Path
+) -> None:
+    request = SaveRequest(root=str(root), step=1, run=1, components=())
+    with environment({}):
+        before = datetime.now(timezone.utc)
+        for _ in range(2):
+            ask(stack.api_url, create(request))
+    run = api.run_of(request.key)
+    assert (run.name, set(run.tags) >= {*request.tags}) == (request.run_name, True)
+    assert run.parameters["request"] == request.model_dump(mode="json")
+    assert run.expected_start_time is not None
+    assert before <= run.expected_start_time <= datetime.now(timezone.utc)
+
+
+def test_flow_runs_are_read_by_their_keys_and_those_that_are_not_there_left_out(
+    stack: StackState, root: Path
+) -> None:
+    requests = [SaveRequest(root=str(root), step=step, run=1, components=()) for step in range(3)]
+
+    async def created_and_read(api: PrefectApi) -> dict[str, prefect_api.FlowRun]:
+        for request in requests[:2]:
+            await api.create_flow_run(request.flow_run)
+        keys = [f"unknown {number}" for number in range(150)]  # more than one call takes
+        return await api.flow_runs([*keys, *(request.key for request in requests)])
+
+    found = ask(stack.api_url, created_and_read)
+    assert found.keys() == {request.key for request in requests[:2]}
+    for run in found.values():
+        assert run.state in ("SCHEDULED", "PENDING", "RUNNING")
+        assert abs(run.since - time.time()) < 60
+        assert run.page == f"{stack.api_url.removesuffix('/api')}/runs/flow-run/{run.id}"
+
+
+def test_a_request_that_a_stack_of_another_release_does_not_know_is_refused(
+    stack: StackState, root: Path
+) -> None:
+    fields = SaveRequest(root=str(root), step=1, run=1).flow_run
+    fields["parameters"] = {"request": {**fields["parameters"]["request"], "of_a_later_release": 1}}
+    with pytest.raises(RequestRefusedError, match="run: trinity-sync deploy"):
+        ask(stack.api_url, lambda api: api.create_flow_run(fields))
+
+
+def test_the_password_is_sent(guarded: str) -> None:
+    assert ask(guarded, nothing, PREFECT_API_AUTH_STRING=LOGIN) == {}
+    basic = json.dumps({"Authorization": "Basic YWRtaW46cGFzcw==", "User-Agent": "ignored"})
+    assert ask(guarded, nothing, PREFECT_CLIENT_CUSTOM_HEADERS=basic) == {}
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"PREFECT_API_AUTH_STRING": "admin:wrong"}, {"PREFECT_API_KEY": "pass"}]
+)
+def test_a_missing_or_wrong_password_is_named(guarded: str, env: dict[str, str]) -> None:
+    with pytest.raises(PrefectApiError, match=r"PREFECT_API_AUTH_STRING.*PREFECT_API_KEY") as told:
+        ask(guarded, nothing, **env)
+    assert told.value.status == 401
+    assert "wrong:" not in str(told.value)
+
+
+def test_a_server_that_wants_a_csrf_token_for_each_change_gets_it(guarded: str, root: Path) -> None:
+    request = SaveRequest(root=str(root), step=1, run=1)
+    with pytest.raises(PrefectApiError, match="run: trinity-sync deploy"):
+        ask(guarded, create(request), PREFECT_API_AUTH_STRING=LOGIN)
+    with environment({}), SyncPrefectClient(guarded, auth_string=LOGIN) as client:
+        client.create_work_pool(WorkPoolCreate(name="pool", type="process"))
+        flow = client.create_flow_from_name("save-step")
+        client.create_deployment(flow, "save-step", work_pool_name="pool")
+    ask(guarded, create(request), PREFECT_API_AUTH_STRING=LOGIN)
+    found = ask(guarded, lambda api: api.flow_runs([request.key]), PREFECT_API_AUTH_STRING=LOGIN)
+    assert found[request.key].state == "SCHEDULED"
+
+
+def test_a_private_authority_is_trusted_where_it_is_named(
+    stack: StackState, tmp_path: Path
+) -> None:
+    port = int(stack.api_url.removesuffix("/api").rpartition(":")[2])
+    with tls_in_front_of(port, tmp_path) as (url, authority):
+        assert ask(url, nothing, PREFECT_API_SSL_CERT_FILE=str(authority)) == {}
+        assert ask(url, nothing, PREFECT_API_TLS_INSECURE_SKIP_VERIFY="true") == {}
+        with pytest.raises(PrefectApiError, match=r"not trusted.*PREFECT_API_SSL_CERT_FILE"):
+            ask(url, nothing)
+        with pytest.raises(PrefectApiError, match="PREFECT_API_SSL_CERT_FILE names /no/file"):
+            ask(url, nothing, PREFECT_API_SSL_CERT_FILE="/no/file")
+
+
+@pytest.mark.parametrize("path", ["", "/"])
+def test_a_url_without_api_is_named(stack: StackState, root: Path, path: str) -> None:
+    url = stack.api_url.removesuffix("/api") + path
+    for call in (nothing, create(SaveRequest(root=str(root), step=1, run=1))):
+        with pytest.raises(PrefectApiError, match="it ends with /api"):
+            ask(url, call)
+
+
+class _Page(BaseHTTPRequestHandler):
+    """A page, whatever is asked for."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("content-length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_another_server_at_the_port_is_named(root: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as page, socket.socket() as other:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        with pytest.raises(PrefectApiError, match="not the API of a Prefect server"):
+            ask(f"http://user:secret@127.0.0.1:{page.server_port}/api", nothing)
+        page.shutdown()
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def speak() -> None:
+            with suppress(OSError):
+                while True:
+                    other.accept()[0].sendall(b"\0\0\x18\x04\r\n\r\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        with pytest.raises(PrefectApiError, match="not the API of a Prefect server"):
+            ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", nothing)
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with pytest.raises(PrefectApiError) as told:
+        ask("http://user:secret@127.0.0.1:9/api", nothing)
+    assert "127.0.0.1:9" in str(told.value)
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/api", "http://no-such-host.invalid/api"])
+def test_a_server_that_is_not_there_is_named(url: str) -> None:
+    with pytest.raises(PrefectApiError, match=f"no Prefect server can be reached at {url}"):
+        ask(url, nothing)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4200/api", "ftp://here/api"])
+def test_a_url_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(PrefectApiError, match="Correct PREFECT_API_URL"):
+        ask(url, nothing)
+
+
+def test_a_server_that_hangs_is_given_up(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefect_api, "ANSWER_S", 0.2)
+    with pytest.raises(PrefectApiError, match=f"{hangs} does not answer within 0.2 s"):
+        ask(hangs, nothing)
+
+
+def test_a_busy_server_is_asked_again_at_once(root: Path) -> None:
+    """What SQLite makes of two writes that meet: it cannot be had from a real server on demand."""
+    asked: list[str] = []
+
+    class Busy(_Page):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            asked.append(self.path)
+            self.send_response(503 if len(asked) < 3 else 200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
+        threading.Thread(target=busy.serve_forever, daemon=True).start()
+        assert ask(f"http://127.0.0.1:{busy.server_port}/api", nothing) == {}
+        busy.shutdown()
+    assert asked == ["/api/flow_runs/filter"] * 3
+
+
+def test_the_local_stack_is_found_by_its_state_file(guarded: str, tmp_path: Path) -> None:
+    state = tmp_path / "stack.json"
+    with pytest.raises(PrefectApiError, match=f"no Prefect server is known.*{state}"):
+        ask(None, nothing, home=tmp_path)
+    state.write_text(json.dumps({"api_url": guarded, "api_auth": LOGIN}))
+    state.chmod(0o600)
+    assert ask(None, nothing, home=tmp_path) == {}
+    assert (
+        ask(None, nothing, home=Path("/no"), PREFECT_API_URL=guarded, PREFECT_API_AUTH_STRING=LOGIN)
+        == {}
+    )
+    state.chmod(0o622)
+    with pytest.raises(PrefectApiError, match="others may write it"):
+        ask(None, nothing, home=tmp_path)
+    state.chmod(0o600)
+    state.write_text("{")
+    with pytest.raises(PrefectApiError, match="cannot be read"):
+        ask(None, nothing, home=tmp_path)
+
+
+def test_a_server_that_has_moved_is_found_at_the_next_call(
+    guarded: str, stack: StackState, tmp_path: Path
+) -> None:
+    state = tmp_path / "stack.json"
+    state.touch(mode=0o600)
+
+    async def asked(api: PrefectApi) -> None:
+        state.write_text(json.dumps({"api_url": "http://127.0.0.1:9/api"}))
+        with pytest.raises(PrefectApiError, match="no Prefect server can be reached"):
+            await api.flow_runs(["a key"])
+        state.write_text(json.dumps({"api_url": stack.api_url}))
+        assert await api.flow_runs(["a key"]) == {}
+
+    ask(None, asked, home=tmp_path)

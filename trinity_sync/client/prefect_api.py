@@ -1,0 +1,381 @@
+"""Every call that a trainer makes to a Prefect server, over REST.
+
+Importing Prefect would cost each trainer 2 CPU seconds and 70 MB, and Prefect cannot be installed
+next to vLLM. httpx is imported by the thread that makes the first call.
+
+The server, the password and the certificates come from the variables that Prefect's own client
+reads, and are used as it uses them: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
+``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
+``PREFECT_CLIENT_CUSTOM_HEADERS``. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the
+state file of this user's local stack says where the server is.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import re
+import ssl
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.errors import PrefectApiError, RequestRefusedError
+from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.trust import is_own
+
+if TYPE_CHECKING:
+    import httpx
+
+STACK_FILE = "stack.json"
+"""State file of the local stack, in ``settings.home``."""
+CONNECT_S = 5.0
+"""Seconds for a connection: a host that is up accepts one within a round trip."""
+ANSWER_S = 20.0
+"""Seconds for a whole answer. A busy server on SQLite takes a second or two. One that takes longer
+may still have created the flow run, so the next attempt finds it by its idempotency key."""
+BUSY_WAITS_S = 0.01, 0.02, 0.05, 0.1, 0.2
+"""Seconds between attempts while the server answers 503: on SQLite, two writes have met, and it is
+free again milliseconds later."""
+KEEP_ALIVE_S = 3.0
+"""Seconds for which an idle connection is used again; uvicorn closes it after five."""
+KEYS_PER_CALL = 100
+"""Prefect returns 200 flow runs of a call by default."""
+
+_PROTECTED = {"user-agent", "prefect-csrf-token", "prefect-csrf-client"}
+"""Headers that Prefect does not let ``PREFECT_CLIENT_CUSTOM_HEADERS`` set."""
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """A flow run, as far as a trainer needs to know it."""
+
+    id: uuid.UUID
+    state: str
+    """Type of its state, such as ``RUNNING``; empty if it has none."""
+    name: str
+    """Name of its state."""
+    message: str
+    since: float
+    """Time of its state by the server's clock, in seconds since the epoch."""
+    page: str
+    """URL of its page in the Prefect UI."""
+
+
+@dataclass(frozen=True)
+class _Server:
+    """Where the API is, and how it is reached."""
+
+    url: str
+    headers: tuple[tuple[str, str], ...]
+    cert_file: str
+    verifies: bool
+
+    @property
+    def shown(self) -> str:
+        """The URL without a password."""
+        return re.sub(r"//[^/@]*@", "//", self.url)
+
+
+class PrefectApi:
+    """The API of one Prefect server; it belongs to one event loop at a time.
+
+    The server is looked up before each call, so one that was restarted on another port is found.
+
+    Args:
+        settings: say where the state file of the local stack is.
+        api_url: URL of the API, which ends with ``/api``; by default ``PREFECT_API_URL``, or that
+            of the local stack.
+    """
+
+    def __init__(self, settings: Settings, api_url: str | None = None) -> None:
+        self._home = settings.home
+        self._given_url = api_url
+        self._client: httpx.AsyncClient | None = None
+        self._connected_to: _Server | None = None
+        self._csrf_client = str(uuid.uuid4())
+        self._deployment_id = ""
+
+    async def create_flow_run(self, fields: Mapping[str, Any]) -> None:
+        """Create the flow run of a save, due at once, unless its idempotency key has one.
+
+        Args:
+            fields: of the flow run: ``parameters``, ``idempotency_key``, ``name``, ...
+
+        Raises:
+            RequestRefusedError: the server will never accept it.
+            PrefectApiError: the server cannot be asked; the message says what to do.
+        """
+        try:
+            if not self._deployment_id:
+                found = await self._call("GET", f"/deployments/name/{SAVE_DEPLOYMENT}")
+                with self._translated():
+                    self._deployment_id = str(uuid.UUID(found["id"]))
+            # without a time, which the server adds: the clock of this node may be off
+            body = {**fields, "state": {"type": "SCHEDULED"}}
+            await self._call("POST", f"/deployments/{self._deployment_id}/create_flow_run", body)
+        except PrefectApiError:
+            self._deployment_id = ""  # it may have been deployed again, with another id
+            raise
+
+    async def flow_runs(self, keys: Sequence[str]) -> dict[str, FlowRun]:
+        """Read the flow runs that exist, by idempotency key; one call for 100 of them.
+
+        Raises:
+            PrefectApiError: the server cannot be asked; the message says what to do.
+        """
+        found = {}
+        for batch in (keys[at : at + KEYS_PER_CALL] for at in range(0, len(keys), KEYS_PER_CALL)):
+            wanted = {"flow_runs": {"idempotency_key": {"any_": list(batch)}}}
+            for run in await self._call("POST", "/flow_runs/filter", wanted):
+                with self._translated():
+                    found[str(run["idempotency_key"])] = self._flow_run(run)
+        return found
+
+    async def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        client, self._client, self._connected_to = self._client, None, None
+        self._deployment_id = ""
+        if client is not None:
+            await client.aclose()
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The content of the answer to a request."""
+        server = _find_server(self._home, self._given_url)
+        if server != self._connected_to:
+            await self.close()
+            self._connected_to = server
+        with self._translated():
+            self._client = self._client or _connect(server)
+            answer = await asyncio.wait_for(
+                self._insist(self._client, method, path, body), ANSWER_S
+            )
+            answer.raise_for_status()
+            return answer.json()
+
+    async def _insist(
+        self, client: "httpx.AsyncClient", method: str, path: str, body: Mapping[str, Any] | None
+    ) -> "httpx.Response":
+        """Send a request, again while the server is busy; each may safely be sent twice."""
+        import httpx
+
+        async def send() -> httpx.Response:
+            answer = await client.request(method, path, json=body)
+            if answer.status_code == 403 and "CSRF" in answer.text:
+                # the token is missing or has expired; most servers want none
+                token = await client.get("/csrf-token", params={"client": self._csrf_client})
+                token.raise_for_status()
+                client.headers["Prefect-Csrf-Token"] = token.json()["token"]
+                client.headers["Prefect-Csrf-Client"] = self._csrf_client
+                answer = await client.request(method, path, json=body)
+            return answer
+
+        for wait_s in BUSY_WAITS_S:
+            try:
+                answer = await send()
+                if answer.status_code != 503 or "retry-after" in answer.headers:
+                    return answer
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                pass  # an idle connection that the server was just closing
+            await asyncio.sleep(wait_s)
+        return await send()
+
+    def _flow_run(self, run: Mapping[str, Any]) -> FlowRun:
+        assert self._connected_to is not None  # it has answered
+        ui = self._connected_to.shown.rstrip("/").removesuffix("/api")
+        state = run["state"] or {"type": "", "timestamp": "1970-01-01T00:00:00Z"}
+        return FlowRun(
+            id=uuid.UUID(run["id"]),
+            state=str(state["type"]),
+            name=str(state.get("name") or ""),
+            message=str(state.get("message") or ""),
+            since=datetime.fromisoformat(state["timestamp"].replace("Z", "+00:00")).timestamp(),
+            page=f"{ui}/runs/flow-run/{run['id']}",
+        )
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn what httpx raises, and what is no answer of a Prefect server, into our errors."""
+        import httpx
+
+        assert self._connected_to is not None
+        url = self._connected_to.shown
+        cert_file = self._connected_to.cert_file
+        try:
+            yield
+        except httpx.HTTPStatusError as error:
+            raise _error_of(url, error.response) from error
+        except (httpx.TimeoutException, asyncio.TimeoutError) as error:
+            connecting = isinstance(error, httpx.ConnectTimeout)
+            raise PrefectApiError(
+                f"the Prefect server at {url} does not answer within "
+                f"{CONNECT_S if connecting else ANSWER_S:g} s. Look at its log, or correct "
+                "PREFECT_API_URL",
+                url=url,
+            ) from error
+        except httpx.ConnectError as error:
+            if _is_untrusted(error):
+                raise PrefectApiError(
+                    f"the certificate of the Prefect server at {url} is not trusted ({error}). Set "
+                    "PREFECT_API_SSL_CERT_FILE to the certificate of the authority that signed it "
+                    f"(now {cert_file})",
+                    url=url,
+                ) from error
+            raise PrefectApiError(
+                f"no Prefect server can be reached at {url} ({error}). Start it (trinity-sync up), "
+                "or correct PREFECT_API_URL",
+                url=url,
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            # another protocol, no URL, or an answer of another form
+            raise _other_server(url, f"{type(error).__name__}: {error}") from error
+        except OSError as error:  # of the file of certificates; httpx raises none of its own
+            raise PrefectApiError(
+                f"PREFECT_API_SSL_CERT_FILE names {cert_file}, which holds no certificates that "
+                f"can be read ({error}). Correct it",
+                url=url,
+            ) from error
+
+
+def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
+    """What an answer that is no success means, and what to do."""
+    status = answer.status_code
+    if status in (401, 403):
+        return PrefectApiError(
+            f"the Prefect server at {url} refuses this client ({status}): the password is missing "
+            "or wrong. Set PREFECT_API_AUTH_STRING to the server's PREFECT_SERVER_API_AUTH_STRING, "
+            "or PREFECT_API_KEY to a key of Prefect Cloud",
+            url=url,
+            status=status,
+        )
+    if status in (409, 422):
+        return RequestRefusedError(
+            f"the Prefect server at {url} refuses the request ({status}): {answer.text[:300]}. "
+            "Client and stack may be of different releases: install the same one on both sides, "
+            "then run: trinity-sync deploy",
+            url=url,
+            status=status,
+        )
+    if status == 404 and "Deployment not found" in answer.text:
+        return PrefectApiError(
+            f"the Prefect server at {url} has no deployment {SAVE_DEPLOYMENT}; run: trinity-sync "
+            "deploy",
+            url=url,
+            status=status,
+        )
+    if status in (404, 405) or 300 <= status < 400:
+        return _other_server(url, f"{status} {answer.reason_phrase}", status)
+    return PrefectApiError(
+        f"the Prefect server at {url} answers {status} {answer.reason_phrase}: "
+        f"{answer.text[:300]}. Look at its log",
+        url=url,
+        status=status,
+    )
+
+
+def _other_server(url: str, why: str, status: int = 0) -> PrefectApiError:
+    return PrefectApiError(
+        f"{url} answers, but is not the API of a Prefect server ({why}). Correct PREFECT_API_URL; "
+        "it ends with /api",
+        url=url,
+        status=status,
+    )
+
+
+def _is_untrusted(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _connect(server: _Server) -> "httpx.AsyncClient":
+    import httpx
+
+    context = ssl.create_default_context(cafile=server.cert_file if server.verifies else None)
+    if not server.verifies:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return httpx.AsyncClient(
+        base_url=server.url,
+        headers=dict(server.headers),
+        verify=context,
+        follow_redirects=True,
+        timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+        limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+    )
+
+
+def _find_server(home: Path, given_url: str | None) -> _Server:
+    """The server that is used now.
+
+    Raises:
+        PrefectApiError: none is known, or a variable cannot be used.
+    """
+    named = os.environ.get
+    url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
+    if not url:
+        url, own_login = _local_stack(home)
+        login = own_login or login
+    headers = {"user-agent": "trinity-sync"}
+    if login:
+        headers["authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    elif key := named("PREFECT_API_KEY", ""):
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        custom = json.loads(named("PREFECT_CLIENT_CUSTOM_HEADERS") or "{}")
+        custom = {str(name).lower(): str(value) for name, value in custom.items()}
+    except (ValueError, AttributeError) as error:
+        raise PrefectApiError(
+            "PREFECT_CLIENT_CUSTOM_HEADERS is not a JSON object of names and values; correct it"
+        ) from error
+    headers |= {name: value for name, value in custom.items() if name not in _PROTECTED}
+    insecure = named("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower()
+    return _Server(
+        url,
+        tuple(headers.items()),
+        named("PREFECT_API_SSL_CERT_FILE") or named("SSL_CERT_FILE") or _known_authorities(),
+        insecure not in ("1", "true", "t", "yes", "y", "on"),
+    )
+
+
+def _known_authorities() -> str:
+    import certifi
+
+    return certifi.where()
+
+
+def _local_stack(home: Path) -> tuple[str, str]:
+    """URL and password of the API of this user's local stack.
+
+    Raises:
+        PrefectApiError: there is none, or its state file cannot be trusted or read.
+    """
+    path = home / STACK_FILE
+    try:
+        with path.open("rb") as file:
+            if not is_own(file.fileno()):
+                raise PrefectApiError(
+                    f"state file {path} of the local stack belongs to another user, or others may "
+                    "write it, so the server that it names is not asked. Set PREFECT_API_URL, or "
+                    "TRINITY_SYNC_HOME to a folder of your own"
+                )
+            body = json.loads(file.read())
+            url, login = str(body.get("api_url") or ""), str(body.get("api_auth") or "")
+    except (FileNotFoundError, NotADirectoryError):
+        url = login = ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise PrefectApiError(
+            f"state file {path} of the local stack cannot be read ({error}). Set PREFECT_API_URL, "
+            "or run: trinity-sync up"
+        ) from error
+    if not url:
+        raise PrefectApiError(
+            f"no Prefect server is known: PREFECT_API_URL is not set, and {path} names none. Set "
+            "PREFECT_API_URL, or run: trinity-sync up"
+        )
+    return url, login
