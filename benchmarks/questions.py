@@ -13,11 +13,11 @@ from prefect.settings import PREFECT_API_URL
 
 from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.history import retention_of, runs_of
 from trinity_sync.orchestration.mend import UNDER_WAY, end_unheard_tasks, runs_in
 from trinity_sync.orchestration.reconcile import reconcile
 from trinity_sync.orchestration.server import waiting_runs
-from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 
@@ -63,6 +63,7 @@ class Questions:
         self._step += 1
         began = time.perf_counter()
         self._trigger.submit(request)
+        await self._trigger.send()
         run = await asked_for(self._client, request.key)
         await run_flow(here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
         took = time.perf_counter() - began
@@ -79,7 +80,7 @@ class Questions:
         client, sync, root = self._client, self._sync, self._root
         return {
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
-            OURS[1]: lambda: self._trigger.outcomes([self._last]),
+            OURS[1]: lambda: self._run(self._trigger.outcomes([self._last])),
             OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
             OURS[3]: lambda: self._run(runs_in(client, pool, *UNDER_WAY)),
             OURS[4]: lambda: self._run(end_unheard_tasks(client, pool)),

@@ -78,7 +78,7 @@ def main() -> None:
                 job.close()
             return
         costs = []
-        with _server(Path(folder)) as server:
+        with prefect_server() as server:
             print(_row([name.replace("_", " ") for name in asdict(_nothing())]))
             for number, (ranks, nodes) in enumerate([(1, 1), *sizes]):
                 job = Job(Path(folder) / f"job{number}", Path(memory), ranks, nodes)
@@ -132,7 +132,7 @@ async def save(job: Job, step: int, server: int) -> Cost:
 
     from benchmarks.resources import cpu_seconds
     from flows.save import save_step
-    from trinity_sync.orchestration.trigger import SaveTrigger
+    from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.settings import Settings
     from trinity_sync.storage.manifest import read_manifest
 
@@ -141,6 +141,8 @@ async def save(job: Job, step: int, server: int) -> Cost:
     began = time.perf_counter()
     trigger = SaveTrigger()
     trigger.submit(request)
+    await trigger.send()
+    await trigger.disconnect()
     async with get_client() as client:
         run = await asked_for(client, request.key)
         await run_flow(here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
@@ -149,7 +151,6 @@ async def save(job: Job, step: int, server: int) -> Cost:
         assert manifest, f"{request.run_name} of {job.ranks} ranks is not committed"
         ended = time.perf_counter() - began
         tasks = await _tasks_of(client, run.id)
-    trigger.close(1)
     cost = Cost(
         job.ranks,
         job.nodes,
@@ -281,7 +282,7 @@ def root_job(root: Path) -> str:
 
 
 @contextmanager
-def _server(folder: Path) -> Iterator[int]:
+def prefect_server() -> Iterator[int]:
     """A Prefect server with the deployments; its pid."""
     from trinity_sync.orchestration import daemon, parts
     from trinity_sync.orchestration.deploy import deploy

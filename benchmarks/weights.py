@@ -127,8 +127,8 @@ def measure(root: Path, spool: Path) -> Samples:
     import ray
     import torch
 
+    from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.coordinator import CheckpointCoordinator
-    from trinity_sync.orchestration.trigger import SaveTrigger
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.copying import copy_pieces
     from trinity_sync.snapshot.reading import release

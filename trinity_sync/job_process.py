@@ -12,6 +12,8 @@ from pathlib import Path
 
 from trinity_sync.attachments import Attachments
 from trinity_sync.beginning import OwnRun
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import ConfigError, SaveFailed
 from trinity_sync.functions import FunctionSaves
 from trinity_sync.layout import (
@@ -23,8 +25,6 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.opening import folder_of, open_root
-from trinity_sync.orchestration.trigger import SaveTrigger
-from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.preemption import Preemption, noticed_by_any
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -75,7 +75,7 @@ class JobProcess:
         )
         self._attachments = Attachments(self.root, self.rank)
         self._trigger = trigger or SaveTrigger(self.settings)
-        self._watch = SaveWatch(self._trigger, self.spool)
+        self._watcher = CommitWatcher(self._trigger, self.spool, rank=rank, world_size=world_size)
         self._run = OwnRun(self.root, run_key or own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
@@ -177,15 +177,19 @@ class JobProcess:
         self.wait_staged()
         self._failures += self._states.take_failures()
         self._failures += self._functions.wait(deadline)  # kept, should the next line time out
-        failures = [*self._watch.wait(deadline), *self._failures]
+        failures = [*self._watcher.wait(deadline), *self._failures]
         self._failures = []
         if failures:
             raise SaveFailed("\n".join(failures))
 
     @property
     def commit_seconds(self) -> Mapping[str, float]:
-        """Seconds from hand-over to commit, by request key, of this process's committed saves."""
-        return self._watch.commit_seconds
+        """Seconds from hand-over to commit, by request key, of this process's committed saves.
+
+        Ranks other than 0 learn of commits in `wait_all`, and take the time from the manifest: by
+        the clock of the node that committed, against their own.
+        """
+        return self._watcher.commit_seconds
 
     def close(self, timeout: float = 10.0) -> None:
         """Let go of everything; what was handed over goes on without this process.
@@ -203,8 +207,7 @@ class JobProcess:
             self._states.close()
         finally:
             self._metrics.close()
-            self._watch.close()
-            self._trigger.close(timeout)
+            self._watcher.close(timeout)
             self._preemption.forget()
         self.spool.remove_if_unused()
 
@@ -292,9 +295,8 @@ class JobProcess:
         always: bool = False,
         exports: str = "",
     ) -> None:
-        if self.rank == 0 or always:
-            self._trigger.submit(request)
-        self._watch.add(request, images=images, exports=exports)
+        submit = self.rank == 0 or always
+        self._watcher.follow(request, images=images, exports=exports, submit=submit)
 
 
 def own_run_key() -> str:

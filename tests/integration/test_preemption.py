@@ -25,7 +25,7 @@ TRAINING = textwrap.dedent(
 
     from tests.integration.fsdp.commits import CommitsHere
     from trinity_sync.coordinator import CheckpointCoordinator
-    from trinity_sync.orchestration.trigger import SaveTrigger
+    from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.settings import Settings
 
     root, spool, server, grace_s = sys.argv[1:]

@@ -64,6 +64,41 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
     assert "xxh3-128:" in artifact.data
 
 
+TRAINER = """
+import sys
+STACK = {"prefect", "fastapi", "sqlalchemy", "alembic", "typer", "rich", "ray"}
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in STACK:
+            raise ModuleNotFoundError(f"{name} is not installed where people train")
+sys.meta_path.insert(0, Refuses())
+
+import torch
+from trinity_sync.coordinator import CheckpointCoordinator
+
+how = dict(world_size=2, run_key="one")
+ranks = [CheckpointCoordinator(sys.argv[1], rank=rank, **how) for rank in range(2)]
+for rank in ranks:
+    rank.save(1, {"model": {"w": torch.ones(3)}})
+for rank in reversed(ranks):
+    rank.wait_all(90)
+    rank.close()
+assert not STACK & sys.modules.keys()
+print(*(len(rank.commit_seconds) for rank in ranks))
+"""
+
+
+def test_a_trainer_saves_where_nothing_of_the_stack_can_be_imported(
+    stack: StackState, root: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, str(root)], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1 1\n"
+    require_committed(root, 1)
+
+
 def test_saves_in_a_row_all_commit_in_their_own_state(
     saves: CheckpointCoordinator, root: Path
 ) -> None:

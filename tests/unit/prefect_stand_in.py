@@ -17,8 +17,8 @@ import tasks.prune
 from tasks.commit import commit_step, note_failure
 from tasks.persist import persist_component
 from tasks.prune import prune_after_commit
+from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded
-from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
@@ -132,6 +132,7 @@ class Trigger(SaveTrigger):
     """A trainer's line to the server."""
 
     def __init__(self, server: Server) -> None:
+        super().__init__()
         self.server = server
         self.waiting: list[SaveRequest] = []
         server.clients.append(self)
@@ -142,7 +143,7 @@ class Trigger(SaveTrigger):
         else:
             self.server.ask(request)
 
-    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         return {request.key: self._said_of(request.key) for request in requests}
 
     def _said_of(self, key: str) -> Outcome:
@@ -152,7 +153,8 @@ class Trigger(SaveTrigger):
             return Outcome("failed" if run.state == "crashed" else run.state, run.message)
         return Outcome("pending", "nobody has asked for a flow run yet")
 
-    def close(self, timeout: float) -> None:
+    def hang_up(self) -> None:
+        """Its trainer has ended."""
         self.waiting.clear()
         if self in self.server.clients:
             self.server.clients.remove(self)

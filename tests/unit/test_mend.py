@@ -16,8 +16,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.answers import server
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.mend import TAKEN_BY, begin_again, mend
-from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
@@ -164,7 +164,15 @@ def test_a_run_that_a_server_calls_crashed_has_not_failed_while_it_runs_here(
 ) -> None:
     with prefect(*CRASHED):
         trigger = SaveTrigger(Settings(spool=spool_folder), PREFECT_API_URL.value())
+
+        def state() -> str:
+            async def ask() -> str:
+                outcomes = await trigger.outcomes([SAVE])
+                await trigger.disconnect()
+                return outcomes[SAVE.key].state
+
+            return asyncio.run(ask())
+
         with at_work(spool_folder):
-            assert trigger.outcomes([SAVE])[SAVE.key].state == "running"
-        assert trigger.outcomes([SAVE])[SAVE.key].state == "failed"
-        trigger.close(0)
+            assert state() == "running"
+        assert state() == "failed"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tasks.persist import persist_component, save_of
 from tests.unit.conftest import Open
 from tests.unit.job import Job
+from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, MissingShards, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.kept import kept_in
@@ -47,16 +47,14 @@ class Noted(SaveTrigger):
     """Keeps what is asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.requests: list[SaveRequest] = []
 
     def submit(self, request: SaveRequest) -> None:
         self.requests.append(request)
 
-    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         return {request.key: Outcome("pending") for request in requests}
-
-    def close(self, timeout: float) -> None:
-        pass
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
+from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import Abandoned, ConfigError, RemoteError, SaveFailed
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.doctor_job import examine_root
-from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
@@ -42,16 +42,14 @@ class Asked(SaveTrigger):
     """No server: the test does what the flow would, and says how that ended."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.answer = Outcome("running")
 
     def submit(self, request: SaveRequest) -> None:
         pass
 
-    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         return {request.key: self.answer for request in requests}
-
-    def close(self, timeout: float) -> None:
-        pass
 
 
 @dataclass

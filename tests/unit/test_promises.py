@@ -39,7 +39,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import trinity_sync.orchestration.watch as watch_module
+import trinity_sync.client.commit_watcher as watcher_module
 from tasks.prune import prune_root
 from tests.conftest import environment
 from tests.unit.prefect_stand_in import (
@@ -220,10 +220,10 @@ class Promises(RuleBasedStateMachine):
                 saved.excuse = "functions leave no images that a sweep would find"
         for rank in self.trainers[name].ranks:
             if how == "SIGKILL":  # nothing is said to anybody, and the kernel releases locks
-                rank._watch.close()
-                rank._trigger.close(0)
+                rank._watcher.close()
             else:
                 rank.close(timeout=0)
+            rank._trigger.hang_up()
         del self.trainers[name]
         rank = None
         gc.collect()  # file descriptors go with their objects
@@ -747,7 +747,7 @@ HOW = settings(
 def test_the_promises_hold_whatever_happens_to_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     without_catalog_and_pages(monkeypatch)
     for name in ("LOOK_S", "ASK_S"):
-        monkeypatch.setattr(watch_module, name, (0.005, 0.005))
+        monkeypatch.setattr(watcher_module, name, (0.005, 0.005))
     end = time.monotonic() + 60 * MINUTES
     try:
         while True:

@@ -15,12 +15,14 @@ import pytest
 
 from tests.conftest import environment
 from tests.unit.answers import server
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import stack
 from trinity_sync.orchestration.parts import StackState, server_answers
-from trinity_sync.orchestration.trigger import SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool
 
 
 @pytest.fixture
@@ -85,12 +87,13 @@ def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(
     for answers, said in cases:
         with server(answers) as url, caplog.at_level(logging.WARNING):
             trigger = SaveTrigger(Settings(home=tmp_path), url)
-            trigger.submit(SaveRequest(root=str(tmp_path), step=1, run=1))
+            watcher = CommitWatcher(trigger, JobSpool(tmp_path))
+            watcher.follow(SaveRequest(root=str(tmp_path), step=1, run=1), submit=True)
             deadline = time.monotonic() + 60
             while not any(url in message for message in caplog.messages):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            trigger.close(timeout=0)
+            watcher.close()
         assert any(said in message and url in message for message in caplog.messages)
 
 

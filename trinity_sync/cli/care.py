@@ -165,7 +165,7 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from trinity_sync.orchestration.reconcile import reconcile
-    from trinity_sync.orchestration.trigger import api_url_for
+    from trinity_sync.orchestration.server import api_url_for
 
     settings = read_settings()
     if url := api_url_for(settings):

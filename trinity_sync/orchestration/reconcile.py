@@ -26,9 +26,9 @@ from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.errors import CatalogError, TrinitySyncError
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, runs_in
 from trinity_sync.orchestration.roots import known_roots
+from trinity_sync.orchestration.server import refusal_of
 from trinity_sync.orchestration.server_time import due
 from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name

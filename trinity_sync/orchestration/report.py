@@ -10,8 +10,7 @@ from typing import Any
 from trinity_sync.errors import CommitError, ManifestError, StackError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
-from trinity_sync.orchestration.server import server_client
-from trinity_sync.orchestration.trigger import api_url_for
+from trinity_sync.orchestration.server import api_url_for, server_client
 from trinity_sync.settings import Settings
 from trinity_sync.storage.aside import aside_folder
 from trinity_sync.storage.claims import Lease, Pin, leases, pins

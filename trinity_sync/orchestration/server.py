@@ -19,6 +19,25 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from trinity_sync.errors import StackError, TrinitySyncError
+from trinity_sync.settings import Settings
+
+
+def api_url_for(settings: Settings) -> str | None:
+    """The Prefect API of this process's environment or profile, else the local stack's."""
+    from trinity_sync.orchestration.stack import find
+
+    if url := PREFECT_API_URL.value():
+        return url
+    stack = find(settings)
+    return stack.api_url if stack else None
+
+
+def refusal_of(error: httpx.HTTPStatusError) -> str:
+    """Why the server will never accept a request, as after an upgrade of one side only; or ""."""
+    if error.response.status_code not in (409, 422):
+        return ""
+    text = error.response.text
+    return f"the Prefect server refuses its flow run: {text}; run: trinity-sync deploy"
 
 
 @contextmanager

@@ -52,9 +52,9 @@ from trinity_sync.orchestration.mend import (
     runs_in,
 )
 from trinity_sync.orchestration.reconcile import mend_known_roots
+from trinity_sync.orchestration.server import refusal_of
 from trinity_sync.orchestration.server_time import due, server_ahead_s
 from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded, warn_once
-from trinity_sync.orchestration.trigger import refusal_of
 from trinity_sync.orchestration.warm import WholeSettings, load_flow
 from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings

@@ -108,6 +108,24 @@ def file_lock_if_free(path: Path) -> Iterator[bool]:
         yield lock.try_acquire()
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process, on whatever node, holds the lock of a file alone.
+
+    Unlike `file_lock_if_free`, it makes no file, and many may ask at a time.
+
+    Raises:
+        OSError: the file is there, and cannot be read.
+    """
+    try:
+        lock = LockFile(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be somebody's pipe
+    except FileNotFoundError:
+        return False
+    try:
+        return not lock.try_acquire(shared=True)
+    finally:
+        lock.close()
+
+
 @contextmanager
 def run_lock_if_free(spool: Path, run_id: UUID) -> Iterator[bool]:
     """Acquire the lock of a flow run on this node without waiting; yields whether it was free.

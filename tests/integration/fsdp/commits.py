@@ -11,8 +11,8 @@ from pathlib import Path
 from tasks.commit import note_wishes
 from tasks.persist import persist_component, save_of
 from tasks.prune import prune_after_commit
+from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.export.step import grant
-from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
@@ -27,6 +27,7 @@ class CommitsHere(SaveTrigger):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
         self._failed: dict[str, str] = {}
         threading.Thread(target=self._work, daemon=True).start()
@@ -34,12 +35,9 @@ class CommitsHere(SaveTrigger):
     def submit(self, request: SaveRequest) -> None:
         self._requests.put(request)
 
-    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         failed = {key: Outcome("failed", why) for key, why in self._failed.items()}
         return {each.key: failed.get(each.key, Outcome("pending")) for each in requests}
-
-    def close(self, timeout: float = 0.0) -> None:
-        pass
 
     def _work(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """Whoever waits for a save hears of its end, whatever the file system does meanwhile."""
 
+import asyncio
 import itertools
 import json
 import logging
@@ -8,8 +9,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import pytest
@@ -17,13 +19,14 @@ import torch
 
 from tests.unit.answers import server
 from tests.unit.job import Job
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveTimeout
-from trinity_sync.orchestration.trigger import Outcome, SaveTrigger
-from trinity_sync.orchestration.watch import SaveWatch
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.manifest import Manifest, own_manifest
+from trinity_sync.storage.durable import look_anew
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import note_placement, places_of
 from trinity_sync.storage.policies import All, LastN
 from trinity_sync.storage.retention import Rules, carry_out, plan, survey
@@ -31,7 +34,7 @@ from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
 
-def test_an_error_of_the_file_system_ends_no_watch(
+def test_an_error_of_the_file_system_ends_no_watcher(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
@@ -39,29 +42,29 @@ def test_an_error_of_the_file_system_ends_no_watch(
     pointer = job.root / "latest_checkpointed_iteration.txt"
     pointer.rename(job.root / "aside")
     pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
-    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = SaveRequest(root=str(job.root), step=4, run=1)
     with caplog.at_level(logging.WARNING):
-        watch.add(request)
+        watcher.follow(request)
         with pytest.raises(SaveTimeout, match="step4"):
-            watch.wait(time.monotonic() + 0.5)
+            watcher.wait(time.monotonic() + 0.5)
         pointer.rmdir()
         (job.root / "aside").rename(pointer)
-        assert watch.wait(time.monotonic() + 30) == []
-    watch.close()
-    assert len([each for each in caplog.records if "cannot be followed" in each.message]) == 1
+        assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+    assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1
 
 
 def test_who_waits_for_long_is_told_once_what_for(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_sync.orchestration.watch.SAY_S", 0.1)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.SAY_S", 0.1)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watch = SaveWatch(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
-    watch.add(SaveRequest(root=str(job.root), step=4, run=1))
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
     with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeout):
-        watch.wait(time.monotonic() + 0.5)
-    watch.close()
+        watcher.wait(time.monotonic() + 0.5)
+    watcher.close()
     (said,) = [each.message for each in caplog.records if "still waiting" in each.message]
     assert "save actor step 4" in said
 
@@ -83,29 +86,36 @@ def test_the_server_is_asked_one_question_for_all_pending_saves(tmp_path: Path) 
     answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
     questions: list[set[str]] = []
     with server(answers, asked=asked) as url:
-        watch = SaveWatch(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
         for request in requests:
-            watch.add(request)
+            watcher.follow(request)
         while {request.key for request in requests} not in questions:
             with pytest.raises(SaveTimeout):
-                watch.wait(time.monotonic() + 0.1)
+                watcher.wait(time.monotonic() + 0.1)
             questions = [keys_in(each) for each in asked if each[0] == "/flow_runs/filter"]
             assert len(questions) < len(requests)
-        watch.close()
+        watcher.close()
 
 
 class Away(SaveTrigger):
     """A server that cannot be asked; notes when it was tried, and for how many saves."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tried: list[tuple[float, int]] = []
         self.enough = threading.Event()
 
-    def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
         self.tried.append((time.monotonic(), len(requests)))
         if len(self.tried) == 6:
             self.enough.set()
         return {request.key: Outcome("unknown") for request in requests}
+
+
+async def asked(trigger: SaveTrigger, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
+    outcomes = await trigger.outcomes(requests)
+    await trigger.disconnect()
+    return outcomes
 
 
 def gaps(moments: Sequence[float]) -> list[float]:
@@ -115,13 +125,13 @@ def gaps(moments: Sequence[float]) -> list[float]:
 def test_a_server_that_is_away_is_asked_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_sync.orchestration.watch.ASK_S", (0.02, 0.2))
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.ASK_S", (0.02, 0.2))
     away = Away()
-    watch = SaveWatch(away, JobSpool(tmp_path))
+    watcher = CommitWatcher(away, JobSpool(tmp_path))
     for request in requests_in(tmp_path, range(20)):
-        watch.add(request)
+        watcher.follow(request)
     assert away.enough.wait(30)
-    watch.close()
+    watcher.close()
     least = [0.04, 0.08, 0.16, 0.2, 0.2]
     waited = gaps([moment for moment, _ in away.tried[:6]])
     assert all(gap >= at_least for gap, at_least in zip(waited, least, strict=True))
@@ -131,30 +141,108 @@ def test_a_server_that_is_away_is_asked_less_and_less_often(
 def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_one(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_sync.orchestration.watch.LOOK_S", (0.01, 0.3))
-    looks: dict[int, list[float]] = defaultdict(list)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.3))
+    looks: dict[str, list[float]] = defaultdict(list)
     enough = threading.Event()
 
-    def noted(root: str, run: int, step: int) -> Manifest | None:
-        looks[step].append(time.monotonic())
-        if len(looks[9]) == 4:
+    def noted(folder: Path) -> None:
+        looks[folder.name].append(time.monotonic())
+        if len(looks["global_step_9"]) == 4:
             enough.set()
-        return own_manifest(root, run, step)
+        look_anew(folder)
 
-    monkeypatch.setattr("trinity_sync.orchestration.watch.own_manifest", noted)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.look_anew", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watch = SaveWatch(Away(), job.spool)
+    watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
-    watch.add(old)
-    watch._pending[old.key].since -= 3600
+    watcher.follow(old)
+    watcher._pending[old.key].since -= 3600
     assert enough.wait(30)
-    assert all(gap >= 0.3 for gap in gaps(looks[9][1:]))
+    assert all(gap >= 0.3 for gap in gaps(looks["global_step_9"][1:]))
     job.commit(4)
-    watch.add(young)
+    watcher.follow(young)
     with pytest.raises(SaveTimeout, match="step9"):
-        watch.wait(time.monotonic() + 0.2)
-    watch.close()
-    assert young.key in watch.commit_seconds
+        watcher.wait(time.monotonic() + 0.2)
+    watcher.close()
+    assert young.key in watcher.commit_seconds
+
+
+def test_a_manifest_is_read_again_only_when_it_has_changed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.LOOK_S", (0.01, 0.01))
+    looks: list[Path] = []
+    reads: list[int] = []
+
+    def noted(folder: Path) -> None:
+        looks.append(folder)
+        look_anew(folder)
+
+    def read(root: str, step: int) -> Manifest | None:
+        reads.append(step)
+        return read_manifest(root, step)
+
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.look_anew", noted)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.read_manifest", read)
+    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+    job.commit(4, kind="state_dict")
+    job.stage(4, {"optim": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(Away(), job.spool)
+    (request,) = requests_in(job.root, [4], components=("optim",))
+    watcher.follow(request)
+    while len(looks) < 20:
+        with pytest.raises(SaveTimeout):
+            watcher.wait(time.monotonic() + 0.1)
+    assert len(reads) == 1
+    job.commit(4, "optim")
+    assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+
+
+class Hanging(BaseHTTPRequestHandler):
+    """Creates flow runs, and never answers who asks for one."""
+
+    asked: ClassVar[list[str]] = []
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.path.endswith("/flow_runs/filter"):
+            self.asked.append("asked")
+            self.over.wait()
+            return
+        if self.path.endswith("/create_flow_run"):
+            self.asked.append(json.loads(body)["name"])
+        content = json.dumps({"id": str(uuid4())}).encode()
+        self.send_response(201)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_that_hangs_while_it_is_asked_holds_up_no_request(tmp_path: Path) -> None:
+    first, second = requests_in(tmp_path, (1, 2), components=())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as made:
+        made.daemon_threads = True
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{made.server_port}/api"
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher.follow(first, submit=True)
+        while Hanging.asked != [first.run_name, "asked"]:
+            with pytest.raises(SaveTimeout):
+                watcher.wait(time.monotonic() + 0.05)
+        watcher.follow(second, submit=True)
+        while second.run_name not in Hanging.asked:
+            with pytest.raises(SaveTimeout):
+                watcher.wait(time.monotonic() + 0.05)
+        assert Hanging.asked.count("asked") == 1  # so the answer is still waited for
+        Hanging.over.set()
+        watcher.close()
+        made.shutdown()
 
 
 def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -> None:
@@ -177,24 +265,22 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
     def await_that(what: Callable[[], bool]) -> None:
         while not what():
             with pytest.raises(SaveTimeout):
-                watch.wait(time.monotonic() + 0.05)
+                watcher.wait(time.monotonic() + 0.05)
 
     with server(answers, asked=asked) as url:
         trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        watch = SaveWatch(trigger, job.spool)
+        watcher = CommitWatcher(trigger, job.spool)
         for request in requests:  # two slots: the later two evict the images of the first two
             job.stage(request.step, {"model": {"w": torch.zeros(3)}})
-            trigger.submit(request)
-            watch.add(request)
+            watcher.follow(request, submit=True)
         await_that(lambda: [path for path, _ in asked].count(by_name) > 1)  # the server is away
         found = {"id": deployment, "name": "save-step", "flow_id": flow}
         answers[by_name] = 200, json.dumps(found)
         await_that(lambda: 4 in requested())
         for step in (3, 4):
             job.commit(step)
-        failures = watch.wait(time.monotonic() + 30)
-        watch.close()
-        trigger.close(1)
+        failures = watcher.wait(time.monotonic() + 30)
+        watcher.close()
     assert requested() == [3, 4]
     assert [("step 1" in each, "step 2" in each) for each in failures] == [
         (True, False),
@@ -222,16 +308,16 @@ def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(j
     answers = {"/flow_runs/filter": (200, "[]"), "/admin/version": (200, '"3.8.8"')}
     with server(answers) as url:
         trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        outcomes = trigger.outcomes([committed, of_functions, evicted])
-        trigger.close(0)
+        outcomes = asyncio.run(asked(trigger, [committed, of_functions, evicted]))
     assert outcomes[committed.key].state == outcomes[of_functions.key].state == "pending"
     assert outcomes[evicted.key].state == "failed"
 
 
 @contextmanager
-def completed(job: Job, *requests: SaveRequest) -> Iterator[SaveWatch]:
-    """A watch that is told that the flow runs of some saves have completed."""
+def completed(job: Job, *requests: SaveRequest) -> Iterator[CommitWatcher]:
+    """A watcher that is told that the flow runs of some saves have completed."""
     state = {"type": "COMPLETED", "name": "Completed", "message": "All states completed."}
+    state["timestamp"] = "2026-01-01T00:00:00Z"
     runs = [
         {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "save", "state": state}
         | {"idempotency_key": request.key}
@@ -240,10 +326,9 @@ def completed(job: Job, *requests: SaveRequest) -> Iterator[SaveWatch]:
     answers = {"/flow_runs/filter": (200, json.dumps(runs)), "/admin/version": (200, '"3.8.8"')}
     with server(answers) as url:
         trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        watch = SaveWatch(trigger, job.spool)
-        yield watch
-        watch.close()
-        trigger.close(1)
+        watcher = CommitWatcher(trigger, job.spool)
+        yield watcher
+        watcher.close()
 
 
 def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_committed(
@@ -256,9 +341,9 @@ def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_co
     job.stage(4, {"model": {"w": torch.full((3,), 4)}})
     ((again,), _) = job.spool.tickets()
     (request,) = requests_in(job.root, [4], components=("model",))
-    with completed(job, request) as watch:
-        watch.add(request, images=[again.ticket.image])
-        (failure,) = watch.wait(time.monotonic() + 30)
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=[again.ticket.image])
+        (failure,) = watcher.wait(time.monotonic() + 30)
     assert "model of step 4, role actor, rank 0 is not saved" in failure
 
 
@@ -281,9 +366,9 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
         rewind(job.root, 4)
         gone = 5
     (request,) = requests_in(job.root, [gone], components=("model",))
-    with completed(job, request) as watch:
-        watch.add(request, images=["one that was committed"])
-        assert watch.wait(time.monotonic() + 30) == []
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=["one that was committed"])
+        assert watcher.wait(time.monotonic() + 30) == []
 
 
 @pytest.mark.parametrize("value", [1, 2])
@@ -296,9 +381,9 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     ((late,), _) = job.spool.tickets()
-    with completed(job, request) as watch:
-        watch.add(request, images=[late.ticket.image])
-        failures = watch.wait(time.monotonic() + 30)
+    with completed(job, request) as watcher:
+        watcher.follow(request, images=[late.ticket.image])
+        failures = watcher.wait(time.monotonic() + 30)
     if value == 1:
         assert failures == []
         assert job.spool.tickets() == ([], [])

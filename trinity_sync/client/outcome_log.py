@@ -1,0 +1,200 @@
+"""What rank 0 learns of a run's saves, for the other ranks: they ask no server.
+
+::
+
+    root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
+        {"version": 1}
+        {"key": "...step40/checkpoint", "state": "pending", "message": "", "url": ""}
+        {"key": "...step40/checkpoint", "state": "failed", "message": "...", "url": "..."}
+
+The rank 0 of each process group has a file of its own, and holds its lock while it follows saves. A
+pending line says that it asks the server about a save, the next one how that ended. The lines save
+calls and decide nothing: they are not synced, a line that is cut off is ignored, and a rank that
+finds no living rank 0 asks the server itself. The newest run removes the files of earlier ones.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from trinity_sync.client.save_trigger import Outcome, State
+from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.request import SaveRequest
+from trinity_sync.snapshot.flock import LockFile
+from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.snapshot.trust import open_file
+from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, names_anew
+from trinity_sync.storage.locks import is_locked
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+UNANNOUNCED_S = 60.0
+"""Seconds within which rank 0 submits a save that another rank has submitted; a flow waits as long
+for its ranks by default (``gather_s``)."""
+_REMEMBERED = 1024
+"""Saves of each file that a reader knows the outcome of."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    key: str
+    state: State
+    message: str
+    url: str
+
+
+class OutcomeLog:
+    """The file of this process, which is a rank 0.
+
+    Args:
+        request: any save of the run.
+    """
+
+    def __init__(self, request: SaveRequest) -> None:
+        self._request = request
+        self._path = Path()
+        self._lock: LockFile | None = None
+
+    def append(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Add lines. If that fails, give up the file, so that other ranks ask for themselves."""
+        lines = [json.dumps({"key": key, **asdict(each)}) for key, each in outcomes.items()]
+        try:
+            if self._lock is None:
+                self._begin()
+            # closing a file is what lets other NFS clients see what it holds
+            with self._path.open("a") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            logger.warning(
+                "rank 0 cannot tell the other ranks what becomes of %s: %s. They ask the Prefect "
+                "server themselves",
+                ", ".join(outcomes),
+                error,
+            )
+            self.close()
+
+    def close(self) -> None:
+        """Release the lock: this process follows no save any longer."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+    def _begin(self) -> None:
+        folder = _folder(self._request.root)
+        make_folder(folder)
+        for path in folder.glob("run*.jsonl"):
+            number = parse_number(path.name.removeprefix("run").partition("-")[0])
+            if number is not None and number < self._request.run:
+                path.unlink(missing_ok=True)
+        self._path = folder / f"{_prefix(self._request)}.{uuid.uuid4().hex[:8]}.jsonl"
+        # locked before it has its name, so nobody finds it without a lock
+        temporary = folder / f".{self._path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            lock.acquire()
+            temporary.write_text(json.dumps({"version": VERSION}) + "\n")
+            temporary.rename(self._path)
+        except BaseException:
+            lock.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        self._lock = lock
+
+
+@dataclass
+class _File:
+    """What was read of one file."""
+
+    offset: int = 0
+    version: object = None
+    """What its first line names; None before that is read."""
+    said: dict[str, Outcome] = field(default_factory=dict)
+    """The newest line of each save."""
+
+
+class OutcomeLogs:
+    """The files of a run, as another rank reads them.
+
+    Args:
+        request: any save of the run.
+    """
+
+    def __init__(self, request: SaveRequest) -> None:
+        self._folder = _folder(request.root)
+        self._pattern = f"{_prefix(request)}.*.jsonl"
+        self._files: dict[Path, _File] = {}
+
+    def read(self) -> None:
+        """Read what was added since the last call.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        for path in names_anew(self._folder, self._pattern):
+            seen = self._files.setdefault(path, _File())
+            try:
+                with open_file(path) as file:  # which asks an NFS server for its size
+                    file.seek(seen.offset)
+                    whole = file.read().rpartition(b"\n")[0]
+            except OSError:
+                continue  # a later run has removed it, say
+            if whole:
+                self._take(path, seen, whole.split(b"\n"))
+                seen.offset += len(whole) + 1
+
+    def outcome(self, key: str) -> Outcome | None:
+        """How a save ended; None if no rank 0 has said it."""
+        said = [each.said[key] for each in self._files.values() if key in each.said]
+        ended = [each for each in said if each.state in ("completed", "failed")]
+        return ended[0] if ended else None
+
+    def is_followed(self, key: str, age_s: float) -> bool:
+        """Whether a living rank 0 follows a save, or is about to.
+
+        Args:
+            key: of the save.
+            age_s: seconds since this process has submitted it.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        announcing = [path for path, each in self._files.items() if key in each.said]
+        if announcing:
+            return any(map(is_locked, announcing))
+        if age_s >= UNANNOUNCED_S:
+            return False
+        return not self._files or any(map(is_locked, self._files))
+
+    @staticmethod
+    def _take(path: Path, seen: _File, lines: list[bytes]) -> None:
+        for line in lines:
+            try:
+                body = load_object(line)
+                if seen.version is None:
+                    seen.version = body.get("version", 0)
+                    if seen.version != VERSION:
+                        logger.warning("%s is of another release, and is not read", path)
+                    continue
+                if seen.version != VERSION:
+                    return
+                read = make_record(_Line, body)
+            except ValueError:
+                continue  # cut off when its writer died
+            seen.said.pop(read.key, None)
+            seen.said[read.key] = Outcome(read.state, read.message, read.url)
+            if len(seen.said) > _REMEMBERED:
+                del seen.said[next(iter(seen.said))]
+
+
+def _folder(root: str) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "outcomes"
+
+
+def _prefix(request: SaveRequest) -> str:
+    return f"run{request.run}-{hashlib.sha256(request.run_key.encode()).hexdigest()[:8]}"
