@@ -25,6 +25,7 @@
      ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
      ├─ WeightSyncError      weights that did not get from the trainer to a reader
      │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
+     ├─ UnsupportedTorchError  a name of torch is not there (also an ImportError)
      └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
          └─ PrefectApiError  the API of a Prefect server does not answer, or not as it should
              └─ RequestRefusedError  the server will never accept the request
@@ -41,6 +42,10 @@ class TrinitySyncError(Exception):
 
 class ConfigError(TrinitySyncError, ValueError):
     """A setting, path or argument that cannot work."""
+
+
+class UnsupportedTorchError(TrinitySyncError, ImportError):
+    """The installed torch lacks a private name that trinity_sync needs."""
 
 
 class RootError(ConfigError):

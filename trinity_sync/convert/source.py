@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from trinity_sync.convert.alone import alone
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.snapshot.torch_private import (
+    DCP_INDEX_CLASSES,
+    make_dtensor,
+    make_mesh,
+    unflatten_state_dict,
+)
 from trinity_sync.storage.dcp import chunk_of
 
 Paths = Mapping[str, tuple[Any, ...]]
@@ -38,10 +41,7 @@ _INDEX_CLASSES = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(str(v)[6:] for v in vars(torch).values() if isinstance(v, torch.dtype))},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
@@ -132,7 +132,7 @@ class Source(FileSystemReader):
         component: str,
     ) -> dict[str, Any]:
         """A rank's state of a component, as FSDP2 would have saved it there."""
-        mesh = _mesh(device_type, rank, world_size)
+        mesh = make_mesh(device_type, rank, world_size)
         flat: dict[str, Any] = {}
         for name, path in paths.items():
             meta = self.metadata.state_dict_metadata[name]
@@ -157,7 +157,8 @@ class Source(FileSystemReader):
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _INDEX_CLASSES.get(module, ()):
+        known = *_INDEX_CLASSES.get(module, ()), *DCP_INDEX_CLASSES.get(module, ())
+        if name not in known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
@@ -174,16 +175,6 @@ class _PlainPlanner(DefaultLoadPlanner):
             ) from error
 
 
-def _mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
-    """The mesh over all ranks, as it is in a file that FSDP2 saved on one of them."""
-    everybody = torch.arange(world_size, dtype=torch.int32)
-    mesh: Any = DeviceMesh(
-        device_type, everybody, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
-    )
-    mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
-    return mesh
-
-
 def _room(meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, kept: bool) -> torch.Tensor:
     """Memory for a rank's part of a tensor, as `fully_shard` would have made it."""
     size, dtype = meta.size, meta.properties.dtype
@@ -191,9 +182,7 @@ def _room(meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, kept: boo
         return torch.empty(size, dtype=dtype)
     _, length = chunk_of(size[0], mesh.size(), rank)
     local = torch.empty((length, *size[1:]), dtype=dtype)
-    stride = torch.empty(size, device="meta").stride()
-    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(size, stride, dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return make_dtensor(local, mesh, size)
 
 
 def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:

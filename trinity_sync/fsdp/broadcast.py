@@ -22,10 +22,14 @@ from verl.utils.fsdp_utils import (
 )
 
 from trinity_sync.errors import WeightSyncError
+from trinity_sync.snapshot.torch_private import (
+    WRAPPED,
+    get_fsdp1_handle,
+    get_non_persistent_buffers,
+    get_whole_numel,
+)
 from trinity_sync.weights.broadcast import BUCKET, send_weights
 from trinity_sync.weights.group import WeightGroup
-
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 T = TypeVar("T")
 
@@ -110,7 +114,7 @@ def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            if name.rpartition(".")[2] not in get_non_persistent_buffers(module):
                 yield name, buffer
 
 
@@ -118,9 +122,10 @@ def _summoned(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, unit in model.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
-        if unit._handle and unit._handle.uses_sharded_strategy:
-            flat = unit._handle.flat_param
-            whole = flat._unpadded_unsharded_size.numel() * flat.itemsize
+        handle = get_fsdp1_handle(unit)
+        if handle and handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            whole = cast(int, get_whole_numel(flat)) * flat.itemsize
             _ready(functools.partial(_make_room, whole))
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             # tied ones are of one unit; ids are those of others once the unit is sharded again
@@ -197,4 +202,4 @@ def _ready(prepare: Callable[[], T]) -> T:
 
 
 def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)

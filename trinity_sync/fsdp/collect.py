@@ -15,13 +15,16 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.snapshot.structure import Undetached
-
-_WRAPPED = "_fsdp_wrapped_module."
+from trinity_sync.snapshot.torch_private import (
+    FSDP1_WRAPPED,
+    get_fsdp1_handle,
+    get_tied_parameters,
+)
 
 
 def unwrapped(model: Any) -> Any:
     """The Hugging Face model inside an FSDP1 or FSDP2 model."""
-    return getattr(model, "_fsdp_wrapped_module", model)
+    return getattr(model, FSDP1_WRAPPED, model)
 
 
 def model_state(model: Any) -> dict[str, Any]:
@@ -49,14 +52,15 @@ def model_to_stage(model: Any) -> dict[str, Any]:
 def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
     """Names of parameters that are others, whose shards FSDP1 hands out as copies."""
     for name, module in model.named_modules():
-        handle = getattr(module, "_handle", None)
-        for tied in getattr(getattr(handle, "flat_param", None), "_shared_param_infos", ()):
+        handle = get_fsdp1_handle(module)
+        for tied in get_tied_parameters(getattr(handle, "flat_param", None)):
             inner = (
                 (tied.module_name, tied.param_name),
                 (tied.prim_module_name, tied.prim_param_name),
             )
             mine, first = (".".join(filter(None, (name, *parts))) for parts in inner)
-            yield mine.replace(_WRAPPED, ""), first.replace(_WRAPPED, "")
+            inside = f"{FSDP1_WRAPPED}."
+            yield mine.replace(inside, ""), first.replace(inside, "")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.torch_private import get_shard
 
 __all__ = [
     "estimated_image_bytes",
@@ -57,7 +58,7 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
 
 def estimated_image_bytes(module: Any, optimizer: Any) -> int:
     """Bytes of one rank's images: its shards, and twice as much of optimizer state, as of Adam."""
-    shards = (getattr(param, "_local_tensor", param) for param in module.parameters())
+    shards = map(get_shard, module.parameters())
     model = sum(shard.numel() * shard.element_size() for shard in shards)
     return model * (3 if optimizer is not None else 1)
 

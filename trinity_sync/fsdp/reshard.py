@@ -27,6 +27,7 @@ from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.fsdp.collect import adapters_only, model_state
 from trinity_sync.fsdp.together import claim_step, together
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.snapshot.torch_private import get_whole_numel
 from trinity_sync.snapshot.trust import load_file
 from trinity_sync.storage.dcp import SavedComponent
 from trinity_sync.storage.restore import require_digest
@@ -121,9 +122,9 @@ def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]
 def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     flat = {
-        number: param._unpadded_unsharded_size.numel()
+        number: numel
         for number, param in enumerate(params)
-        if hasattr(param, "_unpadded_unsharded_size")  # FSDP1
+        if (numel := get_whole_numel(param)) is not None  # FSDP1
     }
     read = partial(SavedComponent, role_folder, "optim", saved_by, flat_lengths=flat)
     saved = together(role_folder, read)

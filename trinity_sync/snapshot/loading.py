@@ -19,6 +19,11 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.torch_private import (
+    FakeTensorMode,
+    get_file_offset,
+    make_typed_storage,
+)
 from trinity_sync.snapshot.trust import only_plain
 
 
@@ -81,8 +86,6 @@ def outline_of(image: memoryview) -> Any:
     Raises:
         ImageError: as `state_of`, or there is more in the bytes than tensors and plain values.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # seconds, the first time
-
     meshes = logging.getLogger("torch.distributed.device_mesh")
     meshes.addFilter(_no_warning)  # of process groups that a reader has no need of
     try:
@@ -98,7 +101,7 @@ def outline_of(image: memoryview) -> Any:
 
 def place_of(tensor: torch.Tensor) -> int:
     """Byte at which the first element of a tensor of `outline_of` lies."""
-    start: Any = tensor.untyped_storage()._checkpoint_offset
+    start = get_file_offset(tensor.untyped_storage())
     return int(start + tensor.storage_offset() * tensor.element_size())
 
 
@@ -143,9 +146,7 @@ def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pi
             start, nbytes = records[key], numel * dtype.itemsize
             if start + nbytes > len(memory):
                 raise ImageError(f"storage {key} ends beyond the end of the file")
-            storages[key] = torch.TypedStorage(
-                wrap_storage=memory[start : start + nbytes], dtype=dtype, _internal=True
-            )
+            storages[key] = make_typed_storage(memory[start : start + nbytes], dtype)
         return storages[key]
 
     return ViewingUnpickler

@@ -24,6 +24,7 @@ import xxhash
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.copying import bytes_of, memory_at, staging_stream
 from trinity_sync.snapshot.image import Layout, Storages, fill
+from trinity_sync.snapshot.torch_private import get_change_count, get_shard, get_storage_id
 
 SMALL = 64 << 10
 """Bytes up to which a storage is copied at the call."""
@@ -49,19 +50,20 @@ class Watch:
     """
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
-        large = {storage._cdata for storage in storages if storage.nbytes() > SMALL}
+        large = {get_storage_id(storage) for storage in storages if storage.nbytes() > SMALL}
         watched = set[int]()
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
         for name, tensor in named_tensors(state):
             address = _storage_of(tensor)
             if address is not None and address in large and not tensor.is_inference():
-                self._tensors.append((name, tensor, tensor._version))
+                self._tensors.append((name, tensor, get_change_count(tensor)))
                 watched.add(address)
         self.storages = [
-            storage if storage._cdata in watched else storage.clone() for storage in storages
+            storage if get_storage_id(storage) in watched else storage.clone()
+            for storage in storages
         ]
         """What to copy from: the live storages that keep still, and copies of the others."""
-        kept = [storage for storage in storages if storage._cdata in watched]
+        kept = [storage for storage in storages if get_storage_id(storage) in watched]
         self._memory = [(storage, storage.data_ptr(), storage.nbytes()) for storage in kept]
         devices = {storage.device for storage in kept}
         self._samples = [_Samples([s for s in kept if s.device == device]) for device in devices]
@@ -87,7 +89,9 @@ class Watch:
         self._require_unchanged(image, what)
 
     def _require_unchanged(self, image: torch.Tensor, what: str) -> None:
-        changed = [name for name, tensor, version in self._tensors if tensor._version != version]
+        changed = [
+            name for name, tensor, count in self._tensors if get_change_count(tensor) != count
+        ]
         moved = self._moved()
         if not moved:
             for samples in self._samples:
@@ -111,16 +115,17 @@ class Watch:
 
     def _differing(self, image: torch.Tensor) -> Iterator[str]:
         holes = {
-            storage._cdata: hole
+            get_storage_id(storage): hole
             for storage, hole in zip(self.storages, self._layout.holes, strict=True)
         }
         for (storage, *_), digest in zip(self._memory, self._digests, strict=False):
-            offset, length = holes[storage._cdata]
+            offset, length = holes[get_storage_id(storage)]
             if _digest(image[offset : offset + length]) != digest:
                 yield self._name_of(storage)
 
     def _name_of(self, storage: torch.UntypedStorage) -> str:
-        same = (name for name, tensor, _ in self._tensors if _storage_of(tensor) == storage._cdata)
+        number = get_storage_id(storage)
+        same = (name for name, tensor, _ in self._tensors if _storage_of(tensor) == number)
         return next(same, "a tensor")
 
 
@@ -196,7 +201,7 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     while left:  # a state may be deeper than calls, and hold itself
         name, value = left.pop()
         if isinstance(value, torch.Tensor):
-            found.append((name, getattr(value, "_local_tensor", value)))
+            found.append((name, get_shard(value)))
             continue
         if id(value) in entered:
             continue
@@ -218,7 +223,7 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
 def _storage_of(tensor: torch.Tensor) -> int | None:
     """Address of a tensor's storage; sparse tensors and uninitialized parameters have none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return get_storage_id(tensor.untyped_storage())
     except (RuntimeError, ValueError):  # of which NotImplementedError is one
         return None
 

@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.structure import is_plain, packed
+from trinity_sync.snapshot.torch_private import (
+    HASHED,
+    get_new_dtypes,
+    get_spec_and_shard,
+    get_untyped_storage,
+    reduce_plain_tensor,
+    reduce_without_hash,
+    replace_shard,
+)
 
 _PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
-_HASHED = (DTensorSpec, DeviceMesh)
-"""Types that keep their hash, and compute it where it is None."""
 _NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
 _NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
 """Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
@@ -79,7 +84,7 @@ class Noting:
 
 
 def _pickler(noted: Noting) -> type[pickle.Pickler]:
-    newer = torch.storage._new_dtypes()  # float8 and the like have another form
+    newer = get_new_dtypes()  # float8 and the like have another form
 
     class NotingPickler(pickle.Pickler):
         def __init__(self, file: IO[bytes], protocol: int) -> None:
@@ -100,7 +105,7 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
                     return _MARK
                 name = name_storage(self, obj)
                 if name is not None:
-                    noted.storages.setdefault(name[2], getattr(obj, "_untyped_storage", obj))
+                    noted.storages.setdefault(name[2], get_untyped_storage(obj))
                 return name
 
             cls.persistent_id = persistent_id  # type: ignore[assignment,method-assign]
@@ -112,20 +117,20 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
 
         def reducer_override(self, obj: Any) -> Any:
             if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
-                return _reduced(obj)
+                return reduce_plain_tensor(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
                 return OrderedDict, ()
-            if type(obj) in _HASHED:
-                return _without_hash(obj)
+            if type(obj) in HASHED:
+                return reduce_without_hash(obj)
             if type(obj) is not DTensor or obj.__dict__:
                 return NotImplemented
             # those of one spec, which is kept while this lives, differ in their shards only
-            like = id(obj._spec), obj.requires_grad, obj.dtype, obj.device
+            spec, shard = get_spec_and_shard(obj)
+            like = id(spec), obj.requires_grad, obj.dtype, obj.device
             if like not in self._alike:
                 self._alike[like] = obj.__reduce_ex__(2)
             rebuild, (*same, (attributes, slots)) = self._alike[like]
-            mine = {**slots, "_local_tensor": obj._local_tensor}
-            return rebuild, (*same, (attributes, mine))
+            return rebuild, (*same, (attributes, replace_shard(slots, shard)))
 
     return NotingPickler
 
@@ -172,23 +177,3 @@ class _Trying(pickle.Pickler):
 class _Nowhere(io.RawIOBase):
     def write(self, content: Any) -> int:
         return len(content)
-
-
-def _without_hash(obj: Any) -> Any:
-    """What an object is made of without the hash that it keeps, which is another in each process.
-
-    So the images of equal states are equal: a resumed run saves the weights that it has loaded.
-    """
-    make, arguments, state, *rest = obj.__reduce_ex__(2)
-    return make, arguments, {**state, "_hash": None}, *rest
-
-
-def _reduced(tensor: torch.Tensor) -> Any:
-    """What ``torch.Tensor.__reduce_ex__`` gives for a plain tensor: the form that ``.pt`` has."""
-    storage = torch.TypedStorage(
-        wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True
-    )
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    hooks: OrderedDict[Any, Any] = OrderedDict()
-    place = (storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks)
-    return torch._utils._rebuild_tensor_v2, place

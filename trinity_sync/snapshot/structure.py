@@ -16,6 +16,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from trinity_sync.snapshot.torch_private import (
+    disable_subclasses,
+    get_spec_and_shard,
+    get_storage_id,
+)
+
 
 class Undetached(dict[str, Any]):
     """A ``state_dict(keep_vars=True)``, which is laid out and staged as ``state_dict()`` would be.
@@ -88,22 +94,21 @@ def structure_of(state: Any) -> Read | None:
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
     seen: dict[int, int] = {}
-    note = found.append  # local names: this walk is all that a known state costs
+    # local names: this walk is all that a known state costs
+    note, note_all = found.append, found.extend
     strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
     attributes_count = type(state) is not Undetached
 
     def walk(value: Any) -> None:
         kind = type(value)
-        note(kind)
         if kind is DTensor:
             if attributes_count and value.__dict__:
                 raise _NotComparable
             # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
-            note(value._spec)
-            note(value.requires_grad)
-            value = value._local_tensor
+            spec, shard = get_spec_and_shard(value)
+            note_all((kind, spec, value.requires_grad))
+            value = shard
             kind = type(value)
-            note(kind)
         if kind is tensor_type or kind is parameter:
             dtype = value.dtype
             if (attributes_count and value.__dict__) or value.layout is not strided:
@@ -113,14 +118,15 @@ def structure_of(state: Any) -> Read | None:
                     raise _NotComparable
                 note(value.is_conj())
             storage = value.untyped_storage()
-            nbytes, address = storage.nbytes(), storage._cdata
+            nbytes, address = storage.nbytes(), get_storage_id(storage)
             number = numbers.get(address)
             if number is None:
                 number = numbers[address] = len(numbers)
                 if nbytes:
                     live.append(storage)
-            found.extend(
+            note_all(
                 (
+                    kind,
                     dtype,
                     value.shape,
                     value.stride(),
@@ -132,7 +138,9 @@ def structure_of(state: Any) -> Read | None:
                     nbytes,
                 )
             )
-        elif kind is float:
+            return
+        note(kind)
+        if kind is float:
             floats.append(value)
         elif kind in _PLAIN:
             note(value)
@@ -143,7 +151,7 @@ def structure_of(state: Any) -> Read | None:
         else:
             seen[address] = len(seen)
             if kind is np.ndarray:
-                found.extend((value.dtype.str, value.shape, value.tobytes()))
+                note_all((value.dtype.str, value.shape, value.tobytes()))
                 return
             note(len(value))
             if kind is list or kind is tuple:
@@ -161,7 +169,7 @@ def structure_of(state: Any) -> Read | None:
 
     visit: Callable[[Any], None] = walk
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # attributes of DTensors are read as they are
+        with disable_subclasses():  # attributes of DTensors are read as they are
             visit(state)
     except Exception:  # whether it can be saved at all is for torch.save to say
         return None

@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import shard_file
+from trinity_sync.snapshot.torch_private import get_shard
 
 Keys = tuple[Any, ...]
 """What leads to a leaf of a state: ``("state", 0, "exp_avg")``."""
@@ -110,7 +111,7 @@ class SavedComponent(StorageReader):
         """
         rank, sizes = self._homes[index]
         leaf = _at(state, self.keys[index.fqn])
-        local = getattr(leaf, "_local_tensor", leaf)
+        local = get_shard(leaf)
         fits = isinstance(local, torch.Tensor) and local.ndim == len(sizes)
         if not fits or any(have < want for have, want in zip(local.shape, sizes, strict=True)):
             raise CommitError(

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.torch_private import get_shard
 from trinity_sync.snapshot.trust import load_file
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
@@ -203,7 +203,7 @@ def _compare_wide(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = get_shard(tensor)
     return local.detach()
 
 

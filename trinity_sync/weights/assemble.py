@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.copying import Piece, copy_pieces
 from trinity_sync.snapshot.loading import outline_of, place_of
+from trinity_sync.snapshot.torch_private import get_shard
 
 Slice = tuple[int, int, int]
 """Dimension, start and stop: the part of a tensor that a tensor-parallel reader wants."""
@@ -159,7 +160,7 @@ def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
     start, local = [0] * value.ndim, value
     extent = list(value.shape)
     if isinstance(value, DTensor):
-        local, mesh = value._local_tensor, value.device_mesh
+        local, mesh = get_shard(value), value.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise WeightSyncError(f"rank {number} holds {name} without a place in its device mesh")

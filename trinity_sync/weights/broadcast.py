@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.snapshot.torch_private import get_change_count
 from trinity_sync.weights.group import WeightGroup, weight_group_of
 
 BUCKET = 64 << 20
@@ -287,7 +288,7 @@ class _Outgoing:
 
 
 def _changes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else get_change_count(tensor)
 
 
 def _filled(params: Params, group: WeightGroup, bucket_bytes: int) -> Iterator[_Outgoing]:

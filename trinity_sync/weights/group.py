@@ -25,6 +25,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.snapshot.torch_private import (
+    get_group_devices,
+    make_gloo_options,
+    make_nccl_options,
+)
 
 PATIENCE = 0.75
 GLOO_THREADS = 8
@@ -277,7 +282,7 @@ def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) 
             f"a {type(group).__name__} is no group to send weights to; pass what join_weight_group "
             "returns, or a torch ProcessGroup"
         )
-    on_gpu = any(device.type == "cuda" for device in group._device_types)
+    on_gpu = any(device.type == "cuda" for device in get_group_devices(group))
     return WeightGroup(
         group,
         None,
@@ -306,12 +311,9 @@ def _connected(
     backend: str, store: Store, rank: int, world_size: int, limit: timedelta
 ) -> tuple[Any, torch.device]:
     if backend == "gloo":
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
-        gloo._timeout, gloo._threads = limit, GLOO_THREADS
+        gloo = make_gloo_options(limit, GLOO_THREADS)
         return dist.ProcessGroupGloo(store, rank, world_size, gloo), torch.device("cpu")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 10 * limit  # ours comes first
+    options = make_nccl_options(10 * limit)  # our own limit comes first
     with _environment(NO_WATCHDOG):
         made = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return made, torch.device("cuda", torch.cuda.current_device())

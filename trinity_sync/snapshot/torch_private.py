@@ -1,0 +1,288 @@
+"""The private names of torch that this package uses, each once, with what it is for.
+
+torch renames them without notice. So all are looked up when this module is imported, and a torch
+that lacks one is refused there, by that name, rather than in the middle of a save.
+
+`get_spec_and_shard`, `get_storage_id` and `get_change_count` are called for each of the thousands
+of tensors of a save. What they are here costs least there: a function for two attributes, for one
+an ``attrgetter``.
+"""
+
+import inspect
+import pkgutil
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_sync.errors import UnsupportedTorchError
+
+OLDEST = "2.10"
+"""The oldest torch that the package works with, as in pyproject.toml."""
+
+
+def look_up(name: str, owner: object = None) -> Any:
+    """Return what a private name of torch stands for.
+
+    Args:
+        name: with its module and class, from ``torch`` on.
+        owner: what has the last part of the name, where neither a module nor a class has it.
+
+    Raises:
+        UnsupportedTorchError: this torch lacks the name.
+    """
+    try:
+        if owner is None:
+            return pkgutil.resolve_name(name)
+        return getattr(owner, name.rpartition(".")[2])
+    except (ImportError, AttributeError) as error:
+        installed = Version(torch.__version__)
+        newest = f",<{installed.major}.{installed.minor}" if installed >= Version(OLDEST) else ""
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {name}, which trinity_sync needs; install "
+            f"torch>={OLDEST}{newest}"
+        ) from error
+
+
+def _arguments(function: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(**inspect.signature(function).parameters)
+
+
+def _attributes(function: Callable[..., Any]) -> SimpleNamespace:
+    """Find the attributes that a function reads or sets; some are of instances and no class."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return SimpleNamespace(**dict.fromkeys(code.co_names if code else ()))
+
+
+# Tensors and storages
+
+for _name in (
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
+    "torch.UntypedStorage._checkpoint_offset",
+    "torch.distributed.tensor.DTensor._local_tensor",
+    "torch.distributed.tensor.DTensor._spec",
+):
+    look_up(_name)
+
+
+def get_spec_and_shard(tensor: DTensor) -> tuple[Any, torch.Tensor]:
+    """Return a DTensor's spec, an object that many share, and this rank's shard, without a copy."""
+    return tensor._spec, tensor._local_tensor
+
+
+get_storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return what tells a storage from all others, also from those that are empty."""
+
+get_change_count: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return how often a tensor was changed in place; views share the count."""
+
+
+def get_shard(value: Any) -> Any:
+    """Return this rank's shard of a DTensor without a copy, and any other value as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
+def get_file_offset(storage: torch.UntypedStorage) -> int:
+    """Return the byte of the file at which a storage that was loaded without its data starts."""
+    offset: Any = storage._checkpoint_offset
+    return int(offset)
+
+
+FakeTensorMode: Callable[[], AbstractContextManager[Any]] = look_up(
+    "torch._subclasses.fake_tensor.FakeTensorMode"
+)
+"""Within it, ``torch.load`` makes tensors without data."""
+
+disable_subclasses: Callable[[], AbstractContextManager[Any]] = look_up(
+    "torch._C.DisableTorchFunctionSubclass"
+)
+"""Within it, attributes of DTensors are read without ``__torch_function__``."""
+
+
+# Pickles
+
+look_up("torch.TypedStorage._internal", _arguments(torch.TypedStorage))
+look_up("torch.TypedStorage._untyped_storage", _attributes(torch.TypedStorage.__init__))
+_rebuild_tensor: Callable[..., torch.Tensor] = look_up("torch._utils._rebuild_tensor_v2")
+
+get_new_dtypes: Callable[[], Collection[torch.dtype]] = look_up("torch.storage._new_dtypes")
+"""Return the dtypes whose tensors have a pickle of another form, float8 among them."""
+
+
+def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Give a storage a dtype, without a copy, and without the warning of its deprecation."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def get_untyped_storage(storage: Any) -> torch.UntypedStorage:
+    """Return the storage inside a typed one, and any other as it is."""
+    found: torch.UntypedStorage = getattr(storage, "_untyped_storage", storage)
+    return found
+
+
+def reduce_plain_tensor(tensor: torch.Tensor) -> Any:
+    """Do what ``torch.Tensor.__reduce_ex__`` does for a plain tensor: the form that ``.pt`` has."""
+    storage = make_typed_storage(tensor.untyped_storage(), tensor.dtype)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    place = (storage, tensor.storage_offset(), shape, stride, tensor.requires_grad, hooks)
+    return _rebuild_tensor, place
+
+
+def replace_shard(slots: Mapping[str, Any], shard: torch.Tensor) -> dict[str, Any]:
+    """Put another shard into the slots that ``DTensor.__reduce_ex__`` gives."""
+    return {**slots, "_local_tensor": shard}
+
+
+_DTensorSpec: Any = look_up("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+
+HASHED: tuple[Any, ...] = (_DTensorSpec, DeviceMesh)
+"""Types that keep their hash, and compute it where it is None."""
+
+for _type in HASHED:
+    look_up(f"{_type.__module__}.{_type.__name__}._hash", _attributes(_type.__hash__))
+
+
+def reduce_without_hash(obj: Any) -> Any:
+    """Do what ``__reduce_ex__`` does, without the hash, which is another in each process.
+
+    So the images of equal states are equal: a resumed run saves the weights that it has loaded.
+    """
+    make, arguments, state, *rest = obj.__reduce_ex__(2)
+    return make, arguments, {**state, "_hash": None}, *rest
+
+
+# Device meshes and DTensors without process groups, and DCP
+
+for _name in ("_init_backend", "_rank"):
+    look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _arguments(DeviceMesh))
+look_up(
+    "torch.distributed.device_mesh.DeviceMesh._dim_group_names", _attributes(DeviceMesh.__init__)
+)
+_TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
+
+
+def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
+    """Make FSDP2's mesh over all ranks as it is in a file that one of them saved."""
+    ranks = torch.arange(world_size, dtype=torch.int32)
+    mesh: Any = DeviceMesh(
+        device_type, ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
+    )
+    mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
+    return mesh
+
+
+def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:
+    """Make a DTensor of ``size``, sharded along dimension 0, of one rank's shard."""
+    stride = torch.empty(size, device="meta").stride()
+    spec = _DTensorSpec(mesh, (Shard(0),), _TensorMeta(size, stride, shard.dtype))
+    return DTensor(shard, spec, requires_grad=False)
+
+
+unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = look_up(
+    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict"
+)
+"""Nest the entries of a DCP checkpoint as they were in the state that was saved."""
+
+DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
+    "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.serialization": ["_get_layout"],
+}
+"""By module, what the index of a DCP checkpoint asks its unpickler for."""
+
+for _module, _names in DCP_INDEX_CLASSES.items():
+    for _name in _names:
+        look_up(f"{_module}.{_name}")
+
+
+# Modules and FSDP
+
+look_up("torch.nn.Module._non_persistent_buffers_set", _attributes(torch.nn.Module.register_buffer))
+look_up(
+    "torch.distributed.fsdp.FullyShardedDataParallel._handle",
+    _attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),
+)
+for _name in ("_shared_param_infos", "_unpadded_unsharded_size"):
+    look_up(
+        f"torch.distributed.fsdp._flat_param.FlatParameter.{_name}",
+        SimpleNamespace(
+            **look_up("torch.distributed.fsdp._flat_param.FlatParameter.__annotations__")
+        ),
+    )
+
+FSDP1_WRAPPED: str = look_up("torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE")
+"""Name of the module inside an FSDP1 module."""
+
+WRAPPED: tuple[str, ...] = (
+    FSDP1_WRAPPED,
+    look_up(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE"
+    ),
+    "_orig_mod",  # of torch.compile, which takes half a second to import: not looked up
+)
+"""Names of modules inside wrappers; the names of the parameters of the plain model lack them."""
+
+
+def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
+    """Return the names of a module's own buffers that its state dict leaves out."""
+    names: Collection[str] = module._non_persistent_buffers_set
+    return names
+
+
+def get_fsdp1_handle(module: Any) -> Any:
+    """Return what FSDP1 keeps of a module with a flat parameter; None of all other modules."""
+    return getattr(module, "_handle", None)
+
+
+def get_tied_parameters(flat_parameter: Any) -> Collection[Any]:
+    """Return FSDP1's notes of the parameters in a flat one that are also others; none of None."""
+    found: Collection[Any] = getattr(flat_parameter, "_shared_param_infos", ())
+    return found
+
+
+def get_whole_numel(parameter: Any) -> int | None:
+    """Return the elements of one of FSDP1's flat parameters on all ranks; None of another."""
+    size: torch.Size | None = getattr(parameter, "_unpadded_unsharded_size", None)
+    return None if size is None else size.numel()
+
+
+# Process groups
+
+look_up("torch.distributed.ProcessGroup._device_types")
+if dist.is_gloo_available():
+    for _name in ("_devices", "_threads", "_timeout"):
+        look_up(f"torch.distributed.ProcessGroupGloo._Options.{_name}")
+if dist.is_nccl_available():
+    look_up("torch.distributed.ProcessGroupNCCL.Options._timeout")
+
+
+def get_group_devices(group: dist.ProcessGroup) -> Collection[torch.device]:
+    """Return the types of devices whose tensors a group sends."""
+    devices: Collection[torch.device] = group._device_types
+    return devices
+
+
+def make_gloo_options(timeout: timedelta, threads: int) -> Any:
+    """Make the options of a gloo group with so many threads, on the default network device."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads = timeout, threads
+    return options
+
+
+def make_nccl_options(timeout: timedelta) -> Any:
+    """Make the options of an NCCL group."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
