@@ -21,7 +21,6 @@ from trinity_sync.storage.persist import Part, Save, Written, discard, mark_fail
 from trinity_sync.storage.placement import Share
 from trinity_sync.storage.recycling import recycles
 from trinity_sync.storage.wishes import Wish, make_wish, wishes
-from trinity_sync.weights.notice import tell_committed
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> boo
     note_wishes(save, written)
     recycle = recycles(save.root, settings.recycle)
     manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
-    tell_committed(request.root, request.run, request.step, manifest.kinds)
     release_slots(node, save, written)
     try:
         note_root(settings, request.root)

@@ -7,7 +7,7 @@ processes look it up. It ends with the last trainer or explorer, as Trinity's do
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator
 from typing import Any
 
 import ray
@@ -85,13 +85,6 @@ class TrinitySynchronizer(Synchronizer):
         if first:
             self._in_background(self._end_with_the_last())
 
-    async def committed(self, root: str, run: int, step: int, kinds: Sequence[str]) -> bool:
-        """As ours, and let go of what held weights only and is superseded, as Trinity does."""
-        is_newest = await super().committed(root, run, step, kinds)
-        if is_newest:
-            self._in_background(self._let_go())
-        return is_newest
-
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None
     ) -> int:
@@ -127,6 +120,10 @@ class TrinitySynchronizer(Synchronizer):
                 yield item
         finally:
             await asyncio.to_thread(tensors.close)
+
+    def _has_newer_commit(self) -> None:
+        """Remove what held weights only and is superseded, as Trinity does."""
+        self._in_background(self._let_go())
 
     async def _lease(self, name: str, step: int) -> None:
         limit = self._settings.timeout_s

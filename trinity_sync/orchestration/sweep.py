@@ -24,7 +24,6 @@ from trinity_sync.snapshot.ticket import components_of
 from trinity_sync.storage.commit import finish_interrupted, settle_late_image
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Save, mark_failed
-from trinity_sync.weights.notice import tell_committed
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,6 @@ def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float)
         return
     try:
         finish_interrupted(save)
-        tell_committed(save.root, save.run, save.step, manifest.kinds)
         for image in unsettled:
             if image.ticket.image in digests:
                 release(image.slot, image.ticket.image, digests[image.ticket.image])

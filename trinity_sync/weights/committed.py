@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError, ManifestError
+from trinity_sync.errors import Abandoned, CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed
 from trinity_sync.weights.version import Version
@@ -44,14 +44,16 @@ def newest_version(root: str | Path, role: str) -> Version | None:
     )
 
 
-def has_weights(root: str | Path, run: int, step: int, role: str) -> bool:
-    """Whether this commit of ``run`` holds the weights of the role."""
+def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
+    """A step as a version; None if it is not one of `committed_weights`."""
     try:
-        manifest = read_manifest(root, step)
-    except ManifestError as error:
-        logger.warning("%s", error)
-        return False
-    return manifest is not None and manifest.run == run and _has_model(manifest, role)
+        manifest = require_committed(root, step)
+        refuse_abandoned(root, manifest.run, "", step)
+    except (Abandoned, CommitError):
+        return None
+    if "state_dict" not in manifest.kinds or not _has_model(manifest, role):
+        return None
+    return Version(step, manifest.run, "checkpoint", str(root), role)
 
 
 def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:

@@ -5,21 +5,19 @@ has, if that lies in another slot still. Ray brings what it made to another node
 readers there map it. The Synchronizer makes the references, when the first reader asks, and keeps
 them until there is a newer version; the bytes never enter its process.
 
-It does not need torch, and so spares the task's process the seconds of its import.
+It does not need torch, and so spares the task's process the seconds of its import. Deltas between
+images of one node are made without Ray, too.
 """
 
 import mmap
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.snapshot.published import Published, published_in
 from trinity_sync.snapshot.reading import locked
@@ -158,6 +156,9 @@ def names_of(base: Version, version: Version, rank: int, spans: Spans) -> dict[s
 
 def _got(asked: Any, what: str, timeout_s: float) -> list[Any]:
     """What the references stand for that the Synchronizer was asked for."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
     deadline = time.monotonic() + timeout_s
     try:
         references = ray.get(asked, timeout=timeout_s)
@@ -172,12 +173,20 @@ def _got(asked: Any, what: str, timeout_s: float) -> list[Any]:
 
 def _begin(task: Any, where: ImageRef, *arguments: Any, returns: int) -> Any:
     """Have a task run on the node of an image."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     there = NodeAffinitySchedulingStrategy(where.node, soft=False)
     options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-    return task.options(**options, num_returns=returns).remote(*arguments)
+    return _remote(task).options(**options, num_returns=returns).remote(*arguments)
 
 
-@ray.remote
+@cache
+def _remote(task: Any) -> Any:
+    import ray
+
+    return ray.remote(task)
+
+
 def _copy(ref: ImageRef) -> Iterator[Any]:
     """A generator, so that Ray has put the bytes into its store before the lock is given back."""
     try:
@@ -188,7 +197,6 @@ def _copy(ref: ImageRef) -> Iterator[Any]:
         raise Gone(f"the image in {ref.slot} was removed with its trainer") from error
 
 
-@ray.remote
 def _delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
     from trinity_sync.settings import Settings
 

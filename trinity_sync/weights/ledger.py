@@ -1,32 +1,29 @@
 """The books on an event loop: who waits is woken by what changes, and what changes is kept on disk.
 
-One condition wakes all; there are no timers but a caller's time-out, and a slow one while somebody
-waits, which looks for commits that nobody told of. Files are read and written in threads. A state
-file that cannot be written is logged and tried again at the next change: handing weights over does
-not depend on it.
+One condition wakes all; a caller's wait ends by it or by its time-out. Commits are noticed through
+the root (``commit_notification``). Files are read and written in threads. A state file that cannot
+be written is logged and tried again at the next change: handing weights over does not depend on it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.storage.runs import Run, all_runs
 from trinity_sync.weights.book import Book
-from trinity_sync.weights.committed import newest_version
+from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.files import read_state, write_state
 from trinity_sync.weights.parties import Parties
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 30.0
-"""Seconds between two looks for a commit whose process died before it told of it, or that was made
-outside of the Ray cluster."""
+RETRY_S = 1.0
+"""Seconds until commits are looked at again that could not be read."""
 
 T = TypeVar("T")
 
@@ -38,27 +35,19 @@ class Ledger:
         root: the job's root.
         role: whose weights.
         clock: seconds since the epoch.
-        look_s: see `LOOK_S`.
     """
 
-    def __init__(
-        self,
-        root: str,
-        role: str,
-        clock: Callable[[], float] = time.time,
-        *,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self.root, self._role, self._clock, self._look_s = root, role, clock, look_s
+    def __init__(self, root: str, role: str, clock: Callable[[], float] = time.time) -> None:
+        self.root, self._clock = root, clock
+        self._notification = CommitNotification(root, role)
         self._changed = asyncio.Condition()
-        self._waiting = 0
-        self._looks: asyncio.Task[None] | None = None
         self._disk = asyncio.Lock()
         self._written = (-1, -1)
         self.book, self.parties = Book(), Parties()
         self._remember()
-        self._learn(self._runs())
-        self._record_committed(newest_version(root, role))
+        runs = self._runs()
+        self._learn(runs)
+        self._record_committed(self._notification.newest(runs))
 
     @property
     def number(self) -> int:
@@ -75,14 +64,37 @@ class Ledger:
         """Seconds since the epoch."""
         return self._clock()
 
-    async def refresh(self, *, look: bool = False) -> None:
+    async def refresh(self, *, look: bool = False, scan: bool = False) -> bool:
         """Learn of runs that began since; what they left behind is gone then.
 
-        The newest commit is looked for if there are any, or with ``look``.
+        The newest commit is looked for if there are any, or with ``look``, or with ``scan`` in all
+        manifests.
+
+        Returns:
+            Whether there is a newer commit than before.
         """
-        if self._learn(await asyncio.to_thread(self._runs)) or look:
-            self._record_committed(await asyncio.to_thread(newest_version, self.root, self._role))
-            await self.tell()
+        runs = await asyncio.to_thread(self._runs)
+        if not self._learn(runs) and not look and not scan:
+            return False
+        found = await asyncio.to_thread(self._notification.newest, runs, scan=scan)
+        is_newer = self._record_committed(found)
+        await self.tell()
+        return is_newer
+
+    async def commits(self) -> AsyncIterator[None]:
+        """Record commits as they come, without end; each item is a newer one."""
+        seen = None
+        while True:
+            mark = await self._notification.changed(seen)
+            try:
+                is_newer = await self.refresh(look=True, scan=mark == seen)
+            except (TrinitySyncError, OSError) as error:
+                logger.warning("cannot read the commits of %s, will retry: %s", self.root, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            seen = mark
+            if is_newer:
+                yield
 
     async def record(self, version: Version) -> bool:
         """Note a version, wake who waits for it, keep it; whether it is the newest now."""
@@ -107,8 +119,7 @@ class Ledger:
             async with self._changed:
                 wait = self._changed.wait_for(lambda: answer() is not None)
                 try:
-                    with self._looking():
-                        await asyncio.wait_for(wait, timeout_s)
+                    await asyncio.wait_for(wait, timeout_s)
                 except asyncio.TimeoutError:
                     return None
         await self.save()
@@ -157,29 +168,14 @@ class Ledger:
             self.begin_anew()
         return self.book.begin_runs(runs) or anew
 
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """Look for commits at times within the block."""
-        self._waiting += 1
-        if self._looks is None or self._looks.done():
-            self._looks = asyncio.get_running_loop().create_task(self._look())
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-
-    async def _look(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(self._look_s)
-            try:
-                await self.refresh(look=True)
-            except (TrinitySyncError, OSError) as error:
-                logger.warning("commits of %s cannot be looked at: %s", self.root, error)
-
-    def _record_committed(self, version: Version | None) -> None:
+    def _record_committed(self, version: Version | None) -> bool:
         newest = self.book.newest("checkpoint")
-        if version and (newest is None or (newest.run, newest.step) < (version.run, version.step)):
-            self.book.record(version, self.now())
+        if version is None:
+            return False
+        if newest and (newest.run, newest.step) >= (version.run, version.step):
+            return False
+        self.book.record(version, self.now())
+        return True
 
 
 def known_root(root: str | Path) -> str:

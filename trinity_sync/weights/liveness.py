@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
-import ray
-
 PROBE_S = 1.0
 """How often a party that others wait for is looked at."""
 
@@ -61,6 +59,8 @@ class Liveness:
 
 async def find(name: str, namespace: str) -> Any:
     """The Ray actor of that name, or None; the event loop goes on meanwhile."""
+    import ray
+
     try:
         return await asyncio.to_thread(ray.get_actor, name, namespace)
     except ValueError:
@@ -69,6 +69,8 @@ async def find(name: str, namespace: str) -> Any:
 
 async def died(actor: Any) -> bool:
     """Whether the actor is dead; returns when it has answered, or has died without."""
+    import ray
+
     try:
         await actor.__ray_ready__.remote()
     except ray.exceptions.ActorDiedError:

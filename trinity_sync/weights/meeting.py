@@ -10,8 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ray.exceptions import RayError
-
 from trinity_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +35,8 @@ async def set_up(
         WeightSyncError: somebody failed, died or did not answer in time. Those that had joined
             are told to leave.
     """
+    from ray.exceptions import RayError
+
     calls: dict[str, Callable[[], Awaitable[Any]]] = {}
     try:
         address, port, meta = await asyncio.wait_for(
@@ -70,6 +70,8 @@ async def announce(
     Raises:
         WeightSyncError: one of them failed, died or did not answer in time.
     """
+    from ray.exceptions import RayError
+
     try:
         await _all(
             {n: _call(e.setup_weight_sync_group, address, port) for n, e in explorers.items()},
@@ -94,6 +96,8 @@ async def tear_down(trainer: Any, explorers: Handles, *, timeout_s: float) -> No
 
 
 async def _leave(name: str, actor: Any, timeout_s: float) -> None:
+    from ray.exceptions import RayError
+
     if actor is None:
         return
     try:

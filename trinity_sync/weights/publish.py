@@ -11,11 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.weights.ray_cluster import require_ray
 from trinity_sync.weights.version import ImageRef, Version
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class Publisher:
         self._root = str(root)
         self._spool = spool
         self._gather_s = gather_s
+        ray = require_ray("versions are published through a Ray actor")
         self._node = ray.get_runtime_context().get_node_id()
         self._pending: list[tuple[str, Future[None]]] = []
 

@@ -3,7 +3,8 @@
 A named, detached Ray actor with the methods of Trinity-RFT's. It holds versions and references,
 and never tensors: those are in the trainer's shared memory, in commits, or in Ray's object store.
 A publish, a commit or a change of status wakes those who wait, a wait ends by one of these or by
-its time-out, and files are read and written beside the event loop.
+its time-out, and files are read and written beside the event loop. Commits are noticed through the
+root, so Prefect's worker and the stack's Ray cluster need not know of the actor.
 
 What it knows is in ``state.json``, so an actor that Ray starts again goes on with the same
 versions; calls that were under way are made again by Ray.
@@ -14,19 +15,17 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
 from trinity_sync.weights.book import Reader
-from trinity_sync.weights.committed import has_weights, model_path
+from trinity_sync.weights.committed import model_path
 from trinity_sync.weights.copies import Copies
 from trinity_sync.weights.files import Address, address_file, read_address, write_address
 from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.ledger import Ledger, known_root
 from trinity_sync.weights.offers import Offers
 from trinity_sync.weights.parties import Status
+from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Gone, Source, Version
@@ -58,12 +57,14 @@ class Synchronizer(Handshakes):
         Raises:
             ConfigError: no root, and not exactly one Synchronizer in the namespace; or the root's
                 is in another namespace.
-            StackError: this process is not in a Ray cluster.
+            StackError: Ray is not installed, or this process is not in a Ray cluster.
         """
+        ray = require_ray("the Synchronizer is a Ray actor")
         if not ray.is_initialized():
             raise StackError(
                 "the Synchronizer is a Ray actor, and this process is in no Ray cluster; call "
-                "ray.init(address=...) first"
+                "ray.init(address=...) first. On the trainer's node, and for commits, a "
+                "WeightReader(root=...) needs neither."
             )
         namespace = namespace or getattr(config, "ray_namespace", None)
         root = root or getattr(config, "checkpoint_job_dir", None)
@@ -71,6 +72,8 @@ class Synchronizer(Handshakes):
             return _only_one(namespace or NAMESPACE)
         root = known_root(root)
         name, namespace = _place_of(root, namespace, cls.name_for(root))
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = {
             "name": name,
@@ -84,6 +87,7 @@ class Synchronizer(Handshakes):
             "scheduling_strategy": here,  # the root is here for sure
         }
         settings = settings or SyncSettings.of(config)
+        ray.method(max_task_retries=0)(cls.stop)  # a retry would have Ray start it again
         actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
         actor.announce.remote()  # one that was there already may have lost its root
         return actor
@@ -95,7 +99,7 @@ class Synchronizer(Handshakes):
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
         self._root, self._name = root, name
-        write_address(root, name, namespace)  # first: a commit from here on is told, or is read
+        write_address(root, name, namespace)
         super().__init__(Ledger(root, settings.role), namespace, settings)
         self._refusals = 0
         """Counts `notify_no_new_model_state_dict`."""
@@ -103,9 +107,10 @@ class Synchronizer(Handshakes):
         """Of Trinity's `set_model_state_dict`: step, and name -> reference into Ray's store."""
         self._offers = Offers(self._ledger)
         self._copies = Copies()
+        self._in_background(self._follow_commits())
 
     async def announce(self) -> None:
-        """Be found by commits, also where the root was removed and begun anew meanwhile."""
+        """Be found by readers, also where the root was removed and begun anew meanwhile."""
         if await asyncio.to_thread(read_address, self._root) is None:
             self._ledger.begin_anew()
             self._state = (0, None)
@@ -142,15 +147,6 @@ class Synchronizer(Handshakes):
         self._require_own_role(version)
         if whole := await self._offers.take(version, world_size, timeout_s):
             await self.publish(whole)
-
-    async def committed(self, root: str, run: int, step: int, kinds: Sequence[str]) -> bool:
-        """A step of ``kinds`` is committed; whether it is the newest version now."""
-        role = self._settings.role
-        if "state_dict" not in kinds or known_root(root) != self._root:
-            return False
-        if not await asyncio.to_thread(has_weights, self._root, run, step, role):
-            return False
-        return await self.publish(Version(step, run, "checkpoint", self._root, role))
 
     async def set_model_state_dict(
         self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
@@ -338,6 +334,13 @@ class Synchronizer(Handshakes):
         """Who serves which version, and how stale that is."""
         return self._ledger.book.readers(self._ledger.now())
 
+    async def _follow_commits(self) -> None:
+        async for _ in self._ledger.commits():
+            self._has_newer_commit()
+
+    def _has_newer_commit(self) -> None:
+        """Called for each commit that is the newest of the job."""
+
     # Who requires a sync
 
     async def set_explorer_status(
@@ -373,14 +376,23 @@ class Synchronizer(Handshakes):
         """Trinity's: whether any explorer does."""
         return self._ledger.parties.counts[Status.REQUIRE_SYNC] > 0
 
-    @ray.method(max_task_retries=0)  # a retry would have Ray start it again
     async def stop(self) -> None:
         """End this actor for good; what it knew stays in ``state.json``."""
+        import ray
+
         await asyncio.to_thread(address_file(self._root).unlink, missing_ok=True)
         ray.actor.exit_actor()
 
 
+def find_synchronizer(root: str | Path) -> Any | None:
+    """Return the Synchronizer of the job at ``root`` if this process is in its Ray cluster."""
+    there = read_address(root) if in_ray_cluster() else None
+    return _actor_at(there) if there else None
+
+
 def _stored(state: dict[str, Any]) -> dict[str, Any]:
+    import ray
+
     return {
         name: value if isinstance(value, ray.ObjectRef) else ray.put(value)
         for name, value in state.items()
@@ -390,7 +402,7 @@ def _stored(state: dict[str, Any]) -> dict[str, Any]:
 def _place_of(root: str, wanted: str | None, name: str) -> tuple[str, str]:
     """Name and namespace of the root's Synchronizer, that is or is to be: there must not be two."""
     there = read_address(root)
-    if there is None or not _exists(there):
+    if there is None or _actor_at(there) is None:
         return name, wanted or NAMESPACE
     if wanted and there.namespace != wanted:
         raise ConfigError(
@@ -400,15 +412,18 @@ def _place_of(root: str, wanted: str | None, name: str) -> tuple[str, str]:
     return there.name, there.namespace
 
 
-def _exists(address: Address) -> bool:
+def _actor_at(address: Address) -> Any | None:
+    import ray
+
     try:
-        ray.get_actor(address.name, address.namespace)
+        return ray.get_actor(address.name, address.namespace)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _only_one(namespace: str) -> Any:
+    import ray
+
     named = [
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)

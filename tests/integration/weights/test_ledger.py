@@ -45,14 +45,14 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
     assert asyncio.run(story()) == [7, 7]
 
 
-def test_who_waits_hears_of_a_commit_that_nobody_told_of(
-    root: Path, commit_step: CommitStep
-) -> None:
+def test_who_waits_hears_of_a_commit(root: Path, commit_step: CommitStep) -> None:
     async def story() -> Version | None:
-        books = Ledger(str(root), "actor", look_s=0.01)
+        books = Ledger(str(root), "actor")
+        commits = asyncio.create_task(anext(books.commits()))
         waits = asyncio.create_task(books.until(books.book.newest, 60))
         await asyncio.sleep(0)
         commit_step(4, kind="state_dict")
+        await commits
         return await waits
 
     assert asyncio.run(story()) == Version(4, 1, "checkpoint", str(root))

@@ -66,8 +66,7 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     for rank in (0, 1):
         job.stage(1, {"model": state(rank, 1)}, rank=rank)
     job.commit(1)
-    committed = (str(job.root), 1, 1, ("checkpoint", "state_dict"))
-    assert ray.get(synchronizer.committed.remote(*committed))
+    assert ray.get(synchronizer.wait_newer.remote(0, 30)).step == 1
     ray.get(synchronizer.set_model_state_dict.remote(None, 2))  # by broadcast
     ray.get(synchronizer.set_model_state_dict.remote({"w": torch.ones(2)}, 3))
     reader = WeightReader(synchronizer, name="evaluator", patience_s=0.1)

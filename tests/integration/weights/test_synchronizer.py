@@ -16,7 +16,6 @@ from tests.waiting import until
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.files import read_address, read_state
-from trinity_sync.weights.notice import tell_committed
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import ImageRef, Version
@@ -136,13 +135,10 @@ def test_who_waits_is_woken_by_a_commit(
 ) -> None:
     waiting = synchronizer.wait_newer.remote(0, None)
     commit_step(4, kind="state_dict")
-    told = tell_committed(root, 1, 4, ("state_dict",))
-    assert told
-    told.join(ASK_S)
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
 
 
-def test_a_commit_that_died_before_it_told_is_told_of_by_the_sweep(
+def test_a_commit_that_died_after_its_manifest_is_noticed_after_the_sweep(
     synchronizer: Any, root: Path, job: Job
 ) -> None:
     commit_and_die_after_the_manifest(job, 5)
@@ -155,8 +151,9 @@ def test_a_commit_without_the_weights_of_the_role_is_no_version(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     commit_step(4, kind="state_dict", role="critic")
-    assert ask(synchronizer.committed.remote(str(root), 1, 4, ("state_dict",))) is False
-    assert ask(synchronizer.latest.remote()) is None
+    assert ask(synchronizer.wait_newer.remote(0, 0.5)) is None
+    commit_step(5, kind="state_dict")
+    assert ask(synchronizer.wait_newer.remote(0, ASK_S)).step == 5
 
 
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
@@ -176,24 +173,6 @@ def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> N
     ask([first, offer(1, "actor")])
     found = ask(synchronizer.latest.remote())
     assert [image.slot for image in found.images] == ["/actor", "/actor"]
-
-
-def test_a_commit_that_cannot_reach_the_synchronizer_is_none_the_worse(
-    synchronizer: Any, root: Path, namespace: str
-) -> None:
-    address = read_address(root)
-    assert address
-    assert address.lives
-    ray.kill(synchronizer)
-    until(lambda: not address.lives, "the actor's end", ASK_S)
-    told = tell_committed(root, 1, 4, ("state_dict",))
-    assert told
-    told.join(ASK_S)
-    assert not told.is_alive()
-
-
-def test_a_job_without_a_synchronizer_tells_nobody(root: Path) -> None:
-    assert tell_committed(root, 1, 4, ("state_dict",)) is None
 
 
 def test_a_wait_ends_by_its_time_out_and_the_next_one_is_served(
@@ -273,7 +252,7 @@ def test_a_restart_does_not_move_the_version_backwards(
     ask(synchronizer.publish.remote(version(root, 11)))
     kill(synchronizer, root)
     commit_step(10, kind="state_dict")
-    assert ask(synchronizer.committed.remote(str(root), 1, 10, ("state_dict",))) is False
+    until(lambda: ask(synchronizer.latest.remote("checkpoint")), "the commit", ASK_S)
     assert ask(synchronizer.latest.remote()) == version(root, 11)
 
 

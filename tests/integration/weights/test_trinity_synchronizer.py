@@ -47,8 +47,9 @@ def test_what_an_explorer_was_told_of_stays_until_it_asks_again(
 ) -> None:
     def commit(*steps: int) -> None:
         for step in steps:
+            noticed = synchronizer.wait_newer.remote(step - 1, ASK_S)
             commit_step(step, kind="state_dict")
-            assert ask(synchronizer.committed.remote(str(root), 1, step, ("state_dict",)))
+            assert ask(noticed).step == step
 
     commit(1)
     assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
