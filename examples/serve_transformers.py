@@ -4,7 +4,7 @@ While the job trains, on the trainer's node or where its root is mounted::
 
     python examples/serve_transformers.py MODEL_FOLDER ROOT "a prompt"
 
-``MODEL_FOLDER`` is what the trainer began with; ``RAY_ADDRESS`` names the job's Ray cluster.
+``MODEL_FOLDER`` is what the trainer began with. Ray is not needed.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trinity_sync.weights.reader import WeightReader
@@ -31,7 +30,6 @@ async def answers(
 
 async def main(folder: str, root: str, prompt: str) -> None:
     """Print an answer for each version until it is interrupted."""
-    ray.init()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with WeightReader(root=root, name="serve-transformers") as reader:

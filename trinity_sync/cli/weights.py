@@ -25,7 +25,10 @@ def weights(root: Root, as_json: AsJson = False) -> None:
         print_json(asdict(found) if found else None)
         return
     if found is None:
-        typer.echo(f"no Synchronizer has worked in {root}")
+        typer.echo(
+            f"no Synchronizer has worked in {root}; readers that go by files tell nobody what they "
+            "serve"
+        )
         return
     newest = found.newest
     console = output()

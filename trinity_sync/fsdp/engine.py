@@ -129,7 +129,7 @@ def fsdp_upload_state_dict(
 
     Args:
         engine: veRL's FSDPEngine, prepared with `use_trinity_sync`.
-        synchronizer: the job's, a Ray actor.
+        synchronizer: the job's, a Ray actor; None as in `FSDPCheckpointManager.upload_state_dict`.
         global_step: the version of the weights; 0 does nothing.
         logger: told what was staged.
 

@@ -29,6 +29,7 @@ from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.restore import Restored, load_shards
 from trinity_sync.storage.steps import require_unreplaced
 from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,9 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Args:
             global_step: the version. 0 does nothing, as in Trinity: explorers begin with it.
-            synchronizer: the job's, a Ray actor; by default that of the job's root.
+            synchronizer: the job's, a Ray actor; by default that of the job's root, where this
+                process is in a Ray cluster. Without any, readers of this node find the version by
+                the note that it leaves in the spool.
             role: whose weights these are; the Synchronizer refuses another than its own.
             collect: gives what is uploaded, `model_state` by default; called only if it was not
                 staged before.
@@ -224,9 +227,12 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             return None
         if self._publisher is None:
             root, namespace = coordinator.root, self.ray_namespace or None
-            actor = synchronizer or Synchronizer.get_actor(namespace=namespace, root=root)
-            self._publisher = Publisher(actor, root, coordinator.spool)
-        self._publisher.publish(published)
+            if synchronizer is None and in_ray_cluster():
+                synchronizer = Synchronizer.get_actor(namespace=namespace, root=root)
+            if synchronizer is not None:
+                self._publisher = Publisher(synchronizer, root, coordinator.spool)
+        if self._publisher is not None:
+            self._publisher.publish(published)
         return staged
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:

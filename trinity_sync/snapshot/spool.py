@@ -134,13 +134,20 @@ class JobSpool:
 
     def published(self, role: str, run: int, step: int) -> dict[Path, Published]:
         """Slots that hold the weights of a version, with what is said of them, by rank."""
-        found = {}
+        found = {
+            slot: said
+            for slot, said in self.all_published(role)
+            if (said.run, said.step) == (run, step)
+        }
+        return dict(sorted(found.items(), key=lambda item: item[1].rank))
+
+    def all_published(self, role: str) -> Iterator[tuple[Path, Published]]:
+        """Slots that hold weights of a role, of whichever version, with what is said of them."""
         for note in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
             slot = note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
             said = published_in(slot)
-            if said and (said.role, said.run, said.step) == (role, run, step):
-                found[slot] = said
-        return dict(sorted(found.items(), key=lambda item: item[1].rank))
+            if said and said.role == role:
+                yield slot, said
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder once the last process has given its slots back.

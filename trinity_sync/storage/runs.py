@@ -85,10 +85,18 @@ def began_anew(root: str | Path, number: int) -> float | None:
     return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
 
 
-def began_after(root: str | Path, number: int, path: Path) -> bool:
-    """Whether a run began after a file was written, by the clock of the root's file system."""
+def began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
+    """Whether a run began after a file was written, by the clock of the root's file system.
+
+    Args:
+        root: of the job.
+        number: of the run.
+        path: of the file.
+        behind_s: seconds by which the clock that gave the file its time is behind.
+    """
     try:
-        return (_folder(root) / f"{number}.json").stat().st_mtime > path.stat().st_mtime
+        written_at = path.stat().st_mtime + behind_s
+        return (_folder(root) / f"{number}.json").stat().st_mtime > written_at
     except FileNotFoundError:
         return False
 

@@ -8,39 +8,43 @@
 
 A reader takes what is newest when it begins to copy. If the trainer has overwritten a version
 meanwhile, that is a newer one, or the commit of the same step; never parts of two, and never an
-older one than it had. The trainer does not notice. Images on other nodes than the reader's come
-through Ray's object store, once for all readers of a node.
+older one than it had. The trainer does not notice.
+
+Which versions there are says a registry: the files of this node's spool and of the root
+(``file_registry``), which needs no Ray, or the job's Synchronizer (``actor_registry``), by which
+images on other nodes come through Ray's object store, once for all readers of a node.
 """
 
+import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
 import torch
 
-from trinity_sync.errors import WeightSyncError
+from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights.assemble import Slice
 from trinity_sync.weights.base import Base
 from trinity_sync.weights.committed import newest_version
-from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
+from trinity_sync.weights.copies import Copy
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.files import read_address
+from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.held import Held, Holder, Target
+from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone, Version
 
-ANSWER_S = 60.0
-"""Seconds for which the Synchronizer's answer is waited for; Ray may be starting it again."""
+logger = logging.getLogger(__name__)
+
 LONGEST_PAUSE_S = 0.5
 """Between two looks for a version that can be held."""
 
 
 class Versions(Protocol):
-    """What a reader asks of the Synchronizer."""
+    """A version registry, as a reader asks it."""
 
     node: str | None
     """Ray node id (hex) of the reader; None where all images are on its node."""
@@ -65,85 +69,13 @@ class Versions(Protocol):
         """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
 
 
-class FromActor:
-    """The Synchronizer, a Ray actor; where it was stopped, the one that has taken its place.
-
-    Args:
-        actor: the job's.
-        root: of the job; without it, what the first version says.
-    """
-
-    def __init__(self, actor: Any, root: str | Path | None = None) -> None:
-        self._actor, self._root = actor, root
-        self.node: str | None = ray.get_runtime_context().get_node_id()
-
-    def latest(self) -> Version | None:
-        """The newest version that can be read.
-
-        Raises:
-            WeightSyncError: the Synchronizer does not answer.
-        """
-        while True:
-            asked = self._actor.latest.remote(readable=True)
-            try:
-                return self._noted(ray.get(asked, timeout=ANSWER_S))
-            except ray.exceptions.RayError as error:
-                self._turn_to_another(error)
-
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
-    ) -> Version | None:
-        """The same once it is beyond step ``than`` of ``run``; None at the time-out.
-
-        Raises:
-            WeightSyncError: the Synchronizer was stopped, or lost.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            asked = self._actor.wait_newer.remote(than, left_s, run, readable=True)
-            try:
-                return self._noted(await asked)
-            except ray.exceptions.RayError as error:
-                self._turn_to_another(error)
-
-    def serving(self, reader: str, step: int, run: int) -> None:
-        """The reader serves this version now; nothing is waited for."""
-        self._actor.serving.remote(reader, step, run)
-
-    def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
-        """The images of these ranks, which are on other nodes; see `copies.fetch`."""
-        return fetch(self._actor, version, ranks, timeout_s)
-
-    def deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
-        return fetch_deltas(self._actor, base, version, spans, timeout_s)
-
-    def _noted(self, found: Version | None) -> Version | None:
-        self._root = found.root if found else self._root
-        return found
-
-    def _turn_to_another(self, error: ray.exceptions.RayError) -> None:
-        with suppress(ValueError, OSError):  # it does not live, or the root is not seen from here
-            if self._root and (there := read_address(self._root)):
-                actor = ray.get_actor(there.name, there.namespace)
-                if actor != self._actor:
-                    self._actor = actor
-                    return
-        raise WeightSyncError(
-            f"the Synchronizer does not answer ({type(error).__name__}); was it stopped, or its "
-            "node lost?"
-        ) from error
-
-
 class WeightReader:
     """Reads versions for one explorer.
 
     Args:
-        synchronizer: the job's, a Ray actor, or anything with the methods of `Versions`; by default
-            that of the job at ``root``.
+        synchronizer: the job's, a Ray actor, or anything with the methods of `Versions`. By default
+            that of the job at ``root`` if this process has joined its Ray cluster; otherwise the
+            files of this node's spool and of the root are read, and Ray is not needed.
         root: of the job, where no Synchronizer is given.
         name: of this reader, unique in the job; shown to people, and the holder of its leases.
         deltas: keep a copy of the weights, and get what changed in them where that can be had, the
@@ -153,6 +85,9 @@ class WeightReader:
             they are what the trainer has, and all that they are loaded into has to be that.
         verify: compare the digests of what is read from disk, not the sizes alone.
         patience_s: seconds to look for a version that can be held before giving up.
+
+    Raises:
+        ConfigError: there is neither ``root`` nor a Synchronizer.
     """
 
     def __init__(
@@ -166,9 +101,7 @@ class WeightReader:
         verify: bool = False,
         patience_s: float = 60.0,
     ) -> None:
-        synchronizer = synchronizer or Synchronizer.get_actor(root=root)
-        is_actor = isinstance(synchronizer, ray.actor.ActorHandle)
-        self._versions: Versions = FromActor(synchronizer, root) if is_actor else synchronizer
+        self._versions = _registry(name, synchronizer, root)
         self._name = name
         self._holder = Holder(name, verify=verify, node=self._versions.node, dtype=dtype)
         self._base = Base(rounding=dtype is torch.bfloat16) if deltas else None
@@ -311,6 +244,28 @@ class WeightReader:
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
             "the trainer's sync_method to memory or checkpoint"
         )
+
+
+def _registry(name: str, synchronizer: Any, root: str | Path | None) -> Versions:
+    """The registry that a reader asks."""
+    if synchronizer is None and in_ray_cluster():
+        from trinity_sync.weights.synchronizer import Synchronizer, find_synchronizer
+
+        synchronizer = find_synchronizer(root) if root else Synchronizer.get_actor()
+    if synchronizer is None:
+        if root is None:
+            raise ConfigError(
+                f"reader {name} has to know the job; pass root, the job's folder, or a Synchronizer"
+            )
+        logger.info("reader %s finds versions of %s by files, without a Synchronizer", name, root)
+        return FileRegistry(root)
+    ray = sys.modules.get("ray")
+    if ray is not None and isinstance(synchronizer, ray.actor.ActorHandle):
+        from trinity_sync.weights.actor_registry import ActorRegistry
+
+        return ActorRegistry(synchronizer, root)
+    found: Versions = synchronizer
+    return found
 
 
 def _order(version: Version) -> tuple[int, int]:

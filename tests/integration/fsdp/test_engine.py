@@ -26,6 +26,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.reading import locked
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.synchronizer import Synchronizer
 
@@ -141,6 +142,23 @@ def test_fsdp_save_state_dict_refuses_a_path_of_another_step(
     folder = str(step_folder(coordinator.root, 1) / "actor")
     with pytest.raises(ConfigError, match="is that of step 1, but global_step is 2"):
         fsdp_save_state_dict(policy.engine, folder, 2, coordinator, logger)
+
+
+def test_an_uploaded_model_is_loaded_without_ray(
+    policy: Policy, coordinator: CheckpointCoordinator, tiny: Path
+) -> None:
+    assert not ray.is_initialized()
+    use_trinity_sync(policy.engine, coordinator)
+    registry = FileRegistry(coordinator.root, settings=coordinator.settings)
+    model = Qwen2ForCausalLM.from_pretrained(tiny)
+    with WeightReader(registry, name="explorer") as reader:
+        for step in (1, 2):
+            policy.train_on(batch())
+            assert fsdp_upload_state_dict(policy.engine, None, step, logger) is not None
+            assert asyncio.run(reader.wait_newer(timeout_s=30)) is not None
+            assert reader.load_into(model) == step
+            expected, found = policy.engine.module.state_dict(), model.state_dict()
+            assert all(torch.equal(found[n], v.full_tensor()) for n, v in expected.items())
 
 
 def test_an_uploaded_model_is_loaded_by_an_explorer(

@@ -1,6 +1,7 @@
 """Weights of FSDP ranks reach a reader in shared memory, every parameter once and bit-equal."""
 
 import functools
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from tests.integration.fsdp.ranks import on_ranks
-from tests.unit.weights import VersionFile
+from tests.unit.weights import VersionFile, digest
+from tests.unit.without_ray import follower
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.reader import WeightReader
@@ -134,6 +136,17 @@ def test_every_parameter_arrives_once_and_bit_equal(
         reader.load_into(part, version, slices=slices)
         assert torch.equal(part["block.0.weight"], expected["block.0.weight"][:, 3:5])
         assert torch.equal(part["embed.weight"], expected["embed.weight"][4:9])
+
+
+def test_the_shards_of_two_ranks_are_read_without_ray(uploaded: tuple[Path, Path]) -> None:
+    root, spool = uploaded
+    with follower(root, {**os.environ, "TRINITY_SYNC_SPOOL": str(spool)}) as explorer:
+        explorer.wait()
+        found = explorer.loaded()
+    case, step = max(STEPS.items(), key=lambda item: item[1])
+    expected = _built(CASES[case][2]).state_dict()
+    del expected["head.weight"]  # tied to another
+    assert found == [str(step), "1", "memory", digest(expected)]
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(

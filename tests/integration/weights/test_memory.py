@@ -15,7 +15,9 @@ from tests.waiting import until
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.published import Published
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.copies import fetch_deltas
+from trinity_sync.weights.files import write_address
 from trinity_sync.weights.publish import Publisher
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -78,6 +80,28 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     for source, why in (("nccl", "is broadcast"), ("memory", "was given as a dict")):
         with pytest.raises(WeightSyncError, match=why):
             reader.load_into({}, ray.get(synchronizer.latest.remote(source)))
+
+
+def test_a_reader_that_is_given_a_root_asks_the_synchronizer_of_its_cluster(
+    job: Job, synchronizer: Any
+) -> None:
+    job.world_size = 1
+    node = ray.get_runtime_context().get_node_id()
+    ray.get(synchronizer.publish.remote(upload(job, 1, state(0, 1), node=node)))
+    assert WeightReader(root=job.root, name="explorer-0").load_into(state(0, 0)) == 1
+    readers = synchronizer.readers
+    until(lambda: [each.step for each in ray.get(readers.remote())] == [1], "its reader", 30)
+
+
+def test_a_reader_in_a_cluster_without_a_synchronizer_reads_by_files(
+    job: Job, ray_node: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(job.spool.folder.parent))
+    job.world_size = 1
+    open_run(job.root, "first", 0)
+    write_address(job.root, "synchronizer-of-another-cluster", "trinity_sync")
+    upload(job, 1, state(0, 1))
+    assert WeightReader(root=job.root, name="explorer-0").load_into(state(0, 0)) == 1
 
 
 def test_a_reader_turns_to_the_synchronizer_that_takes_the_place_of_a_stopped_one(

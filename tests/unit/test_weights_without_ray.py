@@ -1,0 +1,298 @@
+"""Weights reach readers that have no Ray, through the files of the node's spool and of the root."""
+
+import asyncio
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.job import Job
+from tests.unit.weights import digest, first, train, upload
+from tests.unit.without_ray import follower
+from trinity_sync.errors import ConfigError
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.published import published_path
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.book import Book
+from trinity_sync.weights.commit_notification import CommitNotification
+from trinity_sync.weights.file_registry import FileRegistry
+from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.version import Version
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def settings(spool_folder: Path) -> Settings:
+    return Settings(spool=spool_folder)
+
+
+@pytest.fixture
+def job(job: Job) -> Job:
+    """A job whose first run has begun, as at a coordinator's first upload or save."""
+    open_run(job.root, "first", 0)
+    return job
+
+
+@pytest.fixture
+def registry(job: Job, settings: Settings) -> FileRegistry:
+    return FileRegistry(job.root, settings=settings)
+
+
+def weights(step: float) -> State:
+    return {"w": torch.full((5000,), float(step))}
+
+
+def save(job: Job, step: int, *states: Any, run: int = 1) -> None:
+    """Stage a state a rank and commit them."""
+    for rank, state in enumerate(states):
+        job.stage(step, {"model": state}, rank=rank, run=run)
+    job.commit(step, run=run)
+
+
+def found(version: Version | None) -> tuple[int, int, str] | None:
+    return (version.run, version.step, version.source) if version else None
+
+
+def newest(registry: FileRegistry) -> tuple[int, int, str] | None:
+    return found(registry.latest())
+
+
+def test_a_process_without_ray_follows_uploads_commits_and_resumes(
+    job: Job, spool_folder: Path
+) -> None:
+    job.world_size = 2
+    states = [first(rank) for rank in range(2)]
+
+    def trained(step: int) -> str:
+        for state in states:
+            train(state, step)
+        every = {name: tensor for state in states for name, tensor in state.items()}
+        return digest({name: every[name] for name in every if "tied" not in name})
+
+    environment = {**os.environ, "TRINITY_SYNC_SPOOL": str(spool_folder)}
+    with follower(job.root, environment) as explorer:
+        for step in (1, 2):
+            explorer.wait()
+            expected = trained(step)
+            upload(job, step, *states)
+            assert explorer.loaded() == [str(step), "1", "memory", expected]
+        explorer.wait()
+        expected = trained(3)
+        save(job, 3, *states)
+        assert explorer.loaded() == ["3", "1", "checkpoint", expected]
+        expected = trained(4)
+        upload(job, 4, *states)
+        save(job, 4, *states)
+        for stager in job.stagers.values():
+            stager.close()  # the trainer ends, and takes its images along
+        explorer.wait()
+        assert explorer.loaded() == ["4", "1", "checkpoint", expected]
+        open_run(job.root, "second", 2)
+        explorer.wait()
+        job.stagers.clear()
+        upload(job, 9, *states)  # of the first run, which the second has superseded
+        expected = trained(3)
+        upload(job, 3, *states, run=2)
+        assert explorer.loaded() == ["3", "2", "memory", expected]
+
+
+def test_a_version_counts_once_the_images_of_all_ranks_are_here(
+    job: Job, registry: FileRegistry
+) -> None:
+    job.world_size = 2
+    upload(job, 1, weights(1))
+    assert newest(registry) is None
+    upload(job, 1, weights(1), weights(1))
+    assert newest(registry) == (1, 1, "memory")
+    upload(job, 2, weights(2))
+    assert newest(registry) == (1, 1, "memory")
+
+
+def test_ranks_that_upload_within_a_tick_of_the_clock_wake_who_waits(
+    job: Job, settings: Settings
+) -> None:
+    """The folder has the same time after the second rank's note as after the first one's."""
+    looks: queue.Queue[None] = queue.Queue()
+
+    class Registry(FileRegistry):
+        def _book(self, scan: bool = False) -> Book:
+            book = super()._book(scan)
+            looks.put(None)
+            return book
+
+    job.world_size = 2
+    registry = Registry(job.root, settings=settings)
+    tick = time.time_ns() + 60 * 10**9
+
+    async def story() -> Version | None:
+        upload(job, 1, weights(1))
+        os.utime(job.spool.folder, ns=(tick, tick))
+        waits = asyncio.create_task(registry.wait_newer(-1, 10, None))
+        for _ in range(2):  # when it is called, and when it begins to wait
+            await asyncio.to_thread(looks.get, timeout=60)
+        upload(job, 1, weights(1), weights(1))
+        os.utime(job.spool.folder, ns=(tick, tick))
+        return await waits
+
+    assert found(asyncio.run(story())) == (1, 1, "memory")
+
+
+def test_a_step_of_which_images_are_on_another_node_is_had_from_its_commit(
+    job: Job, registry: FileRegistry
+) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        job.stage(3, {"model": {f"of_rank{rank}": torch.full((9,), 3.0)}}, rank=rank)
+    job.commit(3)
+    assert job.stager(0).publish(job.origin(3, rank=0), "model")
+    assert newest(registry) == (1, 3, "checkpoint")
+    with WeightReader(registry, name="explorer") as reader:
+        assert dict(reader.iter_weights()).keys() == {"of_rank0", "of_rank1"}
+
+
+def test_what_a_later_run_has_superseded_is_not_read(job: Job, registry: FileRegistry) -> None:
+    save(job, 4, weights(4))
+    save(job, 8, weights(8))
+    upload(job, 9, weights(9))
+    assert newest(registry) == (1, 9, "memory")
+    open_run(job.root, "second", 4)
+    assert newest(registry) == (1, 4, "checkpoint")
+    upload(job, 5, weights(5), run=2)
+    assert newest(registry) == (2, 5, "memory")
+
+
+def test_images_that_outlived_their_root_are_not_read(job: Job, registry: FileRegistry) -> None:
+    """A trainer was killed, its root removed, and the job begun again with the same run number."""
+    (image,) = upload(job, 11, weights(11)).images
+    shutil.rmtree(job.root)
+    assert newest(registry) is None
+    job.root.mkdir()
+    open_run(job.root, "again", 0)
+    os.utime(published_path(Path(image.slot)), (0, 0))
+    assert newest(registry) is None
+    upload(job, 1, weights(1))
+    assert newest(registry) == (1, 1, "memory")
+
+
+def test_a_version_that_goes_with_its_trainer_is_read_from_its_commit(
+    job: Job, registry: FileRegistry
+) -> None:
+    save(job, 3, weights(3))
+    upload(job, 3, weights(3))
+    version = registry.latest()
+    assert found(version) == (1, 3, "memory")
+    for stager in job.stagers.values():
+        stager.close()
+    with WeightReader(registry, name="explorer") as reader, reader.hold(version) as held:
+        assert found(held.version) == (1, 3, "checkpoint")
+
+
+def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
+    upload(job, 1, weights(1))
+    reader = WeightReader(registry, name="explorer")
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) == registry.latest()
+    reader.load_into(weights(0))
+    assert asyncio.run(reader.wait_newer(timeout_s=0.05)) is None
+
+
+def test_a_reader_may_begin_before_the_job(tmp_path: Path, settings: Settings) -> None:
+    root = tmp_path / "later"
+    registry = FileRegistry(root, settings=settings)
+    assert registry.latest() is None
+
+    async def story() -> Version | None:
+        waits = asyncio.create_task(registry.wait_newer(-1, 60, None))
+        await asyncio.sleep(0)
+        open_run(root, "first", 0)
+        upload(Job(root, open_job_spool(settings.spool, root)), 1, weights(1))
+        return await waits
+
+    assert found(asyncio.run(story())) == (1, 1, "memory")
+
+
+def test_deltas_are_made_without_ray(job: Job, registry: FileRegistry) -> None:
+    state = first()
+    with WeightReader(registry, name="explorer", deltas=True) as reader:
+        for step in (1, 2):
+            train(state, step)
+            upload(job, step, state)
+            loaded = dict(reader.iter_weights())
+            assert digest(loaded) == digest({name: state[name] for name in loaded})
+        assert reader.delta_bytes
+        assert reader.delta_bytes < sum(t.nbytes for t in loaded.values()) / 4
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "7"])
+def test_a_pointer_that_names_no_commit_does_not_hide_one(job: Job, content: str) -> None:
+    pointer = job.root / "latest_state_dict_iteration.txt"
+    notification = CommitNotification(job.root, "actor")
+    save(job, 2, weights(2))
+    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    before = notification.mark()
+    pointer.write_text(content)
+    assert notification.mark() != before
+    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    save(job, 3, weights(3))
+    assert found(notification.newest([])) == (1, 3, "checkpoint")
+
+
+def test_weights_that_come_to_a_step_after_the_pointer_are_noticed(job: Job) -> None:
+    """A role of its own commits the step first, and the pointer does not move again."""
+    notification = CommitNotification(job.root, "actor")
+    job.roles = ("critic",)
+    job.stage(2, {"model": weights(2)}, role="critic", kind="state_dict")
+    job.commit(2, kind="state_dict")
+    assert notification.newest([]) is None
+    before = notification.mark()
+    job.roles = ("actor",)
+    job.stage(2, {"model": weights(2)}, kind="state_dict")
+    job.commit(2, kind="state_dict")
+    assert notification.mark() != before
+    assert found(notification.newest([])) == (1, 2, "checkpoint")
+
+
+def test_a_commit_that_died_before_the_pointer_is_found_by_a_scan(job: Job) -> None:
+    notification = CommitNotification(job.root, "actor")
+    save(job, 2, weights(2))
+    pointer = (job.root / "latest_state_dict_iteration.txt").read_text()
+    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    save(job, 3, weights(3))
+    (job.root / "latest_state_dict_iteration.txt").write_text(pointer)
+    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    assert found(notification.newest([], scan=True)) == (1, 3, "checkpoint")
+
+
+def test_a_reader_of_no_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reader explorer has to know the job; pass root"):
+        WeightReader(name="explorer")
+
+
+def test_what_needs_ray_says_so_where_ray_is_missing(job: Job) -> None:
+    script = """
+import sys
+sys.modules["ray"] = None
+from trinity_sync.errors import StackError
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.synchronizer import Synchronizer
+for call in (lambda: Synchronizer.get_actor(root="x"), lambda: Publisher(None, "x", None)):
+    try:
+        call()
+    except StackError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 2
+    assert all("pip install ray" in line for line in said)
