@@ -4,6 +4,7 @@ A client keeps what it knows of a folder for up to a minute. So a test lets a no
 other one changes anything.
 """
 
+import asyncio
 import os
 import subprocess
 import time
@@ -55,6 +56,8 @@ from trinity_sync.storage.runs import all_runs, open_run
 from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.stored import is_stored, note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.weights.commit_notification import CommitNotification
+from trinity_sync.weights.version import Version
 
 SHARE = "/mnt/nfs"
 N = 1_000_000
@@ -160,6 +163,15 @@ def hold_the_lock(root: Path, told: Path) -> None:
     with one_change_at_a_time(root):
         told.touch()
         time.sleep(3600)
+
+
+def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
+    """Whether a commit after the gate opens is noticed without a scan, and the newest then."""
+    notification = CommitNotification(root, "actor")
+    before = notification.mark()
+    gate.read_bytes()
+    after = asyncio.run(notification.changed(before))
+    return after != before, notification.newest(all_runs(root))
 
 
 def time_behind(gate: Path) -> float:
@@ -364,6 +376,20 @@ def test_a_step_committed_on_one_node_is_known_on_the_other(
     assert other.call(newest, root).step == 2
     assert other.call(read_iteration, root, "checkpoint") == 2
     other.call(assert_holds, root, 2, 2.0)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["that was there", "that is new"])
+def test_a_commit_of_a_step_on_one_node_is_noticed_on_the_other(
+    step: int, root: Path, gate: Path, other: Node
+) -> None:
+    commit_files(root, 1)
+    other.begin(next_commit, root, gate)
+    with gate.open("w"):  # it has looked
+        pass
+    commit_files(root, step)
+    is_noticed, version = other.end()
+    assert is_noticed
+    assert version.step == step
 
 
 def test_a_lease_is_given_for_a_step_that_was_looked_for_before_its_commit(
