@@ -131,7 +131,7 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_who_waits(
 
     job.world_size = 2
     registry = Registry(job.root, settings=settings)
-    tick = time.time_ns() + 60 * 10**9
+    tick = time.time_ns()
 
     async def story() -> Version | None:
         upload(job, 1, weights(1))

@@ -30,7 +30,7 @@ SCAN_S = 30.0
 
 FileMark = tuple[int, int, int] | None
 """Inode, size and time of a file; None if there is none."""
-Mark = tuple[FileMark, FileMark]
+CommitMark = tuple[FileMark, FileMark]
 """Of the latest pointer, and of the manifest of the step that it names."""
 
 
@@ -52,9 +52,9 @@ class CommitNotification:
         self._pointer = self._root / ITERATION_FILES["state_dict"]
         self._pointed: tuple[FileMark, int | None] = (None, None)
         """The pointer that was read last, and the step that it names."""
-        self._known: tuple[tuple[Mark, frozenset[Run]], Version | None] | None = None
+        self._known: tuple[tuple[CommitMark, frozenset[Run]], Version | None] | None = None
 
-    def mark(self) -> Mark:
+    def mark(self) -> CommitMark:
         """Look: two marks differ if there was a commit of weights between them."""
         pointer = self._mark_of(self._pointer)
         seen, step = self._pointed
@@ -85,11 +85,11 @@ class CommitNotification:
         self._known = state, found
         return found
 
-    async def look(self) -> Mark:
+    async def look(self) -> CommitMark:
         """Return the mark; a file server is asked in a thread, since it may be slow or away."""
         return await asyncio.to_thread(self.mark) if self._is_shared else self.mark()
 
-    async def changed(self, since: Mark | None) -> Mark:
+    async def changed(self, since: CommitMark | None) -> CommitMark:
         """Wait until the mark is another than ``since``, or a scan is due; return the mark."""
         scan_at = time.monotonic() + SCAN_S
         while True:

@@ -24,7 +24,7 @@ from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.mounts import mount_of
 from trinity_sync.storage.runs import Run, all_runs, began_after
 from trinity_sync.weights.book import Book
-from trinity_sync.weights.commit_notification import SCAN_S, CommitNotification, Mark
+from trinity_sync.weights.commit_notification import SCAN_S, CommitMark, CommitNotification
 from trinity_sync.weights.copies import Copy, delta_between
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.rounding import Spans
@@ -37,9 +37,12 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 that a process has waited, within these."""
 RETRY_S = 1.0
 """Seconds until versions are looked for again that could not be read."""
-TICK_NS = 100_000_000
-"""A folder that changed within this time may change again and keep its time: kernels' clocks tick
-for files, by 1 to 10 ms."""
+TICK_S = 0.1
+"""Seconds after which a folder that changes has another time than before. Kernels give files the
+time of a clock that ticks, every 1 to 10 ms."""
+
+Mark = tuple[tuple[int, int] | None, CommitMark]
+"""Of the spool's folder, and of the commits."""
 
 
 class FileRegistry:
@@ -64,7 +67,7 @@ class FileRegistry:
         self._behind_s: float | None = None
         """Seconds by which this node's clock may be behind that of the root's files."""
         if not self._root.is_dir():
-            logger.warning("root %s is no folder yet: no version is read before it is", self._root)
+            logger.warning("root %s does not exist yet; waiting for its job", self._root)
 
     def latest(self) -> Version | None:
         """Return the newest version that can be read here.
@@ -120,9 +123,10 @@ class FileRegistry:
         return self._book(scan).newer(than, run, readable=True)
 
     async def _next(self, than: int, run: int | None) -> Version:
+        seen: Mark | None = None
         scan = False
         while True:
-            images, commits = self._images_mark(), await self._commits.look()
+            mark = self._images_mark(), await self._commits.look()
             try:
                 if found := await asyncio.to_thread(self._newer, than, run, scan):
                     return found
@@ -130,12 +134,15 @@ class FileRegistry:
                 logger.warning("cannot read versions of %s, will retry: %s", self._root, error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            scan = not await self._changed(images, commits)
+            # within the tick in which the mark was taken, a change does not show in it
+            is_settled, seen = mark == seen, mark
+            scan = not await self._changed(mark, SCAN_S if is_settled else TICK_S) and is_settled
 
-    async def _changed(self, images: object, commits: Mark) -> bool:
-        """Return True once images or commits are not as they were; False if a scan is due first."""
+    async def _changed(self, mark: Mark, within_s: float) -> bool:
+        """Return whether notes or commits have changed since the mark, as soon as they have."""
+        images, commits = mark
         began = looked = now = time.monotonic()
-        while now - began < SCAN_S:
+        while now - began < within_s:
             pause_s = max(SHORTEST_PAUSE_S, (now - began) / 20)
             await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
             now = time.monotonic()
@@ -147,14 +154,13 @@ class FileRegistry:
                     return True
         return False
 
-    def _images_mark(self) -> object:
-        """What is another object once a note has come or gone."""
+    def _images_mark(self) -> tuple[int, int] | None:
+        """Inode and time of the spool's folder, which change as notes come and go."""
         try:
             found = self._spool.folder.stat()
         except FileNotFoundError:
             return None
-        is_settled = time.time_ns() - found.st_mtime_ns > TICK_NS
-        return (found.st_ino, found.st_mtime_ns) if is_settled else object()
+        return found.st_ino, found.st_mtime_ns
 
     def _book(self, scan: bool = False) -> Book:
         runs, book = all_runs(self._root), Book()
