@@ -26,8 +26,8 @@ def weights(root: Root, as_json: AsJson = False) -> None:
         return
     if found is None:
         typer.echo(
-            f"no Synchronizer has worked in {root}; readers that go by files tell nobody what they "
-            "serve"
+            f"no Synchronizer has worked in {root}; readers without one do not report which "
+            "version they serve"
         )
         return
     newest = found.newest

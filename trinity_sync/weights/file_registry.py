@@ -4,8 +4,8 @@ Versions in memory are the notes beside the slots of the job's spool on this nod
 once the images of all its ranks are here. Commits are noticed through the root. The rules are those
 of the Synchronizer, whose `Book` is filled anew at each look, so nothing outlives its file.
 
-Images on other nodes are not seen: where ranks of several nodes make a version, it is had from its
-commit. Which readers serve what is told to nobody.
+Images on other nodes are not seen: where ranks of several nodes make a version, it is read from its
+commit. Nobody is told which version a reader serves.
 """
 
 import asyncio
