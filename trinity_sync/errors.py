@@ -6,9 +6,10 @@
      ├─ ConfigError          a setting, path or argument that cannot work (also a ValueError)
      │   └─ RootError        a root whose file system cannot keep what a commit promises
      ├─ MissingPackageError  an integration's package is not installed (also an ImportError)
+     ├─ FormatError          a record of another release; says which environment to upgrade
      ├─ SpoolError           the spool of this node cannot serve
      │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
-     │   └─ TicketError      a ticket that is torn, corrupted or of another version
+     │   └─ TicketError      a ticket that is torn or corrupted
      ├─ ImageError           a state that cannot be staged, or an image that cannot be read
      ├─ SaveError            a save that cannot be committed
      │   ├─ MissingShards    ranks or components that were never handed over
@@ -16,7 +17,7 @@
      │   ├─ SaveFailed       raised to the caller for every save that failed (`wait_all`)
      │   └─ SaveTimeout      the save has not ended yet; it may still commit
      ├─ CommitError          what is on disk is not a committed step
-     │   └─ ManifestError    a manifest that is torn, corrupted or of another version
+     │   └─ ManifestError    a manifest that is torn or corrupted
      ├─ ExportError          shards that cannot be written as a Hugging Face model
      ├─ RemoteError          a store of copies cannot be reached, read or written
      │   └─ DamagedCopy      what is there are not the bytes that its manifest names
@@ -33,6 +34,7 @@
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
 """
 
+import sys
 from pathlib import Path
 
 
@@ -54,6 +56,61 @@ class RootError(ConfigError):
 
 class MissingPackageError(TrinitySyncError, ImportError):
     """An integration needs a package that this environment lacks."""
+class FormatError(TrinitySyncError):
+    """A record that another release of trinity-sync has written, in a format that this one lacks.
+
+    It is neither torn nor corrupted: nothing that it describes is removed, evicted or replaced.
+
+    Attributes:
+        path: of the file; None for the parameters of a flow run.
+        found, known: formats of the record and of this environment.
+        run, step: what the record is about, as far as it says so: these names keep their meaning in
+            all formats.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | None = None,
+        found: int = 0,
+        known: int = 0,
+        run: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.found = found
+        self.known = known
+        self.run = run
+        self.step = step
+
+    @classmethod
+    def between(
+        cls,
+        what: str | Path,
+        found: int,
+        known: int,
+        *,
+        writer: str = "the environment that wrote it",
+        reader: str = "this environment",
+        run: int | None = None,
+        step: int | None = None,
+    ) -> "FormatError":
+        """Make the error whose message names the older of the two environments.
+
+        Args:
+            what: the file, or a name of what is no file.
+            found, known, run, step: see the class.
+            writer, reader: the two environments, in words.
+        """
+        older = writer if found < known else reader
+        message = (
+            f"{what} has format {found}, and {reader} ({sys.prefix}) reads format {known}: upgrade "
+            f"trinity-sync in {older}. Until then it is left as it is."
+        )
+        path = what if isinstance(what, Path) else None
+        return cls(message, path=path, found=found, known=known, run=run, step=step)
 
 
 class SpoolError(TrinitySyncError):
@@ -65,7 +122,7 @@ class SpoolFull(SpoolError):
 
 
 class TicketError(SpoolError):
-    """A ticket that is torn, corrupted or of another version.
+    """A ticket that is torn or corrupted.
 
     Attributes:
         path: of the ticket.
@@ -122,7 +179,7 @@ class CommitError(TrinitySyncError):
 
 
 class ManifestError(CommitError):
-    """A manifest that is torn, corrupted or of another version."""
+    """A manifest that is torn or corrupted."""
 
 
 class ExportError(TrinitySyncError):

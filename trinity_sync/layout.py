@@ -53,6 +53,12 @@ ITERATION_FILES: dict[Kind, str] = {
     "state_dict": "latest_state_dict_iteration.txt",
 }
 
+SPOOL_FORMAT = 1
+"""Format of the records in a node's spool, and of `SaveRequest`: what is of a save in flight."""
+ROOT_FORMAT = 1
+"""Format of the records in a job's root, which may be read years later. See "Formats" in
+``docs/architecture.md`` for what needs a new number, and who refuses what."""
+
 _STEP_FOLDER = "global_step_"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

@@ -4,9 +4,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trinity_sync.layout import Component, Kind, check_name, job_id
+from trinity_sync.errors import FormatError
+from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, job_id
 
 SAVE_DEPLOYMENT = "save-step/save-step"
 QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
@@ -19,10 +20,16 @@ class SaveRequest(BaseModel):
     It carries no state and names no nodes or ranks: the tickets in the nodes' memory and the
     placements in the root do (see ``storage.placement``). So it is the same whoever asks, and as
     small for thousands of ranks as for one.
+
+    Raises:
+        FormatError: a trainer of another release has made it, whatever else is in it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    format: int = Field(
+        default=SPOOL_FORMAT, description="Of the request and of the images that it is about."
+    )
     root: str = Field(description="The job's root folder (Trinity's checkpoint_job_dir), absolute.")
     step: int = Field(ge=0, description="Training step that is saved.")
     run: int = Field(ge=1, description="Which run of the job: 1 for the first, a resume adds one.")
@@ -50,6 +57,20 @@ class SaveRequest(BaseModel):
         description="Checkpoints that are left after the commit, this one included (0: all). "
         "Pinned, leased and pointed-at steps stay besides.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_release(cls, values: Any) -> Any:
+        found = values.get("format", SPOOL_FORMAT) if isinstance(values, dict) else SPOOL_FORMAT
+        if type(found) is int and found != SPOOL_FORMAT:
+            raise FormatError.between(
+                f"the request for the save of step {values.get('step')} in {values.get('root')}",
+                found,
+                SPOOL_FORMAT,
+                writer="the trainer's environment",
+                reader="the stack's environment",
+            )
+        return values
 
     @field_validator("root")
     @classmethod

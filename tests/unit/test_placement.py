@@ -222,7 +222,7 @@ def test_a_sweep_that_finishes_a_commit_leaves_notes_of_what_the_slots_hold(
     assert stranded(two_nodes[1].spool.folder.parent, grace_s=-1) == []
     digests = {file.digest for file in require_committed(two_nodes[0].root, 4).files}
     notes = [kept_in(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
-    assert {note.digest for note in notes if note} <= digests
+    assert {note.file_digest for note in notes if note} <= digests
     assert len([note for note in notes if note]) == 2
 
 

@@ -52,8 +52,10 @@ from tests.unit.prefect_stand_in import (
 from tests.unit.promised import Key, Model, Run, Saved, Step, Value
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, StepClaimed, TrinitySyncError
+from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.notes import to_text
 from trinity_sync.storage.claims import Lease, pin, tag, take_lease, unpin
 from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.restore import load_states
@@ -557,7 +559,7 @@ class Promises(RuleBasedStateMachine):
             ticket = slot.with_name(f"{slot.name}.ticket")
             if not ticket.exists():
                 slot.touch(mode=0o600)
-                ticket.write_text(json.dumps({"version": 1, "step": 3, "digest": "?"}))
+                ticket.write_text(to_text({"step": 3}, SPOOL_FORMAT - 1))
         else:
             for trainer in self.trainers.values():
                 self.fork(trainer)

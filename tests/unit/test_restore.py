@@ -148,7 +148,7 @@ def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
     (slot,) = kept_slots(job)
     kept = kept_in(slot)
     assert kept is not None
-    keep(slot, replace(kept, digest="xxh3-128:" + "0" * 32))
+    keep(slot, replace(kept, file_digest="xxh3-128:" + "0" * 32))
     assert load(job, 1).source == "disk"
 
 
@@ -284,12 +284,13 @@ def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
     record = json.loads(kept_path(slot).read_text())
+    assert (record.pop("format"), len(record.pop("digest"))) == (1, 71)
     path = job.root / "global_step_1" / SHARD
     assert record == {
         "step": 1,
         "path": SHARD,
         "nbytes": path.stat().st_size,
-        "digest": digest_of(path),
+        "file_digest": digest_of(path),
     }
 
 

@@ -324,7 +324,7 @@ def ticket_of(job: Job, step: int) -> Path:
     return ticket_path(slot)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b'{"version": 99}'])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b'{"format": 99}'])
 def test_a_ticket_that_says_of_no_step_holds_up_nothing_and_is_named(
     job: Job, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,8 +338,8 @@ def test_a_ticket_that_says_of_no_step_holds_up_nothing_and_is_named(
     assert "Remove the ticket" in said
 
 
-@pytest.mark.parametrize("change", [{"version": 99}, {"rank": 3}, {"components": "no list"}])
-def test_a_ticket_that_another_version_may_read_holds_the_step_that_it_names(
+@pytest.mark.parametrize("change", [{"format": 99}, {"rank": 3}, {"components": "no list"}])
+def test_a_ticket_that_was_edited_holds_the_step_that_it_names(
     job: Job, change: dict[str, Any]
 ) -> None:
     for step in (1, 2, 3):

@@ -232,7 +232,6 @@ def edited(root: Path, change: Any) -> None:
         lambda body: body["files"][0].update(path="/etc/passwd"),
         lambda body: body["files"][0].update(role="../critic"),
         lambda body: body["files"][0].update(path=7),
-        lambda body: body["files"][0].update(other=7),
         lambda body: body.update(files=None),
         lambda body: body["receipts"].append(
             {"name": "f", "rank": 0, "seconds": 1, "files": ["../outside"]}

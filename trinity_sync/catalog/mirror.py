@@ -26,7 +26,7 @@ from trinity_sync.catalog.models import (
     Step,
     WeightVersion,
 )
-from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.errors import CommitError, FormatError, ManifestError
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import leases, pins
@@ -166,8 +166,8 @@ def _versions(job: str, root: str | Path) -> list[dict[str, Any]]:
             }
             for version in (read_state(root) or {"book": {"versions": []}})["book"]["versions"]
         ]
-    except (KeyError, TypeError, ValueError):
-        return []  # of another version of this package
+    except (FormatError, KeyError, TypeError, ValueError):
+        return []  # of another release
 
 
 def _insert(connection: sa.Connection) -> Any:
@@ -221,7 +221,7 @@ def _rows_of(
     for step in steps:
         try:
             manifest = read_manifest(root, step)
-        except ManifestError:
+        except (ManifestError, FormatError):
             continue
         if manifest is None:
             continue
@@ -229,7 +229,7 @@ def _rows_of(
         rows[Step].append(_step_row(job, root, manifest, run_id))
         for record in manifest.files:
             rows[Shard].append({"job": job, "step": step, **asdict(record)})
-        for name, value in read_metrics(root, manifest.run, step).items():
+        for name, value in _metrics(root, manifest).items():
             if isfinite(value):  # NaN is NULL to SQLite, and differs from itself
                 rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
@@ -240,6 +240,14 @@ def _rows_of(
     for lease in leases(root):
         rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
     return rows
+
+
+def _metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
+    try:
+        return read_metrics(root, manifest.run, manifest.step)
+    except FormatError as error:
+        logger.warning("%s", error)
+        return {}
 
 
 def _step_row(

@@ -19,7 +19,7 @@ from trinity_sync.cli.frame import (
     step_in,
     when,
 )
-from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.errors import CommitError, FormatError, ManifestError
 
 if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest
@@ -57,6 +57,9 @@ def list_steps(
         left_out, steps = _without(steps_on_disk(existing(Path(root))), shown)
         rows = _steps(Path(root), steps)
     in_store = any(row["stored"] is not None for row in rows)
+    why = [row.pop("why") for row in rows]
+    for sentence in filter(None, [*why, *_of_other_releases(root)]):
+        typer.echo(sentence, err=True)
     if as_json:
         print_json(rows)
         return
@@ -152,22 +155,39 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.storage.manifest import read_manifest
     from trinity_sync.storage.stored import is_stored, store_of
 
-    has_store = bool(store_of(root))
+    try:
+        has_store = bool(store_of(root))
+    except FormatError:  # said by the command
+        has_store = False
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
     claims, tagged = claimed(root), tags(root).values()
     rows = []
     for step in steps:
+        why = ""
         try:
             manifest = read_manifest(root, step)
             state = _state(root, manifest) if manifest else "not committed"
         except ManifestError:
             manifest, state = None, "damaged manifest"
+        except FormatError as error:
+            manifest, state, why = None, "another format", str(error)
         pointed = [kind for kind, target in pointers.items() if target == step]
         row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
         names = [tag.name for tag in tagged if tag.step == step]
-        stored = is_stored(root, manifest) if has_store and manifest else None
-        rows.append({**row, "tags": names, "stored": stored, "state": state})
+        stored = None
+        try:
+            stored = is_stored(root, manifest) if has_store and manifest else None
+        except FormatError as error:
+            why = str(error)
+        rows.append({**row, "tags": names, "stored": stored, "state": state, "why": why})
     return rows
+
+
+def _of_other_releases(root: str) -> list[str]:
+    """What another release has written in a root besides steps, and which one to upgrade."""
+    from trinity_sync.storage.digested import of_other_releases
+
+    return [] if "://" in root else [str(error) for error in of_other_releases(root)]
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:
@@ -175,7 +195,10 @@ def _remote_steps(url: str) -> list[dict[str, Any]]:
 
     nobody: dict[str, Any] = {"pointers": [], "claims": [], "tags": [], "stored": None}
     return [
-        {"step": step.step, **_summary(step.manifest), **nobody, "state": step.state}
+        {
+            **{"step": step.step, **_summary(step.manifest), **nobody, "state": step.state},
+            "why": str(step.unreadable or ""),
+        }
         for step in Remote(url).steps()
     ]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import httpx
 from packaging.requirements import Requirement
 
-from trinity_sync.errors import StackError
+from trinity_sync.errors import StackError, TicketError
 from trinity_sync.orchestration import parts, stack
 from trinity_sync.orchestration.deploy import deployments
 from trinity_sync.orchestration.doctor_job import Check, examine_root
@@ -283,8 +283,10 @@ def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
     sealed, bad = job.tickets()
     name = f"images of {job.folder.name}"
     stale = [s.ticket for s in sealed if clock() - s.ticket.sealed_at > STALE_S]
+    if torn := [error for error in bad if isinstance(error, TicketError)]:
+        return Check(name, "fail", str(torn[0]), "remove that ticket")
     if bad:
-        return Check(name, "fail", str(bad[0]), "remove that ticket")
+        return Check(name, "fail", str(bad[0]), "the images stay in memory until then")
     if sealed and (job.root is None or not job.root.is_dir()):
         found = f"{len(sealed)} wait for the job at {job.root or 'a root unknown'}, which is gone"
         todo = f"bring the job's folder back, or let go of its images: rm -r {job.folder}"

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
-from trinity_sync.errors import RootError, TrinitySyncError
-from trinity_sync.layout import KINDS, job_id, steps_on_disk
+from trinity_sync.errors import FormatError, RootError, TrinitySyncError
+from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.abilities import Abilities, probe
+from trinity_sync.storage.digested import of_other_releases
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.placement import placement
@@ -51,7 +52,11 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
         yield Check("root", "fail", str(error), "see docs/roots.md")
         return
     yield from _store(root)
-    latest = newest(root)
+    yield _records(root)
+    try:
+        latest = newest(root)
+    except FormatError:  # said below
+        latest = None
     yield _disk(root, latest.nbytes if latest else 0)
     yield _write_speed(root)
     if latest and settings.spool.is_dir():
@@ -59,7 +64,11 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
         yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
     yield _steps(root)
     for kind in KINDS:
-        best, named = newest(root, kind), read_iteration(root, kind)
+        try:
+            best, named = newest(root, kind), read_iteration(root, kind)
+        except FormatError as error:
+            yield Check(f"latest {kind}", "fail", str(error), "nothing is resumed from until then")
+            continue
         step = best.step if best else None
         found = f"names {'nothing' if named is None else f'step {named}'}"
         if step != named:
@@ -67,6 +76,16 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
         todo = "" if step == named else f"run: trinity-sync reconcile {root}"
         state: Literal["ok", "warn"] = "ok" if step == named else "warn"
         yield Check(f"latest {kind}", state, found, todo)
+
+
+def _records(root: Path) -> Check:
+    """Whether another release works in the root, whose records this one cannot read."""
+    others = of_other_releases(root)
+    if not others:
+        return Check("records", "ok", f"format {ROOT_FORMAT}")
+    more = f", as {len(others) - 1} more" if others[1:] else ""
+    found = f"{others[0]}{more}"
+    return Check("records", "fail", found, "steps that they may be about are not removed")
 
 
 def _disk(root: Path, step_bytes: int) -> Check:
@@ -141,10 +160,13 @@ def _write_speed(root: Path) -> Check:
 
 def _share_of_ranks(root: Path, settings: Settings) -> float:
     """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
-    run = newest_run(root)
-    if run is None:
+    try:
+        run = newest_run(root)
+        if run is None:
+            return 1.0
+        found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
+    except FormatError:  # said elsewhere
         return 1.0
-    found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
     places = [place for of_role in found for place in of_role]
     here = sum(len(place.ranks) for place in places if place.node == settings.node)
     return here / sum(len(place.ranks) for place in places) if here else 1.0
@@ -164,13 +186,17 @@ def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
 
 
 def _steps(root: Path) -> Check:
-    whole, wrong = 0, []
+    whole, wrong, others = 0, list[int](), list[FormatError]()
     for step in steps_on_disk(root):
         try:
             require_committed(root, step)
             whole += 1
+        except FormatError as error:
+            others.append(error)
         except TrinitySyncError:
             wrong.append(step)
+    if others:
+        return Check("steps", "fail", f"{whole} whole; {others[0]}", f"see: trinity-sync ls {root}")
     if wrong:
         todo = f"see: trinity-sync ls {root}"
         return Check("steps", "warn", f"{whole} whole; not committed or damaged: {wrong}", todo)

@@ -11,7 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from trinity_sync.errors import StackError
+from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.request import SaveRequest
@@ -115,7 +115,7 @@ class WorkerMetrics:
                 for kind in KINDS:
                     if best := newest(root, kind):
                         self._stand(job_id(root), kind, None, best.step, best.committed_at)
-            except OSError as error:
+            except (OSError, TrinitySyncError) as error:
                 logger.warning("where %s stands is not looked up: %s", root, error)
 
     def _stand(

@@ -19,7 +19,6 @@ import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
-from pydantic import ValidationError
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
@@ -29,7 +28,7 @@ from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.server import refusal_of
 from trinity_sync.orchestration.server_time import due
 from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_name
 from trinity_sync.snapshot.spool import job_spools
@@ -227,9 +226,7 @@ def _steps_of(runs: Iterable[FlowRun]) -> dict[Path, set[int]]:
     """Steps that a run is at or will be, by root."""
     steps: dict[Path, set[int]] = defaultdict(set)
     for run in runs:
-        try:
-            request = SaveRequest.model_validate(run.parameters["request"])
-        except (KeyError, ValidationError):
-            continue  # no save
-        steps[Path(request.root)].add(request.step)
+        match run.parameters.get("request"):
+            case {"root": str(root), "step": int(step)}:  # a save, of whatever release
+                steps[Path(root)].add(step)
     return steps

@@ -1,14 +1,13 @@
 """All that is known of a job, for a page to show: its files, and what Prefect remembers of it."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import CommitError, ManifestError, StackError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, steps_on_disk
+from trinity_sync.errors import CommitError, FormatError, ManifestError, StackError
+from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
 from trinity_sync.orchestration.server import api_url_for, server_client
 from trinity_sync.settings import Settings
@@ -17,6 +16,7 @@ from trinity_sync.storage.claims import Lease, Pin, leases, pins
 from trinity_sync.storage.iteration import read_iteration
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.steps import require_whole
+from trinity_sync.weights.files import read_state
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def _step(root: Path, step: int, iterations: Mapping[Kind, int | None]) -> StepF
         manifest = read_manifest(root, step)
     except ManifestError:
         return StepFacts(step, "damaged manifest", None, pointers)
+    except FormatError as error:
+        return StepFacts(step, str(error), None, pointers)
     if manifest is None:
         return StepFacts(step, "not committed", None, pointers)
     try:
@@ -108,8 +110,7 @@ def _step(root: Path, step: int, iterations: Mapping[Kind, int | None]) -> StepF
 def _readers(root: Path) -> dict[str, dict[str, Any]]:
     """Of the Synchronizer's state file; empty where there is none, or another format."""
     try:
-        state = json.loads((root / PRIVATE_FOLDER / "weights" / "state.json").read_text())
-        readers = state["book"]["readers"]
+        readers = (read_state(root) or {})["book"]["readers"]
         return {str(name): dict(serving) for name, serving in readers.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, FormatError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trinity_sync.errors import TrinitySyncError
+from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import Kind
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.reading import release
@@ -65,7 +65,11 @@ def _stranded_in(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
         saves[ticket.root, ticket.run, ticket.step, ticket.kind, ticket.roles].append(image)
     for (root, run, step, kind, roles), images in saves.items():
         save = Save(root, run, step, kind, roles, images[0].ticket.run_key)
-        manifest = own_manifest(root, run, step)
+        try:
+            manifest = own_manifest(root, run, step)
+        except FormatError as error:
+            warn_once(str(error))
+            continue
         if manifest and manifest.holds(kind, roles):
             _finish(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
@@ -83,12 +87,13 @@ def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> Non
 
     Args:
         spool: this node's, with one folder a job.
-        parameters: those of the flow run; nothing is done for one that is no save.
+        parameters: those of the flow run; nothing is done for one that is no save, or that of a
+            trainer of another release.
         reason: why it ended.
     """
     try:
         request = SaveRequest.model_validate(parameters["request"])
-    except (KeyError, ValidationError):
+    except (KeyError, ValidationError, FormatError):
         return
     save = Save(request.root, request.run, request.step, request.kind, request.roles)
     try:

@@ -9,7 +9,7 @@ and compares the digest of the bytes with the one in the step's manifest.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.snapshot.notes import read_note, write_note
+from trinity_sync.snapshot.notes import STACK, read_note, write_note
 
 KEPT_SUFFIX = ".kept"
 
@@ -22,7 +22,7 @@ class Kept:
     path: str
     """File below the step's folder."""
     nbytes: int
-    digest: str
+    file_digest: str
     """As in the step's manifest."""
 
 
@@ -37,8 +37,12 @@ def keep(slot: Path, kept: Kept) -> None:
 
 
 def kept_in(slot: Path) -> Kept | None:
-    """What the slot's note says; None without one, and with one that is not understood."""
-    return read_note(kept_path(slot), Kept)
+    """What the slot's note says; None without one, and with one that is torn or altered.
+
+    Raises:
+        FormatError: another release has written it.
+    """
+    return read_note(kept_path(slot), Kept, writer=STACK)
 
 
 def forget(slot: Path) -> None:

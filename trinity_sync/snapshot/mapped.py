@@ -29,7 +29,11 @@ class MappedSlot:
         """The file of each reading: a reader may read within a reading."""
 
     def try_lock(self, image: str) -> Published | None:
-        """Share the lock if the slot holds ``image``; what its note says, None if it is gone."""
+        """Share the lock if the slot holds ``image``; what its note says, None if it is gone.
+
+        Raises:
+            FormatError: another release has written the note.
+        """
         try:
             file = self._open()
             if not file.try_acquire(shared=True):
@@ -37,11 +41,15 @@ class MappedSlot:
         except FileNotFoundError:
             return None
         self._readings.append(file)
-        published = published_in(self.path)
-        if published and published.image == image and self._map(file, published.nbytes):
-            return published
-        self.unlock()
-        return None
+        published = None
+        try:
+            published = published_in(self.path)
+            if published and (published.image != image or not self._map(file, published.nbytes)):
+                published = None
+        finally:
+            if published is None:
+                self.unlock()
+        return published
 
     def unlock(self) -> None:
         """Give the lock back; the file is unlocked by its last reading."""

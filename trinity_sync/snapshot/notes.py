@@ -1,7 +1,10 @@
 """Records: small JSON files that hold a dataclass of plain values.
 
-Whoever reads one is given a record of the right types or an error of its own. A digest says that a
-text is what was written, and says nothing of who wrote it: another version, or a person.
+Each carries its format and a digest of itself. A text without the right digest is torn or altered;
+one with it and of another format is what another release has written (`FormatError`). These two
+fields are the same in all formats, as is the meaning of ``run`` and ``step`` where a record has
+them. Whoever reads a record is given one of the right types or an error of its own: a digest says
+nothing of who wrote it.
 """
 
 import hashlib
@@ -12,7 +15,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from trinity_sync.errors import FormatError
+from trinity_sync.layout import SPOOL_FORMAT
+
 T = TypeVar("T")
+
+TRAINER = "the trainer's environment"
+STACK = "the stack's environment"
 
 _INTS_END = 2**63
 """What no file system, database or C library has as a size or number."""
@@ -23,16 +32,66 @@ _TIMES_END = 253e9
 def write_note(path: Path, note: Any) -> None:
     """Leave a note, a dataclass of plain values, in place of the one that is there."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(asdict(note)))
+    temporary.write_text(to_text(asdict(note), SPOOL_FORMAT))
     temporary.replace(path)
 
 
-def read_note(path: Path, kind: type[T]) -> T | None:
-    """The note; None without one, and with one that is not understood."""
+def read_note(path: Path, kind: type[T], *, writer: str) -> T | None:
+    """The note; None without one, and with one that is torn or altered.
+
+    Raises:
+        FormatError: another release has written it.
+    """
     try:
-        return make_record(kind, load_object(path.read_bytes()))
+        return make_record(kind, from_text(path.read_bytes(), path, SPOOL_FORMAT, writer=writer))
     except (FileNotFoundError, ValueError):
         return None
+
+
+def to_text(body: dict[str, Any], form: int, *, indent: int | None = None) -> str:
+    """A record's values as text, with its format and its digest.
+
+    Args:
+        body: the values; none is named ``format`` or ``digest``.
+        form: `SPOOL_FORMAT` or `ROOT_FORMAT`.
+        indent: as of ``json.dumps``.
+    """
+    whole = {"format": form, **body}
+    return json.dumps({**whole, "digest": digest_of_body(whole)}, indent=indent)
+
+
+def from_text(
+    text: str | bytes,
+    path: Path | str,
+    form: int,
+    *,
+    writer: str = "the environment that wrote it",
+) -> dict[str, Any]:
+    """The values in a text of `to_text`.
+
+    Args:
+        text: of the file.
+        path: of the file, for messages.
+        form: the one format that is read.
+        writer: the environment that writes such records, in words.
+
+    Raises:
+        ValueError: it is torn, was altered, or has no digest or format.
+        FormatError: it is whole, and of another format.
+    """
+    body = load_object(text)
+    if body.pop("digest", None) != digest_of_body(body):
+        raise ValueError("it was altered")
+    found = body.pop("format", None)
+    if type(found) is not int:
+        raise ValueError("it has no format")
+    if found != form:
+        run, step = (
+            value if type(value) is int and 0 <= value < _INTS_END else None
+            for value in map(body.get, ("run", "step"))
+        )
+        raise FormatError.between(path, found, form, writer=writer, run=run, step=step)
+    return body
 
 
 def load_object(text: str | bytes) -> dict[str, Any]:
@@ -66,22 +125,24 @@ def digest_of_body(body: dict[str, Any]) -> str:
 def make_record(kind: type[T], body: Any, **given: Any) -> T:
     """Make a dataclass of what JSON gave, where each value has the type of its field.
 
-    An int is a size or a number, from 0 to what 63 bits hold, and a float is a time or duration in
-    seconds, from 0 to the year 9987.
+    Values that are no fields of it are passed over: a later release may add some that another one
+    can do without. An int is a size or a number, from 0 to what 63 bits hold, and a float is a time
+    or duration in seconds, from 0 to the year 9987.
 
     Args:
         kind: the dataclass.
         body: its fields by name; those that have a default may be missing.
-        given: fields that are not in ``body``, taken as they are.
+        given: fields that are not taken from ``body``, but as they are.
 
     Raises:
-        ValueError: a field is missing, unknown, or of another type.
+        ValueError: a field is missing, or of another type.
     """
+    if not isinstance(body, dict):
+        raise ValueError(f"it is no {kind.__name__}")
     makers = _makers(kind)  # type: ignore[arg-type]  # a class is hashable
-    if not isinstance(body, dict) or not makers.keys() - given.keys() >= body.keys():
-        raise ValueError(f"it has other fields than a {kind.__name__}")
+    known = makers.keys() - given.keys()
     try:
-        return kind(**{name: makers[name](value) for name, value in body.items()}, **given)
+        return kind(**{name: makers[name](body[name]) for name in known & body.keys()}, **given)
     except TypeError as error:
         raise ValueError(f"it lacks a field of a {kind.__name__}") from error
 

@@ -9,7 +9,7 @@ version's bytes until the lock is given back.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.snapshot.notes import read_note, write_note
+from trinity_sync.snapshot.notes import TRAINER, read_note, write_note
 
 PUBLISHED_SUFFIX = ".published"
 
@@ -42,8 +42,12 @@ def publish(slot: Path, published: Published) -> None:
 
 
 def published_in(slot: Path) -> Published | None:
-    """What the slot's note says; None without one, and with one that is not understood."""
-    return read_note(published_path(slot), Published)
+    """What the slot's note says; None without one, and with one that is torn or altered.
+
+    Raises:
+        FormatError: another release has written it, so this one cannot read the image either.
+    """
+    return read_note(published_path(slot), Published, writer=TRAINER)
 
 
 def withdraw(slot: Path) -> None:

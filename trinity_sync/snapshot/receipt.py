@@ -5,7 +5,6 @@ wrote, or as *failed* with its error. A process that dies in between leaves a st
 process is gone, which counts as failed.
 """
 
-import json
 import socket
 import uuid
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
-from trinity_sync.layout import Kind, check_name
-from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name
+from trinity_sync.snapshot.notes import TRAINER, from_text, make_record, to_text
 from trinity_sync.snapshot.spool import JobSpool
 
 State = Literal["started", "finished", "failed"]
@@ -52,7 +51,7 @@ def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
     path = _path(spool, receipt)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(json.dumps(asdict(receipt)))
+    temporary.write_text(to_text(asdict(receipt), SPOOL_FORMAT))
     temporary.replace(path)
 
 
@@ -61,10 +60,12 @@ def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Re
 
     Raises:
         SpoolError: one of them is torn.
+        FormatError: another release has written one of them.
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
-            receipt = make_record(Receipt, load_object(path.read_bytes()))
+            body = from_text(path.read_bytes(), path, SPOOL_FORMAT, writer=TRAINER)
+            receipt = make_record(Receipt, body)
             if path != _path(spool, receipt):
                 raise ValueError("it is that of another save")
         except FileNotFoundError:

@@ -2,7 +2,8 @@
 
 A free slot is taken first, that of the newest published version last. Where readers hold all that
 are free, a slot is added, so that training never waits for a reader. Where images wait in all of
-them, one whose save failed or that nobody writes gives way.
+them, one whose save failed or that nobody writes gives way. An image that another release of
+trinity-sync has sealed is left alone, and another slot is added in the place of its own.
 """
 
 import itertools
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trinity_sync.errors import SpoolError, SpoolFull, TicketError
+from trinity_sync.errors import FormatError, SpoolError, SpoolFull, TicketError
 from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.published import published_in
 from trinity_sync.snapshot.slot import Slot
@@ -110,22 +111,27 @@ class Slots:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            if may_add and any(slot.published for slot in free):
+            filled = [slot for slot in slots if slot not in free]
+            others = {slot: error for slot in filled if (error := _of_another_release(slot))}
+            lacks = not free and 0 < len(others) > len(slots) - self._count
+            if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
                 may_add = False
-            ages = {slot: self._age_s(slot) for slot in slots if slot not in free}
+            ages = {slot: self._age_s(slot) for slot in filled if slot not in others}
             for slot in sorted(ages, key=lambda slot: -ages[slot]):
                 if not (slot.failed or ages[slot] >= self._wait_s) or not slot.try_lock():
                     continue
                 if slot.free:  # its commit freed it just now
                     return slot, waited
                 age = self._age_s(slot)
-                if slot.failed or age >= self._wait_s:
+                if not _of_another_release(slot) and (slot.failed or age >= self._wait_s):
                     self._give_way(slot, origin, age)
                     return slot, waited
                 slot.unlock()  # another trainer has sealed an image there just now
             if waited >= self._wait_s:
+                if others:
+                    raise next(iter(others.values()))
                 raise SpoolError(
                     f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
                     f"not saved, because every slot is still being written out, or read, after "
@@ -134,7 +140,7 @@ class Slots:
             time.sleep(0.002)
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
-        """One slot more, locked, since readers have all that are free; None without the room."""
+        """One slot more, locked, since others have all that are free; None without the room."""
         slots = self.of(origin.role, component, origin.rank)
         path = self._spool.slot(origin.role, component, origin.rank, len(slots))
         slot = Slot(path)
@@ -142,7 +148,7 @@ class Slots:
             try:
                 slot.image(nbytes)
             except SpoolFull as error:
-                logger.warning("readers hold all slots, and one more cannot be had: %s", error)
+                logger.warning("one more slot cannot be had: %s", error)
             else:
                 slots.append(slot)
                 return slot
@@ -155,6 +161,8 @@ class Slots:
             ticket = read_ticket(slot.path)
         except TicketError:
             return math.inf
+        except FormatError:
+            return 0.0
         return ticket.age_s(self._clock()) if ticket else 0.0
 
     def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
@@ -178,8 +186,22 @@ class Slots:
 
 def _published_last(slot: Slot) -> tuple[int, int]:
     """Order in which free slots are taken: the newest version that readers know of comes last."""
-    published = published_in(slot.path) if slot.published else None
+    try:
+        published = published_in(slot.path) if slot.published else None
+    except FormatError as error:
+        return error.run or 0, error.step or 0
     return (published.run, published.step) if published else (0, 0)
+
+
+def _of_another_release(slot: Slot) -> FormatError | None:
+    """Why the image in a slot is one that this release can tell nothing of; None for others."""
+    try:
+        read_ticket(slot.path)
+    except FormatError as error:
+        return error
+    except TicketError:
+        return None
+    return None
 
 
 def _is_of(image: Ticket | None, origin: Origin) -> bool:

@@ -14,6 +14,7 @@
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import stat
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_sync.errors import SpoolError, SpoolFull, TicketError
+from trinity_sync.errors import FormatError, SpoolError, SpoolFull, TicketError
 from trinity_sync.layout import check_name, job_id
 from trinity_sync.snapshot.kept import KEPT_SUFFIX, kept_in
 from trinity_sync.snapshot.published import PUBLISHED_SUFFIX, Published, published_in
@@ -32,6 +33,8 @@ from trinity_sync.snapshot.ticket import (
     failure_path,
     read_ticket,
 )
+
+logger = logging.getLogger(__name__)
 
 SLOT_SUFFIX = ".slot"
 ROOT_NOTE = "root"
@@ -104,22 +107,22 @@ class JobSpool:
         """Folder of the receipts of saves by a function."""
         return self.folder / "receipts"
 
-    def tickets(self) -> tuple[list[Sealed], list[TicketError]]:
-        """All sealed images of the job on this node, and the tickets that cannot be trusted."""
+    def tickets(self) -> tuple[list[Sealed], list[TicketError | FormatError]]:
+        """All sealed images of the job on this node, and why other tickets cannot be read."""
         good: list[Sealed] = []
-        bad: list[TicketError] = []
+        bad: list[TicketError | FormatError] = []
         for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
             slot = path.with_name(path.name.removesuffix(TICKET_SUFFIX))
             try:
                 ticket = read_ticket(slot)
-            except TicketError as error:
+            except (TicketError, FormatError) as error:
                 bad.append(error)
                 continue
             if ticket:
                 good.append(Sealed(slot, ticket))
         return good, bad
 
-    def of_step(self, run: int, step: int) -> tuple[list[Sealed], list[TicketError]]:
+    def of_step(self, run: int, step: int) -> tuple[list[Sealed], list[TicketError | FormatError]]:
         """As `tickets`, of one step of one run."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
@@ -128,26 +131,46 @@ class JobSpool:
         """Free slots whose notes say that they still hold the file of this digest."""
         for note in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
             slot = note.with_name(note.name.removesuffix(KEPT_SUFFIX))
-            kept = kept_in(slot)
-            if kept and kept.digest == digest:
+            try:
+                kept = kept_in(slot)
+            except FormatError as error:
+                logger.warning("%s", error)
+                continue
+            if kept and kept.file_digest == digest:
                 yield slot
 
     def published(self, role: str, run: int, step: int) -> dict[Path, Published]:
-        """Slots that hold the weights of a version, with what is said of them, by rank."""
-        found = {
-            slot: said
-            for slot, said in self.all_published(role)
-            if (said.run, said.step) == (run, step)
-        }
+        """Slots that hold the weights of a version, with what is said of them, by rank.
+
+        Raises:
+            FormatError: another release has written what is said of one of them.
+        """
+        found = {}
+        for slot in self._published_slots(role):
+            try:
+                said = published_in(slot)
+            except FormatError as error:
+                if (error.run, error.step) == (run, step):
+                    raise
+                continue
+            if said and (said.role, said.run, said.step) == (role, run, step):
+                found[slot] = said
         return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
     def all_published(self, role: str) -> Iterator[tuple[Path, Published]]:
-        """Slots that hold weights of a role, of whichever version, with what is said of them."""
+        """Slots that hold weights of a role, of whichever version, with what is said of them.
+
+        What another release has written is passed over.
+        """
+        for slot in self._published_slots(role):
+            with contextlib.suppress(FormatError):
+                said = published_in(slot)
+                if said and said.role == role:
+                    yield slot, said
+
+    def _published_slots(self, role: str) -> Iterator[Path]:
         for note in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
-            slot = note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
-            said = published_in(slot)
-            if said and said.role == role:
-                yield slot, said
+            yield note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder once the last process has given its slots back.

@@ -2,10 +2,10 @@
 
 A ticket appears by an atomic rename after the last byte of the image is in place, so an image with
 a ticket is whole; it carries a digest of its own text, so a torn or edited ticket is told from a
-good one. Removing the ticket frees the slot.
+good one, and from one that another release of trinity-sync has sealed. Removing the ticket frees
+the slot.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection
@@ -17,15 +17,15 @@ from trinity_sync.errors import TicketError
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
+    SPOOL_FORMAT,
     Component,
     Kind,
     SaveStrategy,
     is_below,
     is_path,
 )
-from trinity_sync.snapshot.notes import digest_of_body, load_object, make_record
+from trinity_sync.snapshot.notes import TRAINER, from_text, load_object, make_record, to_text
 
-VERSION = 2
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
 _SLOT = re.compile(
@@ -111,8 +111,7 @@ def failure_path(slot: Path) -> Path:
 
 def seal(slot: Path, ticket: Ticket) -> None:
     """Make the image in ``slot`` official: it survives this process and may be written out."""
-    body = {"version": VERSION, **asdict(ticket)}
-    text = json.dumps({**body, "digest": digest_of_body(body)})
+    text = to_text(asdict(ticket), SPOOL_FORMAT)
     path = ticket_path(slot)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -128,7 +127,8 @@ def read_ticket(slot: Path) -> Ticket | None:
     """The ticket of ``slot``, or None if the slot is free.
 
     Raises:
-        TicketError: there is a ticket, and it is torn, edited or of another version.
+        TicketError: there is a ticket, and it is torn or edited.
+        FormatError: it is that of another release, as is the image.
     """
     path = ticket_path(slot)
     try:
@@ -138,18 +138,9 @@ def read_ticket(slot: Path) -> Ticket | None:
     body: dict[str, Any] = {}
     try:
         body = load_object(content)
-        altered = body.pop("digest") != digest_of_body(body)
-        version = body.pop("version")
-    except (ValueError, KeyError) as error:
-        raise _bad(path, "is torn or not a ticket", body) from error
-    if version != VERSION:
-        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}", body)
-    if altered:
-        raise _bad(path, "was altered after it was sealed", body)
-    try:
-        ticket = make_record(Ticket, body)
+        ticket = make_record(Ticket, from_text(content, path, SPOOL_FORMAT, writer=TRAINER))
     except ValueError as error:
-        raise _bad(path, f"is not of the form of a ticket ({error})", body) from error
+        raise _bad(path, f"is torn or edited ({error})", body) from error
     if not is_below(ticket.path) or not is_path(ticket.root):
         raise _bad(path, "names a file that cannot be one of a step", body)
     return ticket

@@ -13,17 +13,22 @@ removed.
 """
 
 import calendar
+import logging
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
+from trinity_sync.errors import FormatError, ManifestError
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
-from trinity_sync.storage.manifest import run_of
+from trinity_sync.storage.manifest import read_manifest, run_of
 from trinity_sync.storage.policies import Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.runs import began_anew
+
+logger = logging.getLogger(__name__)
 
 _TIME = "%Y%m%dT%H%M%SZ"
 
@@ -53,8 +58,12 @@ def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | 
 
     Returns:
         Where it lies now; None if it was removed.
+
+    Raises:
+        FormatError: another release has committed it; it stays.
     """
     folder = step_folder(replacing_folder(root), step)
+    _require_own_release(replacing_folder(root), step)
     before, now = run_of(replacing_folder(root), step), run_of(root, step)
     if 0 < before < now and (began := began_anew(root, now)):
         place = step_folder(_folder_of(root, began), step)
@@ -84,7 +93,7 @@ def let_go_of_aside(
     """Take away what was set aside, as far as a policy does not keep it.
 
     What is let go of moves to ``.trinity_sync/trash`` in one rename each; its files go with the
-    next `retention.carry_out`.
+    next `retention.carry_out`. A folder with a step of another release stays.
 
     Args:
         root: the job's root.
@@ -103,7 +112,7 @@ def let_go_of_aside(
         ages = [
             StepInfo(number, 0, KINDS, at, 0)
             for number, folder in enumerate(folders)
-            if (at := _time_of(folder)) is not None
+            if (at := _time_of(folder)) is not None and _is_own_release(folder)
         ]
         kept = policy.keeps(ages, now)
         gone = [folders[each.step] for each in ages if each.step not in kept]
@@ -115,6 +124,27 @@ def let_go_of_aside(
             sync_folder(trash)
             sync_folder(aside)
     return [folder.name for folder in gone]
+
+
+def _require_own_release(root: Path, step: int) -> None:
+    """See that this release can read what a step consists of, if it was committed.
+
+    Raises:
+        FormatError: another release has committed it.
+    """
+    with suppress(ManifestError):
+        read_manifest(root, step)
+
+
+def _is_own_release(folder: Path) -> bool:
+    """Whether `_require_own_release` of all steps in a folder."""
+    try:
+        for step in steps_on_disk(folder):
+            _require_own_release(folder, step)
+    except FormatError as error:
+        logger.warning("%s stays: %s", folder, error)
+        return False
+    return True
 
 
 def _time_of(folder: Path) -> float | None:

@@ -13,7 +13,8 @@ taken under the shared lock and only of a step that is committed; steps are remo
 exclusive lock and only when nobody claims them. So a reader has its step or an error, never a
 folder that vanishes under its hands. A reader that died without giving its lease back blocks a
 step until the lease ends; not at all where its process is known to be gone. A tag moves to another
-step by one rename of its file, so it names a step at every instant.
+step by one rename of its file, so it names a step at every instant. What another release has
+claimed holds its step, and is not removed or replaced here.
 """
 
 import logging
@@ -26,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
 from trinity_sync.snapshot.notes import is_seconds, make_record
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
@@ -49,6 +50,9 @@ LEASE_S = 600.0
 """Seconds that a lease lasts unless it is renewed."""
 LONG_LEASE_S = 86_400.0
 """The same for who reads whole steps; a lease ends earlier with its process."""
+
+_ENDLESS_S = 1e11
+"""Seconds in 3,000 years: of a lease that another release has taken."""
 
 CLAIM_S = 30.0
 """Seconds in which a lease or pin has been taken, also on a slow file server."""
@@ -167,7 +171,8 @@ def to_be_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest]:
 def leases(root: str | Path, *, clock: Callable[[], float] | None = None) -> list[Lease]:
     """The leases that hold; those that ended, or whose process is gone, are removed.
 
-    A lease whose file is torn holds the step of its file's name, for `LONG_LEASE_S`. What has ended
+    A lease whose file is torn holds the step of its file's name, for `LONG_LEASE_S`; one of another
+    release holds it until that release removes it. What has ended
     is looked at again under the lock under which leases are renewed, before it is removed; within
     `nobody_claims` it stays, for the next call.
 
@@ -198,8 +203,10 @@ def pin(
 
     Raises:
         CommitError: the step is not committed, or damaged.
+        FormatError: another release has pinned it.
     """
     with _committed(root, step):
+        _require_own_release(_pin_file(root, step))
         made = Pin(step, reason, clock())
         _write_pin(_pin_file(root, step), made)
         return made
@@ -227,11 +234,14 @@ def tag(
     Raises:
         ConfigError: the name cannot be one, or is that of another step.
         CommitError: the step is not committed, or damaged.
+        FormatError: another release has given the name, and ``force`` is not set.
     """
     if check_name("tag", name).isdecimal():
         raise ConfigError(f"tag {name!r} would look like the number of a step; add a letter to it")
     with _committed(root, step, shared=False):  # nobody else takes the name meanwhile
         path = _pin_file(root, name)
+        if not force:
+            _require_own_release(path)
         before = None if force else _read_pin(path)
         if before and before.step != step:
             raise ConfigError(
@@ -331,7 +341,10 @@ def _holding(path: Path, now: float) -> Lease | None:
         return None  # given back meanwhile
     lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
     with suppress(ValueError):
-        written = make_record(Lease, from_text(content), path=path)
+        try:
+            written = make_record(Lease, from_text(content, path), path=path)
+        except FormatError as error:
+            return Lease(step, f"a reader of another release: {error}", "", "", _ENDLESS_S, path)
         lease = written if written.step == step else lease
     gone = lease.host == process_home() and not process_lives(lease.process)
     return None if gone or now > renewed_at + lease.ttl_s else lease
@@ -357,12 +370,17 @@ def _read_pin(path: Path) -> Pin | None:
     step = parse_number(path.stem)
     name = path.stem if step is None else ""
     try:
-        found = make_record(Pin, from_text(read_anew(path)), name=name)
+        found = make_record(Pin, from_text(read_anew(path), path), name=name)
         if step in (None, found.step):
             return found
         raise ValueError("it is that of another step")
     except FileNotFoundError:
         return None
+    except FormatError as error:
+        of = error.step if step is None else step
+        if of is None:
+            raise
+        return Pin(of, f"by another release: {error}", path.stat().st_mtime, name)
     except ValueError as error:
         if step is not None:
             return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
@@ -371,6 +389,16 @@ def _read_pin(path: Path) -> Pin | None:
             f"{path} is torn, so nobody can tell which step it keeps. Tag the step again: "
             f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
         ) from error
+
+
+def _require_own_release(path: Path) -> None:
+    """See that the pin of a file, if there is one, is not that of another release.
+
+    Raises:
+        FormatError: it is.
+    """
+    with suppress(FileNotFoundError, ValueError):
+        from_text(read_anew(path), path)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from trinity_sync.errors import (
     Abandoned,
     CommitError,
+    FormatError,
     LockTimeoutError,
     ManifestError,
     MissingShards,
@@ -137,6 +138,7 @@ def commit(
         Abandoned: a later run of the job has left this save behind.
         SaveError: a file has vanished or changed since it was written; this run has committed
             other content of the step; or the newest step of a kind would be lost.
+        FormatError: another release has committed the step, or has begun a run of the job.
         CommitError: this node was cut off, and another one may have the lock of the root.
     """
     with one_change_at_a_time(save.root) as lock:
@@ -356,7 +358,7 @@ def _pass_on(save: Save, earlier: Manifest) -> None:
     pass_on_wishes(save.root, save.step, earlier.run, save.run)
     try:
         pass_on_metrics(save.root, save.step, earlier.run, save.run)
-    except LockTimeoutError as error:
+    except (FormatError, LockTimeoutError) as error:
         logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
 
 

@@ -5,14 +5,16 @@ touched. A marked step counts as one that cannot be loaded, everywhere, until a 
 it whole again, say because the files were restored from a copy.
 """
 
-import json
 import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trinity_sync.errors import FormatError
 from trinity_sync.layout import DAMAGE_MARK, step_folder
-from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.snapshot.notes import STACK, make_record
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import replace_file, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -35,19 +37,32 @@ class Damage:
 
 
 def damage_of(root: str | Path, step: int) -> Damage | None:
-    """The mark of a step; None where it has none. One that is torn still counts."""
+    """The mark of a step; None where it has none. One that cannot be read still counts."""
     path = step_folder(root, step) / DAMAGE_MARK
     try:
-        return make_record(Damage, load_object(path.read_bytes()))
+        return make_record(Damage, from_text(path.read_bytes(), path, writer=STACK))
+    except FormatError as error:
+        return Damage({DAMAGE_MARK: f"is of another release: {error}"}, path.lstat().st_mtime)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError):
         return Damage({DAMAGE_MARK: "is torn or edited"}, path.lstat().st_mtime)
 
 
+def require_own_release(root: str | Path, step: int) -> None:
+    """See that the mark of a step, if there is one, may be replaced or removed.
+
+    Raises:
+        FormatError: another release has made it.
+    """
+    path = step_folder(root, step) / DAMAGE_MARK
+    with suppress(ValueError, OSError):
+        from_text(path.read_bytes(), path, writer=STACK)
+
+
 def mark_damaged(root: str | Path, step: int, damage: Damage) -> None:
     """Mark a step, durably. Call it under the commit lock, and move the iteration files after."""
-    replace_file(step_folder(root, step) / DAMAGE_MARK, json.dumps(asdict(damage), indent=1))
+    replace_file(step_folder(root, step) / DAMAGE_MARK, to_text(asdict(damage), indent=1))
     logger.error("step %d in %s is damaged: %s", step, root, damage)
 
 

@@ -1,26 +1,25 @@
-"""JSON that carries a digest of itself: what a disk has altered is not taken for what was written.
+"""Records in a job's root: JSON with a digest of itself and the format of the root."""
 
-For small records that decide what may be resumed from or removed, and are read one by one.
-"""
+from functools import partial
+from pathlib import Path
 
-import json
-from typing import Any
+from trinity_sync.errors import FormatError
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
+from trinity_sync.snapshot import notes
 
-from trinity_sync.snapshot.notes import digest_of_body, load_object
-
-
-def to_text(body: dict[str, Any]) -> str:
-    """The record as text, with its digest."""
-    return json.dumps({**body, "digest": digest_of_body(body)})
+to_text = partial(notes.to_text, form=ROOT_FORMAT)
+from_text = partial(notes.from_text, form=ROOT_FORMAT)
 
 
-def from_text(text: str | bytes) -> dict[str, Any]:
-    """The record in a text of `to_text`.
-
-    Raises:
-        ValueError: it is torn, was altered, or has no digest.
-    """
-    body = load_object(text)
-    if body.pop("digest", None) != digest_of_body(body):
-        raise ValueError("it was altered")
-    return body
+def of_other_releases(root: str | Path) -> list[FormatError]:
+    """Why records below ``root/.trinity_sync`` cannot be read that other releases have written."""
+    private, found = Path(root) / PRIVATE_FOLDER, []
+    for pattern in ("*.json", "*/*.json", "*/*.wish"):
+        for path in sorted(private.glob(pattern)):
+            try:
+                from_text(path.read_bytes(), path)
+            except FormatError as error:
+                found.append(error)
+            except (OSError, ValueError):
+                continue  # said by whoever reads it
+    return found

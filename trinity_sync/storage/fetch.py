@@ -96,7 +96,7 @@ def fetch(
 
 
 def _manifest(remote: Remote, step: int | None) -> Manifest:
-    manifest = next(reversed(remote.committed()), None) if step is None else remote.manifest(step)
+    manifest = next(remote.newest_first(), None) if step is None else remote.manifest(step)
     if manifest is None:
         what = "there is no committed step" if step is None else f"step {step} is not committed"
         raise CommitError(f"{what} at {remote.url}; trinity-sync ls {remote.url} shows what is")

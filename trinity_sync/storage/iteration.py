@@ -3,19 +3,20 @@
 They move after the manifest, atomically, and only forward: by step within a run, while a later run
 counts as newer than every earlier one, because it went on from an earlier step on purpose. A step
 that another system has saved, which has no manifest, belongs to the run in which the pointer was
-written. The one way back is from a step that turned out to be damaged (`settle_iteration`).
+written. The one way back is from a step that turned out to be damaged (`settle_iteration`). What
+another release has committed is never pointed away from by one that cannot read it.
 """
 
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.errors import Abandoned, CommitError, FormatError
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.runs import began_after, refuse_abandoned
-from trinity_sync.storage.steps import committed_steps, is_foreign, require_committed
+from trinity_sync.storage.steps import is_foreign, newest_first, require_committed
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +83,19 @@ def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
 
 
 def _best(root: str | Path, kind: Kind) -> Manifest | None:
-    """The newest step that may be pointed at: whole, and not left behind by a later run."""
-    commits = [manifest for manifest in committed_steps(root) if kind in manifest.kinds]
-    for manifest in sorted(commits, key=lambda each: (each.run, each.step), reverse=True):
-        try:
-            refuse_abandoned(root, manifest.run, "", manifest.step)
-            return require_committed(root, manifest.step)
-        except (Abandoned, CommitError):
-            continue
+    """The newest step that may be pointed at: whole, and not left behind by a later run.
+
+    None also where another release has committed something newer, or begun a run.
+    """
+    try:
+        for manifest in newest_first(root, kind):
+            try:
+                refuse_abandoned(root, manifest.run, "", manifest.step)
+                return require_committed(root, manifest.step)
+            except (Abandoned, CommitError):
+                continue
+    except FormatError as error:
+        logger.warning("%s in %s stays as it is: %s", ITERATION_FILES[kind], root, error)
     return None
 
 
@@ -98,6 +104,6 @@ def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
         return True
     try:
         found = require_committed(root, current)
-    except CommitError:
+    except (CommitError, FormatError):  # the best is newer than any step of another release
         return False
     return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError
+from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -94,7 +94,12 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)
             name = folder.relative_to(root).as_posix()
-            kept = let_go_of_replaced(root, step)
+            try:
+                kept = let_go_of_replaced(root, step)
+            except FormatError as error:
+                needed.append(folder)
+                yield Finding(str(root), name, "left", str(error))
+                continue
             if folder.exists():
                 continue  # it is read, as is said below
             why = f"set aside in {kept.parent}" if kept else "removed"
@@ -241,7 +246,7 @@ def _why_not(root: Path, step: int) -> str | None:
         return None
     try:
         require_committed(root, step)
-    except CommitError as error:
+    except (CommitError, FormatError) as error:
         return str(error)
     return None
 

@@ -1,17 +1,15 @@
 """``global_step_N/manifest.json``: every file of a step. Its atomic appearance is the commit."""
 
 import errno
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import ManifestError
+from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.layout import MANIFEST, Kind, is_below, shard_file, step_folder
-from trinity_sync.snapshot.notes import digest_of_body, load_object, make_record
+from trinity_sync.snapshot.notes import make_record
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import read_anew, replace_file
-
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -117,22 +115,21 @@ def write_manifest(root: str | Path, manifest: Manifest) -> None:
 def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     """As `write_manifest`, into a folder that is yet to become the step's."""
     body = {
-        "version": VERSION,
         **vars(manifest),
         "files": [vars(record) for record in _by_path(manifest.files)],
         "receipts": [vars(receipt) for receipt in manifest.receipts],
     }
     # thousands of files are not for reading, and indenting takes ten times as long
     indent = 1 if len(manifest.files) < 1000 else None
-    body["digest"] = digest_of_body(body)
-    replace_file(folder / MANIFEST, json.dumps(body, indent=indent))
+    replace_file(folder / MANIFEST, to_text(body, indent=indent))
 
 
 def read_manifest(root: str | Path, step: int) -> Manifest | None:
     """The manifest of a step, or None if the step is not committed.
 
     Raises:
-        ManifestError: there is one, and it is torn, altered or of another version.
+        ManifestError: there is one, and it is torn or altered.
+        FormatError: another release has written it.
     """
     path = step_folder(root, step) / MANIFEST
     try:
@@ -155,22 +152,12 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
         step: the step whose folder that is.
 
     Raises:
-        ManifestError: as `read_manifest`.
+        ManifestError, FormatError: as `read_manifest`.
     """
     try:
-        body = load_object(content)
-        altered = body.pop("digest") != digest_of_body(body)
-        version = body.pop("version")
-    except (ValueError, KeyError) as error:
-        raise _bad(path, "is torn or not a manifest") from error
-    if version != VERSION:
-        raise _bad(path, f"is of version {version!r}, this trinity_sync reads {VERSION}")
-    if altered:
-        raise _bad(path, "was altered after the commit")
-    try:
-        manifest = make_record(Manifest, body)
+        manifest = make_record(Manifest, from_text(content, path))
     except ValueError as error:
-        raise _bad(path, f"is not of the form of a manifest ({error})") from error
+        raise _bad(path, f"is torn or edited ({error})") from error
     if manifest.step != step:
         raise _bad(path, "is not that of this folder")
     named = [record.path for record in manifest.files]
@@ -186,14 +173,24 @@ def run_of(root: str | Path, step: int) -> int:
     try:
         manifest = read_manifest(root, step)
     except ManifestError:
-        manifest = None
+        return 0
+    except FormatError as error:
+        return error.run or 0
     return manifest.run if manifest else 0
 
 
 def own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
-    """What this very run has committed of a step; None if that is nothing, or nobody can tell."""
+    """What this very run has committed of a step; None if that is nothing, or nobody can tell.
+
+    Raises:
+        FormatError: another release has committed the step for this run.
+    """
     try:
         manifest = read_manifest(root, step)
+    except FormatError as error:
+        if error.run == run:
+            raise
+        return None
     except (ManifestError, OSError):
         return None
     return manifest if manifest and manifest.run == run else None

@@ -3,7 +3,6 @@
 A file of its own, because an evaluation may end before the step's commit or long after it.
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -11,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError, LockTimeoutError
+from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.snapshot.notes import make_record
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import read_anew, replace_file
 from trinity_sync.storage.locks import file_lock
 
@@ -68,7 +68,7 @@ class MetricsLog:
         try:
             write_metrics(self._root, run, step, metrics, limit_s=self._limit_s)
             self._limit_s = WRITE_S
-        except (OSError, LockTimeoutError) as error:
+        except (OSError, FormatError, LockTimeoutError) as error:
             if isinstance(error, LockTimeoutError):
                 self._limit_s = 0.0  # those in line do not wait as long, one after the other
             logger.warning("the metrics of step %d are not recorded: %s", step, error)
@@ -86,6 +86,7 @@ def write_metrics(
 
     Raises:
         LockTimeoutError: others have the lock of the metrics for ``limit_s`` seconds.
+        FormatError: another release has recorded metrics of the step, which stay.
     """
     path = _file(root, step)
     with file_lock(path.parent / "lock", limit_s=limit_s):
@@ -93,11 +94,15 @@ def write_metrics(
         if before and before.run > run:
             return
         known = before.metrics if before and before.run == run else {}
-        replace_file(path, json.dumps(asdict(_Recorded(run, {**known, **metrics}))))
+        replace_file(path, to_text(asdict(_Recorded(run, {**known, **metrics}))))
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
-    """The metrics that a run recorded at a step; a torn file counts as none."""
+    """The metrics that a run recorded at a step; a torn file counts as none.
+
+    Raises:
+        FormatError: another release has recorded them.
+    """
     found = _read(_file(root, step))
     return found.metrics if found and found.run == run else {}
 
@@ -108,7 +113,7 @@ def pass_on_metrics(
     """Have the metrics that a run recorded at a step count for a later run, whose step it is now.
 
     Raises:
-        LockTimeoutError: as `write_metrics`.
+        LockTimeoutError, FormatError: as `write_metrics`.
     """
     path = _file(root, step)
     if not path.exists():
@@ -116,7 +121,7 @@ def pass_on_metrics(
     with file_lock(path.parent / "lock", limit_s=limit_s):
         found = _read(path)
         if found and found.run == run:
-            replace_file(path, json.dumps(asdict(_Recorded(to, found.metrics))))
+            replace_file(path, to_text(asdict(_Recorded(to, found.metrics))))
 
 
 def forget_metrics(root: str | Path, step: int) -> None:
@@ -126,7 +131,7 @@ def forget_metrics(root: str | Path, step: int) -> None:
 
 def _read(path: Path) -> _Recorded | None:
     try:
-        body = load_object(read_anew(path))
+        body = from_text(read_anew(path), path)
         metrics = body.pop("metrics")
         numbers = {name: _number(value) for name, value in dict(metrics).items()}
         return make_record(_Recorded, body, metrics=numbers)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import ImageError, MissingShards, SaveError
+from trinity_sync.errors import FormatError, ImageError, MissingShards, SaveError, TicketError
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.reading import claimed, held, locked
 from trinity_sync.snapshot.receipt import Receipt
@@ -115,6 +115,7 @@ def persist(
     Raises:
         MissingShards: a rank did not hand its image over within ``gather_s`` seconds.
         TicketError, ImageError: an image cannot be trusted.
+        FormatError: another release has staged an image of the save, or committed the step.
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
     sealed, committed = _gather(share, save, component, options.gather_s, clock)
@@ -182,6 +183,9 @@ def _gather(
     later: set[tuple[str, int]] = set()
     while True:
         waiting, bad = spool.tickets()
+        for error in bad:
+            if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
+                raise error
         sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
         manifest = own_manifest(save.root, save.run, save.step)
         known = manifest.images if manifest else frozenset()
@@ -236,6 +240,8 @@ def _gather(
         later = _past_it(save, [image.ticket for image in waiting])
         if overdue:
             for error in bad:
+                if not isinstance(error, TicketError):
+                    continue
                 if error.component == component and error.rank in missing.get(error.role, ()):
                     raise error
             lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())

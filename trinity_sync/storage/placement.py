@@ -8,7 +8,6 @@ the flow's parameters are the same at any scale::
         {"run_key": "...", "spools": {"/dev/shm/trinity_sync-0/ckpts-1a2b3c4d": {"node-0": "0-7"}}}
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShards, SaveError
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
-from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.snapshot.notes import TRAINER, make_record
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, read_anew, replace_file
 
 _MOST_RANKS = 1 << 20
@@ -89,7 +89,7 @@ def note_placement(
     spools: dict[str, dict[str, str]] = defaultdict(dict)
     for place in places:
         spools[place.spool][place.node] = ranges(place.ranks)
-    text = json.dumps(asdict(_Placement(run_key, dict(spools))))
+    text = to_text(asdict(_Placement(run_key, dict(spools))))
     if not path.exists() or path.read_text() != text:
         make_folder(path.parent)
         replace_file(path, text)
@@ -100,10 +100,11 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
 
     Raises:
         CommitError: the file is torn or edited.
+        FormatError: another release has written it.
     """
     path = _path(root, run, role)
     try:
-        written = make_record(_Placement, load_object(read_anew(path)))
+        written = make_record(_Placement, from_text(read_anew(path), path, writer=TRAINER))
         places = [
             Place(node, spool, ranks_in(text))
             for spool, nodes in written.spools.items()
@@ -135,7 +136,7 @@ def await_shares(
     Raises:
         MissingShards: a role has not said where its ranks are within ``gather_s`` seconds.
         SaveError: the root is gone.
-        CommitError: as `placement`.
+        CommitError, FormatError: as `placement`.
     """
     deadline = clock() + gather_s
     if not Path(root).is_dir():

@@ -22,6 +22,7 @@ from trinity_sync.errors import (
     Abandoned,
     ConfigError,
     DamagedCopy,
+    FormatError,
     ManifestError,
     TrinitySyncError,
 )
@@ -55,6 +56,7 @@ def begin_with_store(root: Path, url: str) -> Manifest | None:
     Raises:
         RemoteError: the store cannot be read and written.
         CommitError: another step has the place of the store's newest.
+        FormatError: another release has begun a run or sent a newer step there.
     """
     remote = Remote(url)
     if not remote.writes_once():
@@ -74,7 +76,7 @@ def bring_newest(root: Path, remote: Remote) -> Manifest | None:
     """
     for run in remote.runs():
         know_run(root, run)  # the next run here gets a number that is free there
-    for manifest in reversed(remote.committed()):
+    for manifest in remote.newest_first():
         if "checkpoint" not in manifest.kinds:
             continue
         here = newest(root)
@@ -114,9 +116,10 @@ def send_missing(root: Path, url: str) -> list[int]:
     """
     sent = []
     with file_lock_if_free(root / PRIVATE_FOLDER / "sending.lock") as ours:
-        missing = [each for each in committed_steps(root) if ours and must_be_sent(root, each)]
-        for manifest in missing:
+        for manifest in committed_steps(root) if ours else ():
             try:
+                if not must_be_sent(root, manifest):
+                    continue
                 send(root, url, manifest.step)
                 sent.append(manifest.step)
             except TrinitySyncError as error:
@@ -145,9 +148,14 @@ def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
         for step, each in there.items()
     ]
     gone = [each.step for each in plan(infos, rules, now).removed]
-    ours = [step for step in gone if is_stored(root, there[step])]
-    for step in ours:
-        remote.remove(step)
+    ours = []
+    for step in gone:
+        try:
+            if is_stored(root, there[step]):
+                remote.remove(step)
+                ours.append(step)
+        except FormatError as error:
+            logger.warning("step %d stays in %s: %s", step, url, error)
     return tuple(ours)
 
 

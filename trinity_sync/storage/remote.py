@@ -28,7 +28,13 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
+from trinity_sync.errors import (
+    ConfigError,
+    FormatError,
+    ManifestError,
+    RemoteError,
+    TrinitySyncError,
+)
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
 from trinity_sync.snapshot.notes import load_object, make_record
 from trinity_sync.storage.digested import from_text, to_text
@@ -58,7 +64,10 @@ class RemoteStep:
     step: int
     manifest: Manifest | None
     state: str
-    """``whole``, ``damaged``, ``damaged manifest`` or ``not committed``, by names and sizes."""
+    """``whole``, ``damaged``, ``damaged manifest``, ``another format`` or ``not committed``, by
+    names and sizes."""
+    unreadable: FormatError | None = None
+    """Why this release cannot read it, if another one has sent it."""
 
 
 def refuse_credentials(url: str) -> None:
@@ -138,6 +147,8 @@ class Remote:
             manifest = self.manifest(step)
         except ManifestError:
             return RemoteStep(step, None, "damaged manifest")
+        except FormatError as error:
+            return RemoteStep(step, None, "another format", error)
         if manifest is None:
             return RemoteStep(step, None, "not committed")
         sizes = self.sizes(step)
@@ -149,11 +160,29 @@ class Remote:
         found = [step.manifest for step in self.steps() if step.state == "whole"]
         return sorted((m for m in found if m), key=lambda manifest: (manifest.run, manifest.step))
 
+    def newest_first(self) -> Iterator[Manifest]:
+        """As `committed`, the newest first.
+
+        Raises:
+            FormatError: it is the turn of a step that another release has sent.
+        """
+        found: dict[tuple[int, int], Manifest | FormatError] = {}
+        for step in self.steps():
+            if step.unreadable:
+                found[step.unreadable.run or 0, step.step] = step.unreadable
+            elif step.manifest and step.state == "whole":
+                found[step.manifest.run, step.step] = step.manifest
+        for _, each in sorted(found.items(), reverse=True):
+            if isinstance(each, FormatError):
+                raise each
+            yield each
+
     def manifest(self, step: int) -> Manifest | None:
         """The manifest of a step; None if it is not committed.
 
         Raises:
-            ManifestError: it is torn, altered or of another version.
+            ManifestError: it is torn or altered.
+            FormatError: another release has sent it.
         """
         content = self.read(step, MANIFEST)
         where = f"{self.url}/global_step_{step}/{MANIFEST}"
@@ -180,7 +209,11 @@ class Remote:
     # ---------------------------------------------------------------- runs
 
     def runs(self) -> list[Run]:
-        """The runs that have sent steps here, the first one first; a torn one is passed over."""
+        """The runs that have sent steps here, the first one first; a torn one is passed over.
+
+        Raises:
+            FormatError: one of them is of another release.
+        """
         names = self._names(f"/{PRIVATE_FOLDER}/runs", "list the runs of")
         found = (parse_number(name.removesuffix(".json")) for name in names)
         numbers = sorted(number for number in found if number is not None)
@@ -207,10 +240,11 @@ class Remote:
         return once
 
     def _run(self, number: int) -> Run | None:
+        name = f"{PRIVATE_FOLDER}/runs/{number}.json"
         with self._reaching(f"read run {number} in"):
-            content = self._fs.cat_file(f"{self._base}/{PRIVATE_FOLDER}/runs/{number}.json")
+            content = self._fs.cat_file(f"{self._base}/{name}")
         try:
-            run = make_record(Run, from_text(content))
+            run = make_record(Run, from_text(content, f"{self.url}/{name}"))
         except ValueError:
             return None
         return run if run.number == number else None

@@ -5,6 +5,8 @@ its own, under the locks of commits and claims: it is asked again whether anybod
 and whether a newer one is whole; then it loses its name in one rename to ``.trinity_sync/trash``.
 Its files are removed afterwards, without a lock, so whatever dies when, a step is there as it was
 committed or it is not there. What a crash left in the trash goes with the next retention.
+
+A record of another release holds every step that it may be about; what it says is never guessed.
 """
 
 import logging
@@ -17,8 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import Abandoned, CommitError, ConfigError, ManifestError, SpoolError
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder
+from trinity_sync.errors import (
+    Abandoned,
+    CommitError,
+    ConfigError,
+    FormatError,
+    ManifestError,
+    SpoolError,
+)
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder, steps_on_disk
 from trinity_sync.snapshot.receipt import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.claims import claimed, nobody_claims
@@ -30,7 +39,7 @@ from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.policies import All, Policy, StepInfo
 from trinity_sync.storage.recycling import remove_folder
-from trinity_sync.storage.runs import all_runs, lineage, newest_run, refuse_abandoned
+from trinity_sync.storage.runs import Lineage, all_runs, lineage, newest_run, refuse_abandoned
 from trinity_sync.storage.steps import committed_steps, require_committed, require_whole
 from trinity_sync.storage.stored import must_be_sent
 from trinity_sync.storage.wishes import awaited, forget_exports
@@ -112,7 +121,10 @@ def verdicts(plan: Plan, removal: Removal | None) -> list[Verdict]:
 def survey(root: str | Path) -> list[StepInfo]:
     """All steps with a manifest that can be read, oldest first; others are nobody's to remove."""
     held = _held(root)
-    line = lineage(all_runs(root), partial(run_of, root))
+    try:
+        line = lineage(all_runs(root), partial(run_of, root))
+    except FormatError:  # holds all steps, see `_held`
+        line = Lineage(frozenset())
     found = []
     for manifest in committed_steps(root):
         try:
@@ -120,9 +132,13 @@ def survey(root: str | Path) -> list[StepInfo]:
             damage = ""
         except CommitError as error:
             damage = str(error)
-        metrics = read_metrics(root, manifest.run, manifest.step)
-        if not damage and must_be_sent(root, manifest):
-            held[manifest.step].append(NOT_STORED)
+        metrics: dict[str, float] = {}
+        try:
+            metrics = read_metrics(root, manifest.run, manifest.step)
+            if not damage and must_be_sent(root, manifest):
+                held[manifest.step].append(NOT_STORED)
+        except FormatError as error:
+            held[manifest.step].append(str(error))
         if step_folder(root, manifest.step).is_symlink():
             held[manifest.step].append(LINKED)
         found.append(
@@ -232,7 +248,10 @@ def carry_out(
         logger.warning("retention of %s goes on without this image: %s", root, error)
     for each in plan.removed:
         with one_change_at_a_time(root) as changes, nobody_claims(root) as claims:
-            reason = _reason_to_stay(Path(root), each, plan, job)
+            try:
+                reason = _reason_to_stay(Path(root), each, plan, job)
+            except FormatError as error:
+                reason = str(error)
             if reason:
                 done.spared.append((each, reason))
             elif reason is None:
@@ -256,7 +275,12 @@ def _held(root: str | Path) -> dict[int, list[str]]:
     for kind in KINDS:
         if (pointed := read_iteration(root, kind)) is not None:
             held[pointed].append(f"the iteration file of {kind}s names it")
-    run = newest_run(root)
+    try:
+        run = newest_run(root)
+    except FormatError as error:
+        for step in steps_on_disk(root):
+            held[step].append(str(error))
+        return held
     pointed = read_iteration(root, "checkpoint")
     at = 0 if pointed is None else run_of(root, pointed)
     if run and run.resumed_from and at < run.number:
@@ -299,8 +323,11 @@ def _reason_to_stay(
 def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
     """Say which other save of the step, by any run, may rely on files of it; empty if none.
 
-    A ticket that cannot be read may be one of another version, whose worker commits it: it holds
-    the step that it names. Where it names none nobody can commit its image, so it holds nothing.
+    A ticket that cannot be read holds the step that it names: one of another release may be
+    committed by that. Where it names none nobody can commit its image, so it holds nothing.
+
+    Raises:
+        FormatError: another release has left a receipt of the step, or has begun a run.
     """
     for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # named or removed meanwhile

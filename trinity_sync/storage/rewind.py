@@ -22,10 +22,11 @@ stays until a policy lets go of it (``TRINITY_SYNC_KEEP_ASIDE``), or somebody re
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError, StepClaimed
+from trinity_sync.errors import ConfigError, ManifestError, StepClaimed
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -37,7 +38,7 @@ from trinity_sync.storage.aside import fresh_folder
 from trinity_sync.storage.claims import Pin, leases, nobody_claims, pins, unpin
 from trinity_sync.storage.durable import replace_file, sync_folder
 from trinity_sync.storage.locks import one_change_at_a_time
-from trinity_sync.storage.manifest import Manifest, run_of
+from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps import committed_steps, require_committed
 from trinity_sync.storage.stored import store_of
@@ -61,10 +62,14 @@ def newer_steps(root: str | Path, step: int) -> list[int]:
 
     Raises:
         CommitError: the step is not committed, or damaged.
+        FormatError: another release has committed it, or a newer one.
     """
     target = require_committed(root, step)
     runs = {other: run_of(root, other) for other in steps_on_disk(root)}
     newer = [other for other, run in runs.items() if other > step or run > target.run]
+    for other in newer:
+        with suppress(ManifestError):
+            read_manifest(root, other)
     return sorted(newer, key=lambda other: (runs[other], other), reverse=True)
 
 
@@ -91,6 +96,8 @@ def rewind(
         CommitError: the step is not committed, or damaged; nothing was changed.
         StepClaimed: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
+        FormatError: another release has committed the step or a newer one, or has begun a run;
+            nothing was changed.
         CommitError: also if this node was cut off, and another one may have its locks; the same
             call again finishes the rewind.
     """

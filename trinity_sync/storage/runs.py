@@ -57,7 +57,12 @@ def note_resume(root: str | Path, run: Run, step: int) -> Run:
 
 
 def all_runs(root: str | Path) -> list[Run]:
-    """Every run of the job, in no order."""
+    """Every run of the job, in no order.
+
+    Raises:
+        CommitError: the file of a run is torn.
+        FormatError: another release has begun a run, so nobody can tell what it leaves behind.
+    """
     paths = names_anew(_folder(root), "[0-9]*.json")
     return [_read(path) for path in paths if parse_number(path.stem) is not None]
 
@@ -142,6 +147,7 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
 
     Raises:
         Abandoned: a later run resumed from before ``step``, or the root was begun anew.
+        CommitError, FormatError: as `all_runs`.
     """
     runs = all_runs(root)
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
@@ -172,7 +178,7 @@ def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
 def _read(path: Path) -> Run:
     wrong: ValueError | None = None
     try:
-        run = make_record(Run, from_text(path.read_bytes()))
+        run = make_record(Run, from_text(path.read_bytes(), path))
         if run.number == parse_number(path.stem):
             return run
     except ValueError as error:

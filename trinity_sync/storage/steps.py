@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
 
-from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.errors import CommitError, FormatError, ManifestError
 from trinity_sync.layout import MANIFEST, Kind, step_folder, steps_on_disk
 from trinity_sync.storage.damage import damage_of
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -14,15 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 def committed_steps(root: str | Path) -> Iterator[Manifest]:
+    """The commits under ``root``, by step; what cannot be read is passed over with a warning."""
+    for _, found in _manifests(root):
+        if isinstance(found, Manifest):
+            yield found
+        else:
+            logger.warning("%s", found)
+
+
+def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]:
     """The commits under ``root``, by step; a broken manifest is passed over with a warning."""
     for step in steps_on_disk(root):
         try:
             manifest = read_manifest(root, step)
+        except FormatError as error:
+            yield step, error
         except ManifestError as error:
             logger.warning("%s", error)
-            continue
-        if manifest:
-            yield manifest
+        else:
+            if manifest:
+                yield step, manifest
 
 
 def is_foreign(folder: Path) -> bool:
@@ -34,14 +45,34 @@ def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
     """The commit to resume from: the last step of the last run that committed one.
 
     Manifests decide, not the iteration file: that may lag behind them after a crash.
+
+    Raises:
+        FormatError: a step that counts as newer was committed by another release, so nobody can
+            tell whether it is one to resume from.
     """
-    ages = [(each.run, each.step) for each in committed_steps(root) if kind in each.kinds]
-    for _, step in sorted(ages, reverse=True):
+    for manifest in newest_first(root, kind):
         try:
-            return require_committed(root, step)
+            return require_committed(root, manifest.step)
         except CommitError as error:
             logger.warning("%s", error)
     return None
+
+
+def newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
+    """The commits of ``kind``, the last step of the last run first.
+
+    Raises:
+        FormatError: as `newest`, when it is the turn of such a step.
+    """
+    found = {
+        (each.run or 0, step): each
+        for step, each in _manifests(root)
+        if isinstance(each, FormatError) or kind in each.kinds
+    }
+    for _, each in sorted(found.items(), reverse=True):
+        if isinstance(each, FormatError):
+            raise each
+        yield each
 
 
 def require_committed(root: str | Path, step: int) -> Manifest:

@@ -48,9 +48,10 @@ def store_of(root: str | Path) -> str:
 
     Raises:
         CommitError: the file that says so is torn.
+        FormatError: another release has written it.
     """
     try:
-        return make_record(_Store, from_text(read_anew(_store(root)))).url
+        return make_record(_Store, from_text(read_anew(_store(root)), _store(root))).url
     except FileNotFoundError:
         return ""
     except ValueError as error:
@@ -68,12 +69,17 @@ def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
 
 
 def is_stored(root: str | Path, manifest: Manifest) -> bool:
-    """Whether the store of the root has a checkpoint, or it is none, or there is no store."""
+    """Whether the store of the root has a checkpoint, or it is none, or there is no store.
+
+    Raises:
+        CommitError, FormatError: as `store_of`; also if another release has written that it has.
+    """
     url = store_of(root)
     if not url or "checkpoint" not in manifest.kinds:
         return True
+    path = _note(root, manifest.step)
     try:
-        note = make_record(_Stored, from_text(read_anew(_note(root, manifest.step))))
+        note = make_record(_Stored, from_text(read_anew(path), path))
     except (FileNotFoundError, ValueError):
         return False
     return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds

@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
-from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, unmark
+from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, require_own_release, unmark
 from trinity_sync.storage.iteration import settle_iteration
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
@@ -187,6 +187,10 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
             return verdict(state="replaced")
         seen = {one.file.record.path: one.wrong for one in checked}
         known = before.files if before else {}
+        try:
+            require_own_release(root, step)
+        except FormatError as error:
+            return verdict(state="damaged", wrong=str(error))
         named = {record.path for record in manifest.files}
         old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
@@ -230,7 +234,7 @@ def _what_is_wrong(file: Chosen, took: Callable[[int], object]) -> str:
 def _leased(root: str, step: int) -> Iterator[None]:
     """A lease, if the step can have one; one that is damaged cannot, and is read all the same."""
     with ExitStack() as leased:
-        with suppress(CommitError, OSError):
+        with suppress(CommitError, FormatError, OSError):
             leased.enter_context(take_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
         yield
 
@@ -238,7 +242,7 @@ def _leased(root: str, step: int) -> Iterator[None]:
 def _manifest(root: str, step: int) -> Manifest | None:
     try:
         return read_manifest(root, step)
-    except ManifestError:
+    except (ManifestError, FormatError):
         return None
 
 

@@ -7,15 +7,16 @@ retention leaves it, but no longer than a day and not after a failure: a model t
 exported must not fill the disk with its steps.
 """
 
-import json
 import logging
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trinity_sync.errors import FormatError
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder, step_of_folder
-from trinity_sync.snapshot.notes import load_object, make_record
+from trinity_sync.snapshot.notes import STACK, make_record
 from trinity_sync.snapshot.trust import is_own, open_file
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import make_folder, names_anew, replace_file
 from trinity_sync.storage.file_time import file_time
 from trinity_sync.storage.manifest import Manifest
@@ -50,7 +51,7 @@ def make_wish(root: str | Path, wish: Wish) -> None:
     """Note a wish, durably; again is harmless."""
     path = _path(root, wish.step, wish.role)
     make_folder(path.parent)
-    replace_file(path, json.dumps(asdict(wish)), mode=0o644)
+    replace_file(path, to_text(asdict(wish)), mode=0o644)
 
 
 def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
@@ -65,6 +66,9 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
             wish = _read(path)
         except FileNotFoundError:
             continue  # granted meanwhile
+        except FormatError as error:
+            logger.warning("%s", error)
+            continue
         except (OSError, ValueError) as error:
             logger.warning("%s is no request for an export, and is passed over: %s", path, error)
             continue
@@ -91,17 +95,22 @@ def pass_on_wishes(root: str | Path, step: int, run: int, to: int) -> None:
 
 
 def awaited(root: str | Path) -> dict[int, list[str]]:
-    """The steps whose export is still to come, with the roles."""
+    """The steps whose export is still to come, with the roles.
+
+    One that another release asked for is taken to wait: only that release knows.
+    """
     found: dict[int, list[str]] = {}
-    waiting = wishes(root)
+    given_up = {_path(root, wish.step, wish.role) for wish in wishes(root) if wish.failed}
+    waiting = [path for path in names_anew(exports_folder(root), "*.wish") if path not in given_up]
     now = file_time(root) if waiting else 0.0
-    for wish in waiting:
+    for path in waiting:
+        folder, _, role = path.stem.partition(".")
         try:
-            age = now - _path(root, wish.step, wish.role).stat().st_mtime
+            age = now - path.stat().st_mtime
         except FileNotFoundError:
             continue  # granted meanwhile
-        if not wish.failed and age < AWAITED_S:
-            found.setdefault(wish.step, []).append(wish.role)
+        if age < AWAITED_S and (step := step_of_folder(folder)) is not None:
+            found.setdefault(step, []).append(role)
     return found
 
 
@@ -140,7 +149,7 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 def _read(path: Path) -> Wish:
     with open_file(path) as file:
         own = is_own(file.fileno())
-        wish = make_record(Wish, load_object(file.read()))
+        wish = make_record(Wish, from_text(file.read(), path, writer=STACK))
     return replace(wish, trust_remote_code=wish.trust_remote_code and own)
 
 

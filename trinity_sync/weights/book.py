@@ -14,7 +14,6 @@ from typing import Any
 from trinity_sync.storage.runs import Run, left_behind_by
 from trinity_sync.weights.version import ImageRef, Source, Version
 
-FORMAT = 2
 HISTORY = 8
 """Versions that are kept, besides the newest of each source: what a reader may fall back to."""
 MOST_READERS = 1024
@@ -177,7 +176,6 @@ class Book:
     def to_json(self) -> dict[str, Any]:
         """The whole book."""
         return {
-            "format": FORMAT,
             "runs": [asdict(run) for run in self.runs.values()],
             "versions": [
                 {**asdict(version), "known_at": self._known_at[key]}
@@ -194,8 +192,6 @@ class Book:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']} instead of {FORMAT}")
         book = cls()
         book.begin_runs(Run(**run) for run in body["runs"])
         for saved in body["versions"]:

@@ -10,16 +10,18 @@ They outlive the process and need not outlive the machine, which takes the image
 so they are replaced atomically and not synced, and nobody waits for a disk.
 """
 
-import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.notes import make_record
 from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
+from trinity_sync.storage.digested import from_text, to_text
 from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, read_anew
 
 T = TypeVar("T")
@@ -62,8 +64,12 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
 
 
 def read_address(root: str | Path) -> Address | None:
-    """Who the job's Synchronizer is; None if there is none."""
-    return _read(address_file(root), lambda body: Address(**body))
+    """Who the job's Synchronizer is; None if there is none.
+
+    Raises:
+        FormatError: it is of another release.
+    """
+    return _read(address_file(root), partial(make_record, Address))
 
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
@@ -72,14 +78,18 @@ def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
-    """What `write_state` wrote last; None if there is nothing, or nothing whole."""
-    return _read(state_file(root), lambda body: dict(body))
+    """What `write_state` wrote last; None if there is nothing, or nothing whole.
+
+    Raises:
+        FormatError: a Synchronizer of another release has written it.
+    """
+    return _read(state_file(root), dict)
 
 
 def _replace(path: Path, body: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
-        temporary.write_text(json.dumps(body))
+        temporary.write_text(to_text(dict(body)))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -87,6 +97,6 @@ def _replace(path: Path, body: Mapping[str, Any]) -> None:
 
 def _read(path: Path, make: Callable[[Any], T]) -> T | None:
     try:
-        return make(json.loads(read_anew(path)))
-    except (FileNotFoundError, ValueError, TypeError):
+        return make(from_text(read_anew(path), path))
+    except (FileNotFoundError, ValueError):
         return None

@@ -1,0 +1,586 @@
+"""Records that another release of trinity-sync has written: left alone, named, and in nobody's way.
+
+A record is made as the product makes it; then its format is one less or one more, and its digest is
+right again.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.unit.conftest import Open
+from tests.unit.job import Job
+from tests.unit.steps import commit_files
+from tests.unit.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
+from tests.unit.test_retention import numbers, planned, prune, spared
+from tests.unit.weights import first, upload
+from trinity_sync.cli.frame import app
+from trinity_sync.errors import CommitError, FormatError
+from trinity_sync.layout import ITERATION_FILES, step_folder
+from trinity_sync.orchestration.doctor import examine
+from trinity_sync.orchestration.reconcile import mend_known_roots
+from trinity_sync.orchestration.roots import note_root
+from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.request import SaveRequest
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.mapped import MappedSlot
+from trinity_sync.snapshot.notes import digest_of_body
+from trinity_sync.snapshot.published import published_path
+from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.snapshot.ticket import failure_path, ticket_path
+from trinity_sync.storage.aside import aside_folder, let_go_of_aside
+from trinity_sync.storage.claims import claimed, pin, tag, take_lease, unpin
+from trinity_sync.storage.damage import Damage, damage_of, mark_damaged
+from trinity_sync.storage.fetch import fetch
+from trinity_sync.storage.iteration import advance_iteration, read_iteration, settle_iteration
+from trinity_sync.storage.leftovers import remove_dead_spool
+from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.policies import parse_policy
+from trinity_sync.storage.primary import bring_newest
+from trinity_sync.storage.remote import Remote
+from trinity_sync.storage.replicate import replicate
+from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps import committed_steps, newest, require_committed
+from trinity_sync.storage.stored import note_store, note_stored
+from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
+from trinity_sync.weights.files import read_address, read_state, write_address, write_state
+from trinity_sync.weights.notice import tell_committed
+
+STATE = {"model": {"w": torch.ones(10)}}
+BEHIND, AHEAD = -1, 1
+both = pytest.mark.parametrize("change", [BEHIND, AHEAD], ids=["behind", "ahead"])
+
+
+def changed(path: Path, **values: Any) -> None:
+    """Have other values in a record, with the right digest."""
+    body = json.loads(path.read_text())
+    del body["digest"]
+    body |= values
+    path.write_text(json.dumps({**body, "digest": digest_of_body(body)}))
+
+
+def of_another_release(path: Path, change: int = AHEAD) -> bytes:
+    """Have a record in another format; returns what is in its file."""
+    changed(path, format=json.loads(path.read_text())["format"] + change)
+    return path.read_bytes()
+
+
+def upgrade(change: int, writer: str = "the environment that wrote it") -> str:
+    """What a message asks for, as a pattern."""
+    older = "this environment" if change == AHEAD else writer
+    return rf"has format {1 + change}, .* reads format 1: upgrade trinity-sync in {older}"
+
+
+def slot_of(job: Job, step: int) -> Path:
+    (slot,) = (each.slot for each in job.spool.tickets()[0] if each.ticket.step == step)
+    return slot
+
+
+def sweep(job: Job) -> list[int]:
+    return [request.step for request in stranded(job.spool.folder.parent, grace_s=-1)]
+
+
+# ---------------------------------------------------------------- each record
+
+HOLDS = {"pin", "tag", "lease", "damage", "wish"}
+"""Records that are read for what they hold, which they do whatever their format."""
+WRITERS = {
+    **dict.fromkeys(("ticket", "receipt", "placement"), "the trainer's environment"),
+    **dict.fromkeys(("note", "damage", "wish"), "the stack's environment"),
+}
+
+
+@both
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in HOLDS])
+def test_a_record_of_another_release_names_the_one_to_upgrade(
+    records: dict[str, Kind],  # noqa: F811
+    name: str,
+    change: int,
+) -> None:
+    kind = records[name]
+    kept = of_another_release(kind.path, change)
+    wanted = upgrade(change, WRITERS.get(name, "the environment that wrote it"))
+    with pytest.raises(FormatError, match=wanted) as found:
+        kind.read()
+    assert (found.value.path, found.value.found, found.value.known) == (kind.path, 1 + change, 1)
+    assert kind.path.read_bytes() == kept
+
+
+@both
+@pytest.mark.parametrize("name", sorted(HOLDS))
+def test_a_claim_of_another_release_holds_its_step(
+    records: dict[str, Kind],  # noqa: F811
+    job: Job,
+    name: str,
+    change: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = of_another_release(records[name].path, change)
+    if name == "damage":
+        said = str(damage_of(job.root, 1))
+        with pytest.raises(CommitError):
+            require_committed(job.root, 1)
+    elif name == "wish":
+        assert (wishes(job.root), awaited(job.root)) == ([], {1: ["actor"]})
+        said = caplog.text
+    else:
+        said = "; ".join(claimed(job.root)[1])
+    assert "upgrade trinity-sync in" in said
+    assert str(records[name].path) in said
+    assert records[name].path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_a_later_release_has_added_is_passed_over(
+    records: dict[str, Kind],  # noqa: F811
+    name: str,
+) -> None:
+    kind = records[name]
+    before = kind.read()
+    changed(kind.path, since_later="more")
+    assert kind.read() == before
+
+
+@both
+def test_a_record_that_is_torn_is_not_taken_for_one_of_another_release(
+    job: Job, change: int
+) -> None:
+    commit_files(job.root, 1)
+    path = step_folder(job.root, 1) / "manifest.json"
+    content = of_another_release(path, change)
+    path.write_bytes(content.replace(b'"run": 1', b'"run": 2'))
+    with pytest.raises(CommitError, match="altered"):
+        read_manifest(job.root, 1)
+
+
+# ---------------------------------------------------------------- images in the spool
+
+
+@both
+def test_an_image_of_another_release_waits_and_the_others_are_swept(
+    job: Job, change: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(5, STATE)
+    slot = slot_of(job, 5)
+    job.stage(6, STATE)
+    kept, image = of_another_release(ticket_path(slot), change), slot.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert sweep(job) == [6]
+        assert sweep(job) == [6]
+    (said,) = [each.message for each in caplog.records if str(slot) in each.message]
+    assert re.search(upgrade(change, "the trainer's environment"), said)
+    job.commit(6)
+    assert require_committed(job.root, 6)
+    assert (ticket_path(slot).read_bytes(), slot.read_bytes()) == (kept, image)
+
+
+@both
+def test_an_image_of_another_release_keeps_its_slot_and_training_has_others(
+    job: Job, change: int
+) -> None:
+    for step in (1, 2):  # all slots that there are
+        job.stage(step, STATE)
+    slots = [slot_of(job, step) for step in (1, 2)]
+    failure_path(slots[0]).write_text("its save failed")
+    job.stagers.pop(0).close()  # a trainer of another release is started
+    tickets = [of_another_release(ticket_path(slot), change) for slot in slots]
+    images = [slot.read_bytes() for slot in slots]
+    for step in (3, 4, 5, 6):
+        job.stage(step, STATE)
+    job.commit(6)
+    assert [ticket_path(slot).read_bytes() for slot in slots] == tickets
+    assert [slot.read_bytes() for slot in slots] == images
+    assert len(list(job.spool.folder.glob("*.slot"))) == 4
+
+
+@both
+def test_a_save_with_an_image_of_another_release_fails_at_once_and_writes_nothing(
+    job: Job, change: int
+) -> None:
+    job.stage(5, STATE)
+    kept = of_another_release(ticket_path(slot := slot_of(job, 5)), change)
+    with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
+        job.persist(5, gather_s=3600)
+    assert not step_folder(job.root, 5).exists()
+    assert ticket_path(slot).read_bytes() == kept
+
+
+def test_a_spool_with_an_image_of_another_release_outlives_its_root(job: Job) -> None:
+    job.stage(5, STATE)
+    of_another_release(ticket_path(slot := slot_of(job, 5)))
+    job.stagers.pop(0).close()
+    job.root.rename(job.root.with_name("gone"))
+    (finding,) = remove_dead_spool(job.spool, before=2e9)
+    assert finding.state == "left"
+    assert "upgrade trinity-sync" in finding.why
+    assert slot.exists()
+
+
+def test_a_doctor_names_the_image_and_does_not_have_it_removed(
+    job: Job, tmp_path: Path, spool_folder: Path
+) -> None:
+    job.stage(5, STATE)
+    of_another_release(ticket_path(slot_of(job, 5)))
+    found = {each.name: each for each in examine(Settings(spool=spool_folder, home=tmp_path))}
+    check = found[f"images of {job.spool.folder.name}"]
+    assert check.state == "fail"
+    assert "upgrade trinity-sync in this environment" in check.found
+    assert "remove" not in check.todo
+
+
+@both
+def test_weights_of_another_release_are_not_read_and_their_slot_is_let_go_of(
+    job: Job, change: int
+) -> None:
+    version = upload(job, 3, first())
+    path = Path(version.images[0].slot)
+    kept = of_another_release(published_path(path), change)
+    slot = MappedSlot(path)
+    with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
+        slot.try_lock(version.images[0].image)
+    for step in (4, 5):
+        upload(job, step, first())  # it is free to be filled
+    slot.close()
+    assert published_path(path).read_bytes() != kept
+
+
+@both
+def test_a_kept_image_of_another_release_is_read_from_its_file(
+    job: Job, change: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(5, STATE)
+    job.commit(5)
+    (note,) = job.spool.folder.glob("*.kept")
+    of_another_release(note, change)
+    assert load_states(job.root, 5, "actor", spool=job.spool)["model"]["w"].tolist() == [1.0] * 10
+    assert str(note) in caplog.text
+
+
+# ---------------------------------------------------------------- commits, pointers, resumes
+
+
+@both
+def test_a_step_of_another_release_is_not_committed_over_and_the_others_are_committed(
+    job: Job, change: int
+) -> None:
+    for step in (5, 6):
+        job.stage(step, STATE)
+        job.commit(step)
+    path = step_folder(job.root, 5) / "manifest.json"
+    kept = of_another_release(path, change)
+    job.stagers.pop(0).close()
+    job.stage(5, {"model": {"w": torch.zeros(10)}}, run=2)
+    with pytest.raises(FormatError, match=upgrade(change)):
+        job.commit(5, run=2)
+    job.stage(7, STATE)
+    job.commit(7)
+    assert path.read_bytes() == kept
+    assert [each.step for each in committed_steps(job.root)] == [6, 7]
+
+
+@both
+def test_nothing_is_committed_once_another_release_has_begun_a_run(job: Job, change: int) -> None:
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 4)
+    kept = of_another_release(path := job.root / ".trinity_sync/runs/2.json", change)
+    job.stage(5, STATE)
+    with pytest.raises(FormatError, match=upgrade(change)):
+        job.commit(5)
+    assert read_manifest(job.root, 5) is None
+    assert slot_of(job, 5)
+    assert path.read_bytes() == kept
+
+
+@both
+def test_a_training_does_not_begin_beside_runs_of_another_release(
+    job: Job, coordinator_of: Open, change: int
+) -> None:
+    open_run(job.root, "first", 0)
+    of_another_release(job.root / ".trinity_sync/runs/1.json", change)
+    with pytest.raises(FormatError, match=upgrade(change)):
+        coordinator_of().save(1, STATE)
+    assert [path.name for path in (job.root / ".trinity_sync/runs").iterdir()] == ["1.json"]
+
+
+@both
+def test_a_resume_does_not_fall_back_from_the_newest_step_of_another_release(
+    job: Job, coordinator_of: Open, change: int
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    of_another_release(step_folder(job.root, 1) / "manifest.json", change)
+    assert newest(job.root).step == 3  # another one's older step is in nobody's way
+    of_another_release(step_folder(job.root, 3) / "manifest.json", change)
+    with pytest.raises(FormatError, match=upgrade(change)):
+        coordinator_of().latest()
+
+
+@both
+def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
+    job: Job, tmp_path: Path, spool_folder: Path, change: int
+) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step)
+    of_another_release(step_folder(job.root, 2) / "manifest.json", change)
+    with one_change_at_a_time(job.root):
+        assert settle_iteration(job.root, "checkpoint") is None
+    assert not advance_iteration(job.root, "checkpoint", 1, 1)
+    (job.root / ITERATION_FILES["checkpoint"]).write_text("")
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    note_root(settings, job.root)
+    mend_known_roots(settings)
+    assert read_iteration(job.root, "checkpoint") is None
+    commit_files(job.root, 3)
+    assert read_iteration(job.root, "checkpoint") == 3
+
+
+def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    of_another_release(step_folder(job.root, 2) / "manifest.json")
+    with pytest.raises(FormatError):
+        rewind(job.root, 1)
+    assert newest(job.root).step == 3
+    assert not aside_folder(job.root).exists()
+
+
+@both
+def test_placements_of_another_release_fail_the_save_and_no_other(job: Job, change: int) -> None:
+    from trinity_sync.storage.placement import await_shares
+
+    for run in (1, 2):
+        job.stage(run, STATE, run=run)
+    of_another_release(job.root / ".trinity_sync/placements/1.actor.json", change)
+    with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
+        await_shares(job.root, 1, "", ("actor",), gather_s=3600)
+    assert await_shares(job.root, 2, "", ("actor",), gather_s=0)
+
+
+# ---------------------------------------------------------------- retention and care
+
+
+def _manifest(job: Job) -> Path:
+    return step_folder(job.root, 1) / "manifest.json"
+
+
+def _run(job: Job) -> Path:
+    open_run(job.root, "first", 0)
+    return job.root / ".trinity_sync/runs/1.json"
+
+
+def _pin(job: Job) -> Path:
+    pin(job.root, 1)
+    return job.root / ".trinity_sync/pins/1.json"
+
+
+def _tag(job: Job) -> Path:
+    tag(job.root, 1, "good")
+    return job.root / ".trinity_sync/pins/good.json"
+
+
+def _lease(job: Job) -> Path:
+    return take_lease(job.root, 1, "reader", ttl_s=0.0).path
+
+
+def _metrics(job: Job) -> Path:
+    write_metrics(job.root, 1, 1, {"reward": 1.0})
+    return job.root / ".trinity_sync/metrics/1.json"
+
+
+def _wish(job: Job) -> Path:
+    make_wish(job.root, Wish(1, 1, "actor", failed=True))
+    return job.root / ".trinity_sync/exports/global_step_1.actor.wish"
+
+
+def _damage(job: Job) -> Path:
+    mark_damaged(job.root, 1, Damage({}, 0.0))
+    return step_folder(job.root, 1) / "damaged.json"
+
+
+def _receipt(job: Job) -> Path:
+    write_receipt(job.spool, Receipt("f", 1, 1, "checkpoint", 0, "1/1", "failed"))
+    return next(job.spool.receipts.iterdir())
+
+
+def _ticket(job: Job) -> Path:
+    job.stage(1, STATE)
+    return ticket_path(slot_of(job, 1))
+
+
+def _store(job: Job) -> Path:
+    note_store(job.root, "file:///copies")
+    return job.root / ".trinity_sync/store.json"
+
+
+def _stored(job: Job) -> Path:
+    note_store(job.root, "file:///copies")
+    for step in (1, 2, 3):
+        note_stored(job.root, "file:///copies", require_committed(job.root, step))
+    return job.root / ".trinity_sync/stored/1.json"
+
+
+@both
+@pytest.mark.parametrize(
+    ("record", "removed"),
+    [
+        *((each, [2]) for each in (_manifest, _pin, _tag, _lease, _metrics, _wish, _damage)),
+        *((each, [2]) for each in (_receipt, _ticket, _stored)),
+        *((each, []) for each in (_run, _store)),  # nobody can tell which steps they are about
+    ],
+    ids=lambda each: each.__name__.strip("_") if callable(each) else "",
+)
+def test_retention_keeps_what_a_record_of_another_release_may_be_about(
+    job: Job,
+    record: Callable[[Job], Path],
+    removed: list[int],
+    change: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    kept = of_another_release(path := record(job), change)
+    with caplog.at_level(logging.WARNING):
+        made = planned(job.root)
+        done = prune(job.root, spool=job.spool.folder.parent)
+    assert numbers(done.removed) == removed
+    assert path.read_bytes() == kept
+    why = [why for _, why in made.kept] + [*spared(done).values(), caplog.text]
+    assert any("upgrade trinity-sync in" in each and str(path) in each for each in why)
+    other = job.root.with_name("other")
+    for step in (1, 2, 3):
+        commit_files(other, step)
+    assert numbers(prune(other).removed) == [1, 2]
+
+
+def test_what_another_release_has_claimed_is_removed_by_name_and_not_replaced(job: Job) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step)
+    kept = of_another_release(_pin(job)), of_another_release(_tag(job))
+    with pytest.raises(FormatError):
+        pin(job.root, 1, "mine")
+    with pytest.raises(FormatError):
+        tag(job.root, 1, "good")
+    private = job.root / ".trinity_sync/pins"
+    assert ((private / "1.json").read_bytes(), (private / "good.json").read_bytes()) == kept
+    assert tag(job.root, 2, "good", force=True).step == 2
+    assert unpin(job.root, 1)
+
+
+def test_metrics_of_another_release_are_not_replaced(job: Job) -> None:
+    commit_files(job.root, 1)
+    kept = of_another_release(path := _metrics(job))
+    with pytest.raises(FormatError):
+        write_metrics(job.root, 1, 1, {"reward": 2.0})
+    with pytest.raises(FormatError):
+        read_metrics(job.root, 1, 1)
+    assert path.read_bytes() == kept
+
+
+def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) -> None:
+    commit_files(job.root, 1)
+    kept = of_another_release(path := _damage(job))
+    (verdict,) = judge(check(choose(job.root, step=1)))
+    assert verdict.state == "damaged"
+    assert "upgrade trinity-sync" in verdict.wrong
+    assert path.read_bytes() == kept
+
+
+def test_what_was_set_aside_stays_where_a_step_of_it_is_of_another_release(job: Job) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    folders = [rewind(job.root, step, clock=lambda at=1e9 + step: at).folder for step in (2, 1)]
+    of_another_release(step_folder(folders[0], 3) / "manifest.json")
+    assert let_go_of_aside(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
+    assert step_folder(folders[0], 3).is_dir()
+
+
+@both
+def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
+    job: Job, tmp_path: Path, spool_folder: Path, change: int
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    of_another_release(step_folder(job.root, 2) / "manifest.json", change)
+    for record in (_run, _pin, _store):
+        of_another_release(record(job), change)
+    shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
+    rows = json.loads(shown.stdout)
+    assert [row["state"] for row in rows] == ["whole", "another format", "whole"]
+    assert shown.stderr.count("upgrade trinity-sync in") == 4
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    found = {each.name: each for each in examine(settings, job.root)}
+    for name in ("records", "steps", "store"):
+        assert found[name].state == "fail"
+        assert "upgrade trinity-sync in" in found[name].found
+    assert found["latest checkpoint"].state == "ok"
+
+
+# ---------------------------------------------------------------- stores
+
+
+def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
+    job: Job, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/copies"
+    for step in (1, 2):
+        commit_files(job.root, step)
+        replicate(job.root, url, step)
+    kept = of_another_release(path := tmp_path / "copies/global_step_2/manifest.json")
+    assert [each.state for each in Remote(url).steps()] == ["whole", "another format"]
+    assert "another format" in CliRunner().invoke(app, ["ls", url]).stdout
+    for other in (lambda: fetch(url, None, tmp_path / "new"), lambda: fetch(url, 2, tmp_path)):
+        with pytest.raises(FormatError):
+            other()
+    with pytest.raises(FormatError):
+        bring_newest(tmp_path / "new", Remote(url))
+    with pytest.raises(FormatError):
+        replicate(job.root, url, 2)
+    commit_files(job.root, 3)
+    assert replicate(job.root, url, 3, keep_last=1).removed == (1,)
+    assert path.read_bytes() == kept
+
+
+# ---------------------------------------------------------------- requests and the Synchronizer
+
+
+@both
+def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change: int) -> None:
+    job.stage(5, STATE)
+    (request,) = stranded(job.spool.folder.parent, grace_s=-1)
+    body = request.model_dump(mode="json")
+    assert SaveRequest.model_validate(body) == request
+    other = {**body, "format": body["format"] + change, "since_later": "more"}
+    older = "stack" if change == AHEAD else "trainer"
+    with pytest.raises(
+        FormatError, match=rf"step 5 in .*upgrade trinity-sync in the {older}'s env"
+    ):
+        SaveRequest.model_validate(other)
+    let_give_way(job.spool.folder.parent, {"request": other}, "its flow run has failed")
+    assert not failure_path(slot_of(job, 5)).exists()
+
+
+@both
+def test_a_synchronizer_of_another_release_keeps_what_it_knows(
+    job: Job, change: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_address(job.root, "synchronizer", "weights")
+    write_state(job.root, {"book": {}})
+    for path in (job.root / ".trinity_sync/weights").iterdir():
+        of_another_release(path, change)
+    for read in (read_state, read_address):
+        with pytest.raises(FormatError, match=upgrade(change)):
+            read(job.root)
+    assert tell_committed(job.root, 1, 5, ("checkpoint",)) is None  # the commit goes on
+    assert "upgrade trinity-sync in" in caplog.text
