@@ -4,6 +4,7 @@ A record is made as the product makes it; then its format is one less or one mor
 right again.
 """
 
+import asyncio
 import json
 import logging
 import re
@@ -25,7 +26,7 @@ from trinity_sync.cli.frame import app
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.doctor import examine
-from trinity_sync.orchestration.reconcile import mend_known_roots
+from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.orchestration.sweep import let_give_way, stranded
 from trinity_sync.request import SaveRequest
@@ -226,6 +227,18 @@ def test_a_spool_with_an_image_of_another_release_outlives_its_root(job: Job) ->
     assert finding.state == "left"
     assert "upgrade trinity-sync" in finding.why
     assert slot.exists()
+
+
+def test_reconcile_names_the_image_and_leaves_it(
+    job: Job, tmp_path: Path, spool_folder: Path
+) -> None:
+    job.stage(5, STATE)
+    kept = of_another_release(ticket_path(slot := slot_of(job, 5)))
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    (finding,) = asyncio.run(reconcile(settings, [], None))
+    assert (finding.where, finding.state) == (str(job.spool.folder), "left")
+    assert "upgrade trinity-sync" in finding.why
+    assert ticket_path(slot).read_bytes() == kept
 
 
 def test_a_doctor_names_the_image_and_does_not_have_it_removed(

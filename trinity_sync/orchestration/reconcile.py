@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
-from trinity_sync.errors import CatalogError, TrinitySyncError
+from trinity_sync.errors import CatalogError, FormatError, TrinitySyncError
 from trinity_sync.orchestration.mend import UNDER_WAY, mend, runs_in
 from trinity_sync.orchestration.roots import known_roots
 from trinity_sync.orchestration.server import refusal_of
@@ -157,7 +157,12 @@ def _mend_files(
     clock: Callable[[], float] | None,
 ) -> Iterator[Finding]:
     jobs = list(job_spools(settings.spool))
-    sealed = [image for job in jobs for image in job.tickets()[0]]
+    found = [(job, *job.tickets()) for job in jobs]
+    sealed = [image for _, good, _ in found for image in good]
+    for job, _, bad in found:
+        for error in bad:
+            if isinstance(error, FormatError):
+                yield Finding(str(job.folder), "an image", "left", str(error))
     images = {image.ticket.image for image in sealed}
     for image in sealed:
         if image.failed:

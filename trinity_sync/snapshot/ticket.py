@@ -9,6 +9,7 @@ the slot.
 import math
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -135,19 +136,20 @@ def read_ticket(slot: Path) -> Ticket | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
-    body: dict[str, Any] = {}
     try:
-        body = load_object(content)
         ticket = make_record(Ticket, from_text(content, path, SPOOL_FORMAT, writer=TRAINER))
     except ValueError as error:
-        raise _bad(path, f"is torn or edited ({error})", body) from error
+        raise _bad(path, f"is torn or edited ({error})", content) from error
     if not is_below(ticket.path) or not is_path(ticket.root):
-        raise _bad(path, "names a file that cannot be one of a step", body)
+        raise _bad(path, "names a file that cannot be one of a step", content)
     return ticket
 
 
-def _bad(path: Path, why: str, body: dict[str, Any]) -> TicketError:
+def _bad(path: Path, why: str, content: bytes) -> TicketError:
     slot = _SLOT.fullmatch(path.name)
+    body: dict[str, Any] = {}
+    with suppress(ValueError):
+        body = load_object(content)
     run, step = (each if type(each) is int else None for each in map(body.get, ("run", "step")))
     return TicketError(
         f"ticket {path} {why}; its image cannot be trusted and is not saved. "

@@ -1,0 +1,137 @@
+"""Trainers of another release beside a job of this one, on one real stack.
+
+The other release is a copy of the package in which a format is one less or one more.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import trinity_sync
+from tests.integration.prefect_api import until
+from tests.unit.job import Job
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.steps import committed_steps
+
+STATE = {"model": {"w": torch.arange(5000.0)}}
+TRAINER = """
+import os, sys, torch
+from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailed
+
+saves = CheckpointCoordinator(sys.argv[1])
+saves.save(5, {"model": {"w": torch.arange(5000.0)}})
+if "dies" in sys.argv:
+    os._exit(0)
+try:
+    saves.wait_all(90)
+except SaveFailed as error:
+    print(error)
+saves.close()
+"""
+
+
+def other_release(folder: Path, constant: str, change: int) -> Path:
+    """A copy of the package with another value of a format."""
+    shutil.copytree(Path(trinity_sync.__file__).parent, folder / "trinity_sync")
+    layout = folder / "trinity_sync/layout.py"
+    text, found = re.subn(
+        rf"^{constant} = 1$", f"{constant} = {1 + change}", layout.read_text(), flags=re.MULTILINE
+    )
+    assert found == 1
+    layout.write_text(text)
+    return folder
+
+
+def trains(release: Path, root: Path, *arguments: str, **variables: str) -> str:
+    """What a trainer of a release that saves step 5 says of it."""
+    ran = subprocess.run(
+        [sys.executable, "-c", TRAINER, str(root), *arguments],
+        env={**os.environ, "PYTHONPATH": str(release), **variables},
+        cwd=release,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def images(spool: JobSpool) -> dict[str, bytes]:
+    """All that waits in the memory of a job."""
+    return {path.name: path.read_bytes() for path in spool.folder.glob("*.slot*")}
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["behind", "ahead"])
+@pytest.mark.parametrize("constant", ["SPOOL_FORMAT", "ROOT_FORMAT"])
+def test_a_trainer_of_another_release_is_told_what_to_upgrade_and_its_neighbour_goes_on(
+    saves: CheckpointCoordinator,
+    stack: StackState,
+    stack_settings: Settings,
+    root: Path,
+    tmp_path: Path,
+    constant: str,
+    change: int,
+) -> None:
+    release = other_release(tmp_path / "release", constant, change)
+    theirs = tmp_path / "theirs"
+    told = trains(release, theirs)
+    older = {
+        ("SPOOL_FORMAT", -1): "the trainer's environment",
+        ("SPOOL_FORMAT", 1): "the stack's environment",
+        ("ROOT_FORMAT", -1): "the trainer's environment",
+        ("ROOT_FORMAT", 1): "this environment",
+    }[constant, change]
+    wanted = rf"has format {1 + change}, .* reads format 1: upgrade trinity-sync in {older}"
+    assert re.search(wanted, told), told
+    spool = JobSpool(open_job_spool(stack_settings.spool, theirs).folder)
+    kept = images(spool)
+    assert [name for name in kept if name.endswith(".ticket")]
+    assert not [name for name in kept if name.endswith(".failed")]
+    assert read_manifest(theirs, 5) is None
+
+    for step in (1, 2, 3):  # beside it, saves are committed and older ones removed
+        saves.save(step, STATE, keep=1)
+        saves.wait_all(90)
+    until(lambda: [m.step for m in committed_steps(root)] == [3], "the retention")
+    other = Job(tmp_path / "other", open_job_spool(stack_settings.spool, tmp_path / "other"))
+    other.root.mkdir()
+    other.stage(7, STATE)  # by a trainer that dies before it asks: the worker's sweep finds it
+    until(lambda: read_manifest(other.root, 7), "the commit of what was swept")
+    other.stagers[0].close()
+    assert images(spool) == kept
+
+
+def test_a_worker_names_the_images_of_a_trainer_of_another_release_that_died(
+    saves: CheckpointCoordinator, stack: StackState, stack_settings: Settings, tmp_path: Path
+) -> None:
+    release = other_release(tmp_path / "release", "SPOOL_FORMAT", 1)
+    theirs = tmp_path / "theirs"
+    away = "http://127.0.0.1:9/api"  # it dies before it can ask for a flow run
+    assert trains(release, theirs, "dies", PREFECT_API_URL=away) == ""
+    spool = JobSpool(open_job_spool(stack_settings.spool, theirs).folder)
+    (ticket,) = spool.folder.glob("*.ticket")
+    assert json.loads(ticket.read_text())["format"] == 2
+    kept = images(spool)
+    log = stack_settings.home / "logs/worker.log"
+    until(
+        lambda: any(
+            str(ticket) in line and "upgrade trinity-sync in this environment" in line
+            for line in log.read_text().splitlines()
+        ),
+        "the worker's warning",
+    )
+    saves.save(1, STATE)
+    saves.wait_all(90)
+    assert images(spool) == kept
