@@ -8,25 +8,32 @@ import asyncio
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
+from prefect.client.schemas.objects import FlowRun
 from typer.testing import CliRunner
 
+from tests.conftest import environment
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from tests.unit.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
 from tests.unit.test_retention import numbers, planned, prune, spared
 from tests.unit.weights import first, upload
+from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.frame import app
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.doctor import examine
-from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
+from trinity_sync.orchestration.reconcile import _steps_of, mend_known_roots, reconcile
+from trinity_sync.orchestration.report import gather
 from trinity_sync.orchestration.roots import note_root
 from trinity_sync.orchestration.sweep import let_give_way, stranded
 from trinity_sync.request import SaveRequest
@@ -44,9 +51,9 @@ from trinity_sync.storage.iteration import advance_iteration, read_iteration, se
 from trinity_sync.storage.leftovers import remove_dead_spool
 from trinity_sync.storage.locks import one_change_at_a_time
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.primary import bring_newest
+from trinity_sync.storage.primary import bring_newest, send, send_missing, thin_out
 from trinity_sync.storage.remote import Remote
 from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
@@ -56,6 +63,7 @@ from trinity_sync.storage.steps import committed_steps, newest, require_committe
 from trinity_sync.storage.stored import note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
 from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
+from trinity_sync.weights.book import Book
 from trinity_sync.weights.files import read_address, read_state, write_address, write_state
 from trinity_sync.weights.notice import tell_committed
 
@@ -281,6 +289,21 @@ def test_a_kept_image_of_another_release_is_read_from_its_file(
     assert str(note) in caplog.text
 
 
+@both
+def test_a_sweep_leaves_a_step_that_another_release_has_committed(
+    job: Job, change: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(5, STATE)
+    job.commit(5)
+    job.stage(5, {"optim": {"w": torch.ones(10)}})  # came late
+    job.stage(6, STATE)
+    kept = of_another_release(path := step_folder(job.root, 5) / "manifest.json", change)
+    assert sweep(job) == [6]
+    assert re.search(upgrade(change), caplog.text)
+    assert not failure_path(slot_of(job, 5)).exists()
+    assert path.read_bytes() == kept
+
+
 # ---------------------------------------------------------------- commits, pointers, resumes
 
 
@@ -367,6 +390,20 @@ def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
         rewind(job.root, 1)
     assert newest(job.root).step == 3
     assert not aside_folder(job.root).exists()
+
+
+def test_a_checkpoint_whose_metrics_are_of_another_release_is_taken_over_without_them(
+    job: Job,
+) -> None:
+    job.stage(5, {**STATE, "optim": STATE["model"]})
+    job.commit(5, "model", "optim")
+    write_metrics(job.root, 1, 5, {"reward": 1.0})
+    kept = of_another_release(path := job.root / ".trinity_sync/metrics/5.json")
+    open_run(job.root, "first", 0)
+    open_run(job.root, "second", 5)
+    job.stage(5, STATE, run=2, kind="state_dict")
+    assert job.commit(5, run=2, kind="state_dict").run == 2
+    assert path.read_bytes() == kept
 
 
 @both
@@ -501,6 +538,19 @@ def test_metrics_of_another_release_are_not_replaced(job: Job) -> None:
     assert path.read_bytes() == kept
 
 
+def test_a_trainer_logs_that_its_metrics_are_not_recorded(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit_files(job.root, 1)
+    of_another_release(_metrics(job))
+    log = MetricsLog(job.root)
+    log.record(1, 1, {"reward": 2.0})
+    log.record(1, 2, {"reward": 3.0})
+    log.close()
+    assert re.search(upgrade(AHEAD), caplog.text)
+    assert read_metrics(job.root, 1, 2) == {"reward": 3.0}
+
+
 def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) -> None:
     commit_files(job.root, 1)
     kept = of_another_release(path := _damage(job))
@@ -517,6 +567,45 @@ def test_what_was_set_aside_stays_where_a_step_of_it_is_of_another_release(job: 
     of_another_release(step_folder(folders[0], 3) / "manifest.json")
     assert let_go_of_aside(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
     assert step_folder(folders[0], 3).is_dir()
+
+
+def test_what_another_release_has_left_in_mid_commit_is_left_to_it(
+    job: Job, tmp_path: Path, spool_folder: Path
+) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step)
+    replacing = job.root / ".trinity_sync/replacing"
+    for step in (1, 2):
+        shutil.copytree(step_folder(job.root, step), step_folder(replacing, step))
+    of_another_release(step_folder(replacing, 1) / "manifest.json")
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    note_root(settings, job.root)
+    found = {each.what: each for each in mend_known_roots(settings)}
+    assert "upgrade trinity-sync" in found[".trinity_sync/replacing/global_step_1"].why
+    assert [path.name for path in replacing.iterdir()] == ["global_step_1"]
+
+
+def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(job.root, step)
+    of_another_release(_metrics(job))
+    of_another_release(step_folder(job.root, 2) / "manifest.json")
+    write_address(job.root, "synchronizer", "weights")
+    write_state(job.root, {"book": Book().to_json()})
+    of_another_release(job.root / ".trinity_sync/weights/state.json")
+    with opened(f"sqlite:///{tmp_path}/catalog.db") as engine:
+        assert rebuild(engine, job.root) == 2
+    with environment({}):
+        facts = gather(Settings(home=tmp_path), job.root)
+    assert [each.state for each in facts.steps][::2] == ["whole", "whole"]
+    assert "upgrade trinity-sync" in facts.steps[1].state
+    assert facts.readers == {}
+
+
+def test_what_a_run_of_another_release_writes_is_not_tidied_away(job: Job) -> None:
+    request = {"root": str(job.root), "step": 5, "format": 2, "since_later": "more"}
+    runs = [FlowRun(flow_id=uuid4(), parameters=each) for each in ({"request": request}, {})]
+    assert _steps_of(runs) == {job.root: {5}}
 
 
 @both
@@ -562,6 +651,23 @@ def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
         replicate(job.root, url, 2)
     commit_files(job.root, 3)
     assert replicate(job.root, url, 3, keep_last=1).removed == (1,)
+    assert path.read_bytes() == kept
+
+
+def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
+    job: Job, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/copies"
+    note_store(job.root, url)
+    open_run(job.root, "first", 0)
+    for step in (1, 2, 3, 4):
+        commit_files(job.root, step)
+    for step in (1, 2, 3):
+        send(job.root, url, step)
+    kept = of_another_release(path := job.root / ".trinity_sync/stored/1.json")
+    assert send_missing(job.root, url) == [4]
+    assert thin_out(job.root, url, "last=1", 0) == (2, 3)
+    assert [each.step for each in Remote(url).steps()] == [1, 4]
     assert path.read_bytes() == kept
 
 

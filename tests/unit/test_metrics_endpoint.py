@@ -11,6 +11,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.job import Job
+from tests.unit.steps import commit_files
+from tests.unit.test_formats import of_another_release
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.orchestration.ports import free_port
@@ -63,6 +65,18 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     note_root(settings, job.root)
     port = WorkerMetrics().serve(settings)
     assert newest_step(port) == 7
+
+
+def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path, metrics_port=free_port())
+    first = tmp_path / "a"  # is looked up before the other one
+    of_another_release(commit_files(first, 9) / "manifest.json")
+    commit_files(job.root, 7)
+    for root in (first, job.root):
+        note_root(settings, root)
+    assert newest_step(WorkerMetrics().serve(settings)) == 7
 
 
 def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
