@@ -505,6 +505,8 @@ def test_retention_keeps_what_a_record_of_another_release_may_be_about(
         made = planned(job.root)
         done = prune(job.root, spool=job.spool.folder.parent)
     assert numbers(done.removed) == removed
+    if not removed:
+        assert made.removed == ()
     assert path.read_bytes() == kept
     why = [why for _, why in made.kept] + [*spared(done).values(), caplog.text]
     assert any("upgrade trinity-sync in" in each and str(path) in each for each in why)

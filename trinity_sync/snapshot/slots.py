@@ -111,27 +111,26 @@ class Slots:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            filled = [slot for slot in slots if slot not in free]
-            others = {slot: error for slot in filled if (error := _of_another_release(slot))}
+            ages = {slot: self._age_s(slot) for slot in slots if slot not in free}
+            others = [slot for slot, age in ages.items() if age < 0]
             lacks = not free and 0 < len(others) > len(slots) - self._count
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
                 may_add = False
-            ages = {slot: self._age_s(slot) for slot in filled if slot not in others}
             for slot in sorted(ages, key=lambda slot: -ages[slot]):
-                if not (slot.failed or ages[slot] >= self._wait_s) or not slot.try_lock():
+                if not self._may_give_way(slot, ages[slot]) or not slot.try_lock():
                     continue
                 if slot.free:  # its commit freed it just now
                     return slot, waited
                 age = self._age_s(slot)
-                if not _of_another_release(slot) and (slot.failed or age >= self._wait_s):
+                if self._may_give_way(slot, age):
                     self._give_way(slot, origin, age)
                     return slot, waited
                 slot.unlock()  # another trainer has sealed an image there just now
             if waited >= self._wait_s:
                 if others:
-                    raise next(iter(others.values()))
+                    read_ticket(others[0].path)  # raises what to upgrade
                 raise SpoolError(
                     f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
                     f"not saved, because every slot is still being written out, or read, after "
@@ -156,14 +155,21 @@ class Slots:
         return None
 
     def _age_s(self, slot: Slot) -> float:
-        """Seconds since the image in ``slot`` was sealed; infinite if nobody can save it."""
+        """Seconds since the image in ``slot`` was sealed.
+
+        Infinite if nobody can save it, and negative if another release has sealed it.
+        """
         try:
             ticket = read_ticket(slot.path)
         except TicketError:
             return math.inf
         except FormatError:
-            return 0.0
+            return -math.inf
         return ticket.age_s(self._clock()) if ticket else 0.0
+
+    def _may_give_way(self, slot: Slot, age: float) -> bool:
+        """Whether the image in a slot may be dropped; that of another release never is."""
+        return age >= self._wait_s or (slot.failed and age >= 0)
 
     def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
         """Drop the image in ``slot``, which was not saved in time."""
@@ -191,17 +197,6 @@ def _published_last(slot: Slot) -> tuple[int, int]:
     except FormatError as error:
         return error.run or 0, error.step or 0
     return (published.run, published.step) if published else (0, 0)
-
-
-def _of_another_release(slot: Slot) -> FormatError | None:
-    """Why the image in a slot is one that this release can tell nothing of; None for others."""
-    try:
-        read_ticket(slot.path)
-    except FormatError as error:
-        return error
-    except TicketError:
-        return None
-    return None
 
 
 def _is_of(image: Ticket | None, origin: Origin) -> bool:
