@@ -19,7 +19,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm newest prefect-oldest lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -49,6 +49,11 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
+	$(CLIENT)/bin/python -m pip install --quiet -c constraints.txt pytest pytest-timeout psutil accelerate lightning TransferQueue
+	TRINITY_SYNC_TEST_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" \
+	  tests/integration/fsdp tests/trainers/callbacks.py tests/verl
 
 newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported
 	$(MAKE) test VENV=.venv-$@ LOCK= WITH="$(if $(filter prefect-oldest,$@),prefect==3.7.5)"

@@ -56,6 +56,8 @@ class RootError(ConfigError):
 
 class MissingPackageError(TrinitySyncError, ImportError):
     """An integration needs a package that this environment lacks."""
+
+
 class FormatError(TrinitySyncError):
     """A record that another release of trinity-sync has written, in a format that this one lacks.
 

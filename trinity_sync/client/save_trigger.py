@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trinity_sync.client.prefect_api import FlowRun, PrefectApi
-from trinity_sync.errors import RequestRefusedError, TicketError, TrinitySyncError
+from trinity_sync.errors import FormatError, RequestRefusedError, TicketError, TrinitySyncError
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, Sealed
@@ -138,7 +138,7 @@ class SaveTrigger:
         A save without components has no images. Nothing is said of what cannot be read, nor of a
         save of several nodes: its flow run fails at once, and that is what the other ranks hear.
         """
-        jobs: dict[str, tuple[list[Sealed], list[TicketError]]] = {}
+        jobs: dict[str, tuple[list[Sealed], list[TicketError | FormatError]]] = {}
         found = {}
         for request in requests:
             spool = JobSpool(self._settings.spool / request.job)

@@ -1,16 +1,17 @@
 """The bodies of the ``save-step`` flow in a thread of the trainer: everything but Prefect and Ray.
 
-What is written, and how it is committed, is what the flow's tasks call.
+What is written, and how it is committed, is what the flow's tasks call. These import Prefect, so in
+a trainer's environment a process of the stack's environment does the same.
 """
 
+import os
 import queue
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tasks.commit import note_wishes
-from tasks.persist import persist_component, save_of
-from tasks.prune import prune_after_commit
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.export.step import grant
 from trinity_sync.request import SaveRequest
@@ -30,6 +31,9 @@ class CommitsHere(SaveTrigger):
         super().__init__()
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
         self._failed: dict[str, str] = {}
+        self._save_step = _save_step
+        if stack := os.environ.get("TRINITY_SYNC_TEST_STACK"):
+            self._save_step = _in_environment(stack)
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, request: SaveRequest) -> None:
@@ -43,7 +47,7 @@ class CommitsHere(SaveTrigger):
         while True:
             request = self._requests.get()
             try:
-                _save_step(request)
+                self._save_step(request)
             except Exception as error:
                 self._failed[request.key] = repr(error)
             finally:
@@ -69,7 +73,33 @@ class CommitsWhenTold(CommitsHere):
         super().submit(request)
 
 
+def _in_environment(binaries: str) -> Callable[[SaveRequest], None]:
+    """`_save_step`, done by a process of another environment for as long as this one lives."""
+    process = subprocess.Popen(
+        [f"{binaries}/python", "-m", __name__],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    asked, told = process.stdin, process.stdout
+
+    def save_step(request: SaveRequest) -> None:
+        asked.write(request.model_dump_json() + "\n")
+        asked.flush()
+        if failure := told.readline().strip():
+            raise RuntimeError(failure)
+
+    return save_step
+
+
 def _save_step(request: SaveRequest) -> None:
+    from tasks.commit import note_wishes
+    from tasks.persist import persist_component, save_of
+    from tasks.prune import prune_after_commit
+
     save = save_of(request)
     (share,) = await_shares(save.root, save.run, save.run_key, save.roles, gather_s=60)
     spool = JobSpool(Path(share.spool))
@@ -82,3 +112,13 @@ def _save_step(request: SaveRequest) -> None:
         grant(save.root, wish)
     if request.keep:
         prune_after_commit.fn(request)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        failure = ""
+        try:
+            _save_step(SaveRequest.model_validate_json(line))
+        except Exception as error:
+            failure = repr(error)
+        print(failure, flush=True)

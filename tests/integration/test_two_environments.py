@@ -1,0 +1,99 @@
+"""A trainer whose environment has the client alone saves through a stack in another one."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.environments import make_environment, pip
+from trinity_sync.settings import Settings
+from trinity_sync.storage.steps import require_committed
+
+OF_THE_STACK = ("prefect", "fastapi", "sqlalchemy", "alembic", "typer", "ray", "verl")
+
+TRAIN = f"""
+import sys
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.coordinator import CheckpointCoordinator
+
+assert not [name for name in {OF_THE_STACK!r} if find_spec(name)]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+with CheckpointCoordinator.of_process_group(sys.argv[1]) as saves:
+    saves.save(1, {{"model": {{"w": torch.full((1000,), float(rank))}}}})
+with CheckpointCoordinator.of_process_group(sys.argv[1]) as saves:
+    assert saves.load(1)["model"]["w"].eq(rank).all()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a trainer's environment, which has what the client needs and nothing else."""
+    return make_environment(tmp_path_factory.mktemp("client") / "venv", wheel)
+
+
+@pytest.fixture(scope="module")
+def stack_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of the stack's environment, which has no veRL."""
+    return make_environment(tmp_path_factory.mktemp("stack") / "venv", wheel, extra="stack")
+
+
+def test_both_environments_are_whole(client: Path, stack_environment: Path) -> None:
+    for binaries in (client, stack_environment):
+        assert pip(binaries, "check") == "No broken requirements found."
+
+
+def test_two_ranks_save_through_a_stack_of_another_environment(
+    client: Path, stack_environment: Path, stack_settings: Settings, tmp_path: Path, root: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {
+        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
+        "TRINITY_SYNC_SPOOL": str(stack_settings.spool),
+        "PREFECT_API_URL": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(stack_environment), os.environ["PATH"]]),
+    }
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["trinity-sync", "run", "--", client / "python", *ranks, script, root]
+    try:
+        done = subprocess.run(
+            ["env", *map(str, command)], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        listed = subprocess.run(
+            ["env", "trinity-sync", "status"], env=env, capture_output=True, text=True
+        )
+        assert listed.returncode == 0, listed.stdout + listed.stderr
+    finally:
+        subprocess.run(["env", "trinity-sync", "down"], env=env, check=True, capture_output=True)
+    assert len(require_committed(root, 1).files) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("trinity_sync.fsdp.manager", "verl", "verl"),
+        ("trinity_sync.integrations.verl", "packaging", "verl"),
+        ("trinity_sync.integrations.huggingface", "transformers", "hf"),
+        ("trinity_sync.integrations.lightning", "lightning", "lightning"),
+    ],
+)
+def test_an_integration_without_its_package_names_that_and_the_extra(
+    client: Path, module: str, package: str, extra: str
+) -> None:
+    command = [client / "python", "-c", f"import {module}"]
+    done = subprocess.run(command, cwd=client, capture_output=True, text=True)
+    said = done.stderr.splitlines()[-1]
+    assert "MissingPackageError" in said
+    assert f"{package} is not installed" in said
+    assert f'pip install "trinity-sync[{extra}]"' in said
