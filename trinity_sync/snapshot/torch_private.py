@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -45,8 +44,8 @@ def look_up(name: str, owner: object = None) -> Any:
             return pkgutil.resolve_name(name)
         return getattr(owner, name.rpartition(".")[2])
     except (ImportError, AttributeError) as error:
-        installed = Version(torch.__version__)
-        newest = f",<{installed.major}.{installed.minor}" if installed >= Version(OLDEST) else ""
+        minor = ".".join(torch.__version__.split(".")[:2])
+        newest = f",<{minor}" if torch.__version__ >= OLDEST else ""  # it compares as a version
         raise UnsupportedTorchError(
             f"torch {torch.__version__} has no {name}, which trinity_sync needs; install "
             f"torch>={OLDEST}{newest}"
