@@ -51,7 +51,8 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/lint-imports
 
 client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
-	$(CLIENT)/bin/python -m pip install --quiet -c constraints.txt pytest pytest-timeout psutil accelerate lightning TransferQueue
+	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
+	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
 	TRINITY_SYNC_TEST_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" \
 	  tests/integration/fsdp tests/trainers/callbacks.py tests/verl
 
