@@ -10,6 +10,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -42,6 +43,8 @@ from trinity_sync.snapshot.mapped import MappedSlot
 from trinity_sync.snapshot.notes import digest_of_body
 from trinity_sync.snapshot.published import published_path
 from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage.aside import aside_folder, let_go_of_aside
 from trinity_sync.storage.claims import claimed, pin, tag, take_lease, unpin
@@ -211,6 +214,32 @@ def test_an_image_of_another_release_keeps_its_slot_and_training_has_others(
     assert [ticket_path(slot).read_bytes() for slot in slots] == tickets
     assert [slot.read_bytes() for slot in slots] == images
     assert len(list(job.spool.folder.glob("*.slot"))) == 4
+
+
+def test_a_save_that_finds_no_room_beside_images_of_another_release_says_why(
+    job: Job, small_disk: Path
+) -> None:
+    job.spool = open_job_spool(small_disk / "spool", job.root)
+    with closing(Stager(job.spool, slots=1, slot_wait_s=0.1)) as stager:
+        stager.stage(job.origin(1), STATE)
+    kept = of_another_release(ticket := ticket_path(slot_of(job, 1)))
+    with (
+        closing(Stager(job.spool, slots=1, slot_wait_s=0.1)) as stager,
+        pytest.raises(FormatError, match=upgrade(AHEAD)),
+    ):
+        stager.stage(job.origin(2), {"model": {"w": torch.ones(400_000)}})
+    assert ticket.read_bytes() == kept
+
+
+def test_slots_are_taken_in_order_whatever_release_has_published_what_they_hold(job: Job) -> None:
+    for step in (1, 2):
+        version = upload(job, step, first())
+    of_another_release(published_path(newest := Path(version.images[0].slot)))
+    upload(job, 3, first())  # takes the older one
+    assert json.loads(published_path(newest).read_text())["step"] == 2
+    with pytest.raises(FormatError):
+        job.spool.published("actor", 1, 2)
+    assert len(job.spool.published("actor", 1, 3)) == 1
 
 
 @both
