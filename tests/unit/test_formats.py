@@ -408,6 +408,9 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     assert read_iteration(job.root, "checkpoint") is None
     commit_files(job.root, 3)
     assert read_iteration(job.root, "checkpoint") == 3
+    (job.root / ITERATION_FILES["checkpoint"]).write_text("2")
+    with one_change_at_a_time(job.root):
+        assert settle_iteration(job.root, "checkpoint") == (2, 3)  # which is newer, and our own
 
 
 def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
@@ -587,6 +590,17 @@ def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) ->
     (verdict,) = judge(check(choose(job.root, step=1)))
     assert verdict.state == "damaged"
     assert "upgrade trinity-sync" in verdict.wrong
+    assert path.read_bytes() == kept
+
+
+def test_a_step_that_another_release_commits_while_it_is_verified_is_not_judged(job: Job) -> None:
+    commit_files(job.root, 1)
+    chosen = choose(job.root, step=1)
+    (step_folder(job.root, 1) / chosen[0].record.path).write_bytes(b"other")
+    kept = of_another_release(path := step_folder(job.root, 1) / "manifest.json")
+    (verdict,) = judge(check(chosen))
+    assert verdict.state == "replaced"
+    assert damage_of(job.root, 1) is None
     assert path.read_bytes() == kept
 
 
