@@ -507,7 +507,7 @@ def _store(job: Job) -> Path:
 
 def _stored(job: Job) -> Path:
     note_store(job.root, "file:///copies")
-    for step in (1, 2, 3):
+    for step in (each.step for each in committed_steps(job.root)):
         note_stored(job.root, "file:///copies", require_committed(job.root, step))
     return job.root / ".trinity_sync/stored/1.json"
 
@@ -671,6 +671,24 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
         assert found[name].state == "fail"
         assert "upgrade trinity-sync in" in found[name].found
     assert found["latest checkpoint"].state == "ok"
+
+
+def test_a_job_whose_newest_step_is_of_another_release_is_looked_at_all_the_same(
+    job: Job, tmp_path: Path, spool_folder: Path
+) -> None:
+    commit_files(job.root, 1)
+    of_another_release(_stored(job))
+    shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
+    assert [row["stored"] for row in json.loads(shown.stdout)] == [None]
+    of_another_release(step_folder(job.root, 1) / "manifest.json")
+    settings = Settings(spool=spool_folder, home=tmp_path)
+    found = {each.name: each for each in examine(settings, job.root)}
+    assert found["latest checkpoint"].state == "fail"
+    assert re.search(upgrade(AHEAD), found["latest checkpoint"].found)
+    note_root(settings, job.root)
+    said = [each.why for each in mend_known_roots(settings)]
+    assert len(said) == 2  # an iteration file each
+    assert all(re.search(upgrade(AHEAD), why) and "no other can be loaded" in why for why in said)
 
 
 # ---------------------------------------------------------------- stores
