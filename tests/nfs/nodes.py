@@ -23,9 +23,12 @@ from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync import opening
+from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
+from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import Abandoned, CommitError, ConfigError, RootError
 from trinity_sync.fsdp.loadable import check_loadable
 from trinity_sync.functions import FunctionSaves
+from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.spool import open_job_spool
@@ -174,6 +177,18 @@ def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
     return after != before, notification.newest(all_runs(root))
 
 
+_logs: dict[Path, OutcomeLog] = {}
+
+
+def say_as_rank_0(root: Path, key: str, outcome: Outcome | None) -> None:
+    """Say how a save stands, or, with None, that no save is followed any longer."""
+    log = _logs.setdefault(root, OutcomeLog(SaveRequest(root=str(root), step=1, run=1)))
+    if outcome is None:
+        log.close()
+    else:
+        log.append({key: outcome})
+
+
 def time_behind(gate: Path) -> float:
     """What time it is once the other end of the pipe was opened and closed."""
     gate.read_bytes()
@@ -311,6 +326,20 @@ def test_metrics_of_two_nodes_come_together(root: Path, other: Node) -> None:
     other.call(write_metrics, root, 1, 2, {"length": 7.0})
     write_metrics(root, 1, 2, {"loss": 2.0})
     assert read_metrics(root, 1, 2) == {"reward": 0.9, "length": 7.0, "loss": 2.0}
+
+
+def test_what_rank_0_says_on_one_node_is_heard_on_the_other(root: Path, other: Node) -> None:
+    logs = OutcomeLogs(SaveRequest(root=str(root), step=1, run=1))
+    failed = Outcome("failed", "the disk is full")
+    logs.read()
+    assert logs.is_followed("one", 0)  # rank 0 is yet to come
+    for outcome, heard in ((Outcome("pending"), None), (failed, failed)):
+        other.call(say_as_rank_0, root, "one", outcome)
+        logs.read()
+        assert logs.outcome("one") == heard
+        assert logs.is_followed("one", 0)
+    other.call(say_as_rank_0, root, "", None)
+    assert not logs.is_followed("one", 0)
 
 
 def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
