@@ -152,6 +152,18 @@ def test_a_rank_sees_a_commit_in_the_root_and_asks_nobody(pair: Job) -> None:
     assert asked == []
 
 
+def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> None:
+    request = request_of(pair)
+    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
+    other = CommitWatcher(trigger, pair.spool, rank=1, world_size=2)
+    other.follow(request)
+    pair.commit(4)
+    other._pending[request.key].since -= 3600  # an hour of training follows
+    assert other.wait(time.monotonic() + 30) == []
+    assert 0 <= other.commit_seconds[request.key] < 60
+    other.close()
+
+
 def test_a_rank_hears_from_rank_0_of_a_failure_and_asks_nobody(pair: Job) -> None:
     request = request_of(pair)
     with (
