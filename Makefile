@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 CLIENT := .venv-client
 STACK := .venv-stack
 TRINITY := .venv-trinity
+TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
+  $(patsubst %,tests/unit/test_%.py,torch_private image loading overlap stager restore convert export delta weight_reader)
 
 # torch comes by its exact version, so that nothing pulls another build of it; all else by the lock.
 TORCH ?= torch==2.13.0
@@ -19,7 +21,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -83,6 +85,13 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 
 trinity: $(TRINITY)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	$(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
+
+torch-oldest torch-newest: ## images, FSDP and weights with the oldest torch that works, and the newest there is (CUDA builds, 7 GB each)
+	$(MAKE) torch-suites VENV=.venv-$@ LOCK= TORCH=torch$(if $(filter torch-oldest,$@),==2.10.0)
+
+torch-suites: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade $(TORCH)
+	$(BIN)/python -m pytest $(TORCH_TESTS)
 
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
 	$(BIN)/python -m tests.nfs
