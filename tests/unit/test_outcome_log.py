@@ -309,6 +309,29 @@ def test_rank_0_removes_what_it_said_in_earlier_runs(job: Job) -> None:
     assert sorted(path.name.partition("-")[0] for path in left) == ["other.jsonl", "run11", "run12"]
 
 
+def test_a_later_run_leaves_what_a_living_rank_0_of_an_earlier_one_says(job: Job) -> None:
+    first, second = OutcomeLog(request_of(job)), OutcomeLog(request_of(job, run=2))
+    first.append({"one": Outcome("failed")})
+    second.append({"two": Outcome("completed")})
+    logs = OutcomeLogs(request_of(job))
+    logs.read()
+    assert logs.outcome("one") == Outcome("failed")
+    first.close()
+    second.close()
+
+
+def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
+    log, logs = OutcomeLog(request_of(job)), OutcomeLogs(request_of(job))
+    log.append({"one": Outcome("pending")})
+    (path,) = job.root.glob(".trinity_sync/outcomes/*.jsonl")
+    path.unlink()
+    log.append({"two": Outcome("pending")})
+    logs.read()
+    assert not path.exists()
+    assert logs.is_followed("two", 0)
+    log.close()
+
+
 def test_a_line_that_is_cut_off_and_another_version_are_passed_over(job: Job) -> None:
     request, logs = request_of(job), OutcomeLogs(request_of(job))
     log = OutcomeLog(request)

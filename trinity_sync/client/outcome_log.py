@@ -10,7 +10,8 @@
 The rank 0 of each process group has a file of its own, and holds its lock while it follows saves. A
 pending line says that it asks the server about a save, the next one how that ended. The lines save
 calls and decide nothing: they are not synced, a line that is cut off is ignored, and a rank that
-finds no living rank 0 asks the server itself. The newest run removes the files of earlier ones.
+finds no living rank 0 asks the server itself. The newest run removes the files of earlier ones that
+no process holds.
 """
 
 import hashlib
@@ -65,7 +66,8 @@ class OutcomeLog:
         """Add lines. If that fails, give up the file, so that other ranks ask for themselves."""
         lines = [json.dumps({"key": key, **asdict(each)}) for key, each in outcomes.items()]
         try:
-            if self._lock is None:
+            if self._lock is None or not self._path.exists():  # or somebody has removed it
+                self.close()
                 self._begin()
             # closing a file is what lets other NFS clients see what it holds
             with self._path.open("a") as file:
@@ -90,7 +92,7 @@ class OutcomeLog:
         make_folder(folder)
         for path in folder.glob("run*.jsonl"):
             number = parse_number(path.name.removeprefix("run").partition("-")[0])
-            if number is not None and number < self._request.run:
+            if number is not None and number < self._request.run and not is_locked(path):
                 path.unlink(missing_ok=True)
         self._path = folder / f"{_prefix(self._request)}.{uuid.uuid4().hex[:8]}.jsonl"
         # locked before it has its name, so nobody finds it without a lock
