@@ -55,8 +55,9 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
 	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
-	TRINITY_SYNC_TEST_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" \
-	  tests/integration/fsdp tests/trainers/callbacks.py tests/verl
+	for suite in tests/trainers/callbacks.py tests/integration/fsdp tests/verl; do \
+	  TRINITY_SYNC_TEST_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" $$suite || exit; \
+	done
 
 newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported
 	$(MAKE) test VENV=.venv-$@ LOCK= WITH="$(if $(filter prefect-oldest,$@),prefect==3.7.5)"
