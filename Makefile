@@ -56,7 +56,7 @@ client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the cal
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
 	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
 	for suite in tests/trainers/callbacks.py tests/integration/fsdp tests/verl; do \
-	  TRINITY_SYNC_TEST_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" $$suite || exit; \
+	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" $$suite || exit; \
 	done
 
 newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported

@@ -1,7 +1,7 @@
 """One real stack for the whole test session: Prefect server, Ray node and flow worker.
 
 It is of the tests' own environment, or, where that is a trainer's, of the one that
-``TRINITY_SYNC_TEST_STACK`` names: the ``bin`` of the stack's environment.
+``TESTS_STACK`` names: the ``bin`` of the stack's environment.
 """
 
 import os
@@ -32,7 +32,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
-STACK = os.environ.get("TRINITY_SYNC_TEST_STACK", "")
+STACK = os.environ.get("TESTS_STACK", "")
 
 
 @contextmanager

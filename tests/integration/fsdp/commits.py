@@ -32,7 +32,7 @@ class CommitsHere(SaveTrigger):
         self._requests: queue.Queue[SaveRequest] = queue.Queue()
         self._failed: dict[str, str] = {}
         self._save_step = _save_step
-        if stack := os.environ.get("TRINITY_SYNC_TEST_STACK"):
+        if stack := os.environ.get("TESTS_STACK"):
             self._save_step = _in_environment(stack)
         threading.Thread(target=self._work, daemon=True).start()
 
