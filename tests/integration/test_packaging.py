@@ -129,6 +129,46 @@ def test_without_a_stack_the_command_says_how_to_install_one(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("order", ["client client", "client other client", "client shim client"])
+def test_clients_alone_never_ask_each_other_again(
+    project: Path, wheel: Path, without_stack: Path, order: str
+) -> None:
+    if "other" in order:
+        install(wheel, project / "other")
+    shims = project / "shims"  # as pyenv has them: each start puts its own environment first again
+    shims.mkdir()
+    (shims / "trinity-sync").write_text(
+        f'#!/bin/sh\nPATH="{without_stack}:$PATH" exec {without_stack}/trinity-sync "$@"\n'
+    )
+    (shims / "trinity-sync").chmod(0o755)
+    folders = {"client": str(without_stack), "other": "other/bin", "shim": str(shims)}
+    path = [*(folders[name] for name in order.split()), "/usr/bin", "/bin"]
+    done = subprocess.run(
+        ["env", "trinity-sync", "ls", "ckpts"],
+        cwd=project,
+        env=environment(project, PATH=os.pathsep.join(path)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1
+    assert "has the client alone" in done.stderr
+
+
+def test_the_command_of_the_stack_is_found_before_and_behind_what_cannot_be_run(
+    project: Path, installed: Path, without_stack: Path
+) -> None:
+    (project / "trinity-sync").mkdir()  # a checkout, say, where PATH has the current folder
+    broken = project / "broken/trinity-sync"
+    broken.parent.mkdir()
+    broken.write_text("#!/no/such/python\n")
+    broken.chmod(0o755)
+    for folders in (["", broken.parent, without_stack, installed], [installed, without_stack]):
+        path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
+        said = run(project, without_stack / "trinity-sync", "--help", PATH=path)
+        assert "trinity-sync ls ckpts" in said
+
+
 def test_a_training_saves_and_never_imports_flows_or_tasks(
     project: Path, installed: Path, stack: StackState
 ) -> None:

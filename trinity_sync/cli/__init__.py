@@ -7,32 +7,37 @@ a client lacks.
 
 import os
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 STACK_PACKAGES = ("alembic", "prefect", "prefect_ray", "ray", "rich", "sqlalchemy", "typer")
 """What the ``stack`` extra brings; an environment that lacks one of them has the client alone."""
+PASSED = "TRINITY_SYNC_PASSED"
+"""Variable of the next script: those that were asked before it, so that two never ask each other."""
 
 
 def main() -> None:
     """Run the command, or that of the stack's environment where this one has the client alone."""
+    passed = os.environ.pop(PASSED, "")
     if missing := [name for name in STACK_PACKAGES if find_spec(name) is None]:
-        _run_other_script(missing)
+        _run_other_script(missing, passed)
     from trinity_sync.cli.commands import app
 
     app(prog_name="trinity-sync")
 
 
-def _run_other_script(missing: list[str]) -> None:
-    """Become the next ``trinity-sync`` on ``PATH``; end with a sentence if there is none."""
-    own = Path(sys.argv[0]).absolute()
-    folders = [Path(folder) for folder in os.get_exec_path()]
-    if own.parent in folders:  # those before it were passed over when it was found
-        folders = folders[folders.index(own.parent) + 1 :]
-    for folder in folders:
-        script = folder / "trinity-sync"
-        if script.resolve() != own.resolve() and os.access(script, os.X_OK):
-            os.execv(script, [str(script), *sys.argv[1:]])
+def _run_other_script(missing: list[str], passed: str) -> None:
+    """Become another ``trinity-sync`` of ``PATH``; end with a sentence if there is none."""
+    seen = {*passed.split(os.pathsep), str(Path(sys.argv[0]).resolve())}
+    for folder in os.get_exec_path():
+        script = Path(folder).absolute() / "trinity-sync"
+        name = str(script.resolve())
+        if name not in seen and script.is_file():
+            seen.add(name)
+            with suppress(OSError):  # as a shell, pass over what cannot be run
+                env = {**os.environ, PASSED: os.pathsep.join(sorted(seen))}
+                os.execve(script, [str(script), *sys.argv[1:]], env)
     sys.exit(
         f"trinity-sync: {sys.prefix} has the client alone (it lacks {', '.join(missing)}). Install "
         'the stack into an environment of its own: uv tool install "trinity-sync[stack]", or '
