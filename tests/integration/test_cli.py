@@ -338,6 +338,14 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         stack_module.down(settings)
 
 
+def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    done = run("run", "--", "grep", "SigIgn", "/proc/self/status")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1], 16) == 0
+
+
 def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, work_pool="foreground")
     own = {

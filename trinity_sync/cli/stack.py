@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -102,6 +103,8 @@ def run(
     with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
         state = stack.up(read_settings())
     typer.echo(f"Prefect UI: {state.api_url.removesuffix('/api')}/runs", err=True)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then by all that it becomes
+        signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **state.environment})
     except OSError as error:
