@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,10 @@ def test_everything_runs_and_the_worker_is_online(
     assert [each.state for each in found.parts] == ["running"] * 3
     assert found.workers_online
     assert found.waiting_runs == 0
+
+
+def test_nobody_else_looks_into_the_folder_of_ray(stack: StackState) -> None:
+    assert stat.S_IMODE(Path(stack.ray_folder).stat().st_mode) == 0o700
 
 
 def test_a_killed_worker_is_started_again_and_the_rest_left_alone(

@@ -48,9 +48,12 @@ def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.4:6379")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {}}')
     assert STACK.environment == {"PREFECT_API_URL": STACK.api_url}
     env = environment(Settings(home=tmp_path), STACK)
-    assert "RAY_ADDRESS" not in env
+    assert {name for name in env if name.startswith("RAY_AUTH_")} == set(STACK.ray_auth or {})
+    assert not {"RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"} & env.keys()
     assert env["TRINITY_SYNC_RAY_ADDRESS"] == STACK.ray_address
 
 

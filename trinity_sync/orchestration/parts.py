@@ -39,6 +39,9 @@ _QUIET = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "1000",
 }
 
+_OF_A_TRAINING = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
+"""What a job of another Ray cluster has in its environment, and passes on to all that it starts."""
+
 
 @dataclass(frozen=True)
 class StackState:
@@ -134,13 +137,9 @@ def start_ray(
     settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
     """Start a Ray head node, at the port of ``state`` if it is free."""
-    remove_ray_folder(state)
-    # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
-    folder = tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp")
     port = free_port(state.ray_address, settings.host)
-    auth = _ray_auth(settings.home)
-    state = replace(state, ray=None, ray_address="", ray_folder=folder, ray_auth=auth)
-    options = ["--head", f"--temp-dir={folder}", f"--port={port}"]
+    state = replace(state, ray=None, ray_address="", ray_auth=_ray_auth(settings.home))
+    options = ["--head", f"--port={port}"]
     options += [f"--node-ip-address={settings.host}"]
     # any port that is free, so that two nodes on a machine do not meet
     options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
@@ -165,7 +164,11 @@ def _start_ray_node(
     num_cpus: int | None,
     object_store_mb: int,
 ) -> StackState:
+    remove_ray_folder(state)
+    # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
+    state = replace(state, ray_folder=tempfile.mkdtemp(prefix="trinity-ray-", dir="/tmp"))
     command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
+    command += [f"--temp-dir={_ray_temp(state)}"]
     command += [f"--node-name={settings.node}"]
     command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={object_store_mb * 10**6}"]
@@ -184,8 +187,13 @@ def ray_has_joined(ray: Daemon) -> bool:
 
 def ray_answers(state: StackState) -> str | None:
     """Address of the Ray node once it is ready, else None."""
-    path = Path(state.ray_folder) / "ray_current_cluster"
+    path = _ray_temp(state) / "ray_current_cluster"
     return path.read_text().strip() if path.is_file() else None
+
+
+def _ray_temp(state: StackState) -> Path:
+    """Where Ray's sockets and logs are: it lets everybody write there, our folder above does not."""
+    return Path(state.ray_folder) / "ray"
 
 
 def remove_ray_folder(state: StackState) -> None:
@@ -205,11 +213,14 @@ def start_worker(settings: Settings, state: StackState) -> StackState:
 def environment(settings: Settings, state: StackState) -> dict[str, str]:
     """Environment of the stack's own processes: the caller's, its URLs and all settings.
 
-    ``RAY_ADDRESS`` is the caller's, for a cluster of his own.
+    What names the caller's Ray cluster, or his job there, is left out.
     """
     env = {**os.environ, **_QUIET, **_history(settings), **state.environment}
-    env.pop("RAY_ADDRESS", None)
-    env.update(state.ray_auth or {})
+    for name in [name for name in env if name in _OF_A_TRAINING]:
+        del env[name]
+    if state.ray_auth:  # Ray takes a token in the environment before that in a file
+        env = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH_")}
+        env.update(state.ray_auth)
     for name, value in settings.model_dump(mode="json").items():
         text = value if isinstance(value, str) else json.dumps(value)
         env[f"TRINITY_SYNC_{name.upper()}"] = text

@@ -66,6 +66,7 @@ def joined(
     with environment({}):
         stack.down(second)
     assert not left_of(processes)
+    assert not Path(state.ray_folder).exists()
     assert all(psutil.pid_exists(part.pid) for part in head.daemons)
 
 
@@ -91,6 +92,16 @@ def test_a_rank_on_each_machine_saves_one_step(
             saves.wait_all(timeout=90)
     manifest = require_committed(root, 4)
     assert len([file for file in manifest.files if file.component == "model"]) == 2
+
+
+def test_ray_has_a_folder_on_each_machine_that_is_its_users_alone(
+    head: StackState, joined: StackState
+) -> None:
+    folders = {Path(state.ray_folder) for state in (head, joined)}
+    assert len(folders) == 2
+    for folder in folders:
+        assert (folder / "ray/session_latest").exists()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
