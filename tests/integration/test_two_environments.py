@@ -54,8 +54,13 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {
+    for name in ("flows", "tasks", "rich", "yaml", "uvicorn"):
+        module = tmp_path / f"theirs/{name}.py"
+        module.parent.mkdir(exist_ok=True)
+        module.write_text(f"raise RuntimeError('the {name} of the trainer')\n")
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "theirs"),
         "TRINITY_SYNC_HOME": str(tmp_path / "home"),
         "TRINITY_SYNC_SPOOL": str(stack_settings.spool),
         "PREFECT_API_URL": "",

@@ -19,6 +19,7 @@ PASSED = "TRINITY_SYNC_PASSED"
 
 def main() -> None:
     """Run the command, or that of the stack's environment where this one has the client alone."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # before what PYTHONPATH has for trainers
     passed = os.environ.pop(PASSED, "")
     if missing := [name for name in STACK_PACKAGES if find_spec(name) is None]:
         _run_other_script(missing, passed)

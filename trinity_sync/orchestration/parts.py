@@ -19,7 +19,7 @@ import certifi
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon
 from trinity_sync.orchestration.daemon import Daemon
-from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
 from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
 from trinity_sync.storage.durable import replace_file
@@ -227,8 +227,8 @@ def environment(settings: Settings, state: StackState) -> dict[str, str]:
     env["TRINITY_SYNC_RAY_ADDRESS"] = state.ray_address
     env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
     env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
-    # ours first: a project of the user's may well have a folder named flows or tasks
-    paths = [PACKAGES, *env.get("PYTHONPATH", "").split(os.pathsep)]
+    # ours first: the user's may well have a folder named flows or tasks, or a trainer's packages
+    paths = [PACKAGES, INSTALLED, *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     if state.server:
         env.update(_prefect_home(settings))

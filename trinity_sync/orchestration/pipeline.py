@@ -10,7 +10,9 @@ from pathlib import Path
 import trinity_sync
 
 _PACKAGE = Path(trinity_sync.__file__).parent
-_INSTALLED = _PACKAGE / "pipeline"
+_PIPELINE = _PACKAGE / "pipeline"
 
-PACKAGES = str(_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent)
+INSTALLED = str(_PACKAGE.parent)
+"""The folder that ``trinity_sync`` was installed into, and with it what the stack needs."""
+PACKAGES = str(_PIPELINE) if _PIPELINE.is_dir() else INSTALLED
 """The folder that holds ``flows`` and ``tasks``."""
