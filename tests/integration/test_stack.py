@@ -223,9 +223,13 @@ def test_an_address_that_is_no_prefect_api_is_named(
     assert url in str(caught.value)
 
 
-def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "stack.json").write_text("{")
-    with pytest.raises(StackError, match=r"stack\.json"):
+OF_ANOTHER_RELEASE = '{"format": 9, "server": null, "ray": null, "worker": null}'
+
+
+@pytest.mark.parametrize("text", ["{", OF_ANOTHER_RELEASE])
+def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stack.json").write_text(text)
+    with pytest.raises(StackError, match=r"stack\.json is damaged, or of another release"):
         stack_module.status(Settings(home=tmp_path))
 
 

@@ -1,17 +1,22 @@
 """A daemon that does not get ready is reported with what its user needs to know."""
 
 import os
+import resource
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import daemon
+from trinity_sync.orchestration import daemon, parts, stack
 from trinity_sync.orchestration.daemon import Daemon, Patience
+from trinity_sync.orchestration.parts import StackState
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.receipt import process_fields, process_lives, process_name
 
 RAY = """
@@ -124,3 +129,30 @@ def test_processes_of_others_that_the_kernel_hides_stop_nobody() -> None:
         os.chown(folder, 12345, 12345)
         command = [*isolated, "sh", "-c", mount, sys.executable, "-c", HIDDEN, f"{folder}/log/log"]
         subprocess.run(command, check=True, timeout=60)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file grows beyond 100 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
+    server = start("import time; time.sleep(60)", tmp_path)
+    with pytest.raises(OSError, match="too large"), full_disk():
+        stack._note(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
+    assert not server.lives
+    assert stack.find(Settings(home=tmp_path)) is None
+
+
+def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:
+    settings, state = Settings(home=tmp_path), StackState(api_url="http://127.0.0.1:9/api")
+    with pytest.raises(OSError, match="too large"), full_disk():
+        parts.environment(settings, state)
+    named = parts.environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
+    assert ssl.create_default_context(cafile=named).get_ca_certs()

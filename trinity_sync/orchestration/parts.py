@@ -55,6 +55,8 @@ class StackState:
     """Temporary folder of the Ray node, if it is this stack's."""
     ray_auth: dict[str, str] | None = None
     """Variables by which a process is let into the Ray node, if it is this stack's."""
+    host: str = ""
+    """Address at which this machine's server and Ray node are reached; "" if it has neither."""
     joined: bool = False
     """Whether the server and the head of the Ray cluster are those of another machine's stack."""
     server: Daemon | None = None
@@ -112,7 +114,8 @@ def start_server(settings: Settings, state: StackState) -> StackState:
     host = settings.host
     port = free_port(state.api_url, host)
     auth = _server_auth(settings)
-    state = replace(state, api_url=f"http://{host}:{port}/api", api_auth=auth, server=None)
+    url = f"http://{host}:{port}/api"
+    state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
     env = {**environment(settings, state), **_prefect_home(settings)}
     if auth:
@@ -138,7 +141,8 @@ def start_ray(
 ) -> StackState:
     """Start a Ray head node, at the port of ``state`` if it is free."""
     port = free_port(state.ray_address, settings.host)
-    state = replace(state, ray=None, ray_address="", ray_auth=_ray_auth(settings.home))
+    auth = _ray_auth(settings.home)
+    state = replace(state, ray=None, ray_address="", ray_auth=auth, host=settings.host)
     options = ["--head", f"--port={port}"]
     options += [f"--node-ip-address={settings.host}"]
     # any port that is free, so that two nodes on a machine do not meet
@@ -260,7 +264,7 @@ def _one_authority(settings: Settings) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         end = "-----END CERTIFICATE-----\n"
         first = Path(certifi.where()).read_text().partition(end)[0]
-        path.write_text(first + end)
+        replace_file(path, first + end)
     return path
 
 

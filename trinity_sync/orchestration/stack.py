@@ -28,6 +28,7 @@ from trinity_sync.storage.locks import file_lock
 STATE_FILE = "stack.json"
 INVITATION = "join.json"
 """Beside the state file: what another machine needs to know to join the stack, secrets included."""
+INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
 WORKER_S = 60.0
 """Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
@@ -68,6 +69,7 @@ def up(
     object_store_mb: int = 80,
     worker: bool = True,
     timeout_s: float = 180.0,
+    joining: StackState | None = None,
 ) -> StackState:
     """Start what is missing, and return when all of it works.
 
@@ -81,6 +83,7 @@ def up(
         worker: whether to start the flow worker, too.
         timeout_s: seconds that all of it may take; the flow worker, which is last, has 60 of its
             own if less is left.
+        joining: the stack of another machine that this one takes part in from now on.
 
     Raises:
         StackError: a part did not start, or one that was given cannot be reached. What this call
@@ -89,13 +92,20 @@ def up(
     settings = settings or Settings()
     patience = Patience(timeout_s)
     with _locked(settings.home):
-        before = _read(settings.home) or StackState()
-        now = before
+        before = now = _read(settings.home) or StackState()
+        if joining:
+            if before.daemons:
+                raise StackError(
+                    f"home {settings.home} has a stack already. Run trinity-sync down first, or "
+                    "set TRINITY_SYNC_HOME to a folder of this machine's own"
+                )
+            now = replace(joining, host=settings.host)
+        settings = _where_it_is(settings, now)
         try:
-            if before.joined:
-                now = _join_ray(settings, before, num_cpus, object_store_mb, patience)
+            if now.joined:
+                now = _join_ray(settings, now, num_cpus, object_store_mb, patience)
             else:
-                now = _start_both(settings, before, num_cpus, object_store_mb)
+                now = _start_both(settings, now, num_cpus, object_store_mb)
                 if now == before and now.lives and _works(now):
                     return now
                 now = _await_both(settings, now, patience)
@@ -129,21 +139,13 @@ def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
         StackError: as `up`; or there is a stack here, or the file is no invitation.
     """
     try:
-        state = StackState(**json.loads(invitation.read_text()), joined=True)
-    except (OSError, ValueError, TypeError) as error:
+        joining = _invited(invitation)
+    except (OSError, ValueError) as error:
         raise StackError(
             f"{invitation} is no invitation of a stack ({error}). Pass a copy of {INVITATION} in "
             "the home of the stack that this machine is to join"
         ) from error
-    with _locked(settings.home):
-        before = _read(settings.home)
-        if before and before.daemons:
-            raise StackError(
-                f"home {settings.home} has a stack already. Run trinity-sync down first, or set "
-                "TRINITY_SYNC_HOME to a folder of this machine's own"
-            )
-        _write(settings.home, state)
-    return up(settings, **arguments)
+    return up(settings, joining=joining, **arguments)
 
 
 def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
@@ -224,11 +226,27 @@ def _end(part: Daemon | None) -> None:
         daemon.stop(part, 15.0)
 
 
+def _where_it_is(settings: Settings, state: StackState) -> Settings:
+    """The settings, with the host at which the stack has been reached so far, if there is one.
+
+    Raises:
+        StackError: they name another.
+    """
+    if not state.host:
+        return settings
+    if settings.host not in (state.host, Settings.model_fields["host"].default):
+        raise StackError(
+            f"TRINITY_SYNC_HOST is {settings.host}, but the stack in {settings.home} is reached at "
+            f"{state.host}. Unset it, or run trinity-sync down first"
+        )
+    return settings.model_copy(update={"host": state.host})
+
+
 def _start_both(
     settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
     """Start server and Ray node, unless they run or are given."""
-    now = before
+    now = before if before.daemons else _where_it_was(settings.home)
     url = _given(API_URL, _named_server(), before.server, before.api_url, settings)
     address = _given(RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings)
     if url:
@@ -236,13 +254,13 @@ def _start_both(
     elif not before.server or not before.server.lives:
         _end(before.server)
         now = parts.start_server(settings, now)
-        _write(settings.home, now)
+        _note(settings.home, now)
     if address:
         now = replace(now, ray_address=address)
     elif not before.ray or not before.ray.lives:
         _end(before.ray)
         now = parts.start_ray(settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb)
-        _write(settings.home, now)
+        _note(settings.home, now)
     return now
 
 
@@ -258,13 +276,14 @@ def _join_ray(
         if not parts.accepts(there):
             raise StackError(
                 f"the {what} of the stack that this machine has joined does not answer at {there}. "
-                "Start that stack, or run trinity-sync down to leave it"
+                f"Start that stack, or leave it (trinity-sync down) and join with its {INVITATION} "
+                "of now"
             )
     if before.ray and before.ray.lives:
         return before
     _end(before.ray)
     now = parts.join_ray(settings, before, num_cpus=num_cpus, object_store_mb=object_store_mb)
-    _write(settings.home, now)
+    _note(settings.home, now)
     ray = now.ray
     assert ray is not None  # just started
     daemon.await_ready("the Ray node", ray, lambda: parts.ray_has_joined(ray), patience)
@@ -328,7 +347,7 @@ def _start_worker(settings: Settings, state: StackState, patience: Patience) -> 
             return bool(heartbeats(client, settings.work_pool).keys() - before)
 
         state = parts.start_worker(settings, state)
-        _write(settings.home, state)
+        _note(settings.home, state)
         assert state.worker is not None  # just started
         daemon.await_ready(
             "the flow worker", state.worker, is_online, patience, at_least_s=WORKER_S
@@ -435,25 +454,50 @@ def _read(home: Path) -> StackState | None:
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise StackError(
-            f"state file {path} is damaged; stop the processes that its logs name by hand, then "
-            "remove it"
+            f"state file {path} is damaged, or of another release. Run trinity-sync down of that "
+            "release, or stop the processes that its logs name by hand and remove it"
         ) from error
 
 
 def _write_invitation(settings: Settings, state: StackState) -> None:
-    """Write what another machine needs to know to join; see `join`."""
-    if not state.server or not state.ray or state.joined:
+    """Write what another machine needs to know to join, if it can reach this one; see `join`."""
+    if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
         return
     auth = dict(state.ray_auth or {})
     if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
         auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
-    body = {
-        "api_url": state.api_url,
-        "api_auth": state.api_auth,
-        "ray_address": state.ray_address,
-        "ray_auth": auth,
-    }
+    body = {name: getattr(state, name) for name in INVITED} | {"ray_auth": auth}
     replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
+
+
+def _invited(invitation: Path) -> StackState:
+    """The stack that an invitation leads to.
+
+    Raises:
+        OSError, ValueError: it is none.
+    """
+    body = json.loads(invitation.read_text())
+    if not isinstance(body, dict) or body.keys() != {*INVITED}:
+        raise ValueError(f"it does not have {', '.join(INVITED)} and nothing else")
+    return StackState(**body, joined=True)
+
+
+def _where_it_was(home: Path) -> StackState:
+    """Where a stack that was stopped can be started again, for the machines that have joined it."""
+    try:
+        last = _invited(home / INVITATION)
+    except (OSError, ValueError):
+        return StackState()
+    return StackState(api_url=last.api_url, ray_address=last.ray_address)
+
+
+def _note(home: Path, state: StackState) -> None:
+    """Write down what was just started; what cannot be written down is stopped again."""
+    try:
+        _write(home, state)
+    except BaseException:
+        _stop(state, keep=_read(home) or StackState())
+        raise
 
 
 def _write(home: Path, state: StackState) -> None:

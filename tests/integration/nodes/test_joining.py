@@ -1,7 +1,9 @@
 """A further machine joins a stack, with a home, a spool and an address of its own."""
 
 import json
+import os
 import shutil
+import signal
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 from tests.conftest import environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import stack
+from trinity_sync.orchestration import daemon, stack
 from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.storage.steps import require_committed
@@ -46,7 +48,7 @@ def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     with environment({}):
         state = stack.up(settings, num_cpus=1)
     yield state
-    processes = processes_of(state)
+    processes = processes_of(stack.find(settings) or state)
     with environment({}):
         stack.down(settings)
     assert not left_of(processes)
@@ -62,12 +64,13 @@ def joined(
     with environment({}):
         state = stack.join(second, invitation, num_cpus=1)
     yield state
+    state = stack.find(second) or state
     processes = processes_of(state)
     with environment({}):
         stack.down(second)
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert all(psutil.pid_exists(part.pid) for part in head.daemons)
+    assert (stack.find(machines[0]) or head).lives
 
 
 def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
@@ -121,10 +124,56 @@ def test_a_home_with_a_stack_of_its_own_joins_no_other(
         stack.join(machines[0], machines[0].home / "join.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", json.dumps({"url": "x"})])
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"url": "x"})])
 def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, text: str) -> None:
     (tmp_path / "join.json").write_text(text)
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="no invitation"):
         stack.join(settings, tmp_path / "join.json")
     assert stack.find(settings) is None
+
+
+def test_who_could_not_join_has_not_joined(
+    head: StackState, machines: tuple[Settings, Settings], tmp_path: Path
+) -> None:
+    invitation = json.loads((machines[0].home / "join.json").read_text())
+    away = {**invitation, "api_url": "http://127.0.0.2:9/api"}
+    (tmp_path / "join.json").write_text(json.dumps(away))
+    settings = Settings(home=tmp_path / "home")
+    with pytest.raises(StackError, match="does not answer"):
+        stack.join(settings, tmp_path / "join.json")
+    assert stack.find(settings) is None
+
+
+def test_a_head_that_ran_is_mended_where_it_was_whatever_the_shell_says(
+    head: StackState, machines: tuple[Settings, Settings]
+) -> None:
+    before = stack.find(machines[0])
+    assert before
+    assert before.server
+    os.kill(before.server.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before.server.pid)], timeout=10)
+    elsewhere = machines[0].model_copy(update={"host": "127.0.0.3"})
+    with environment({}):
+        with pytest.raises(StackError, match=r"is reached at 127\.0\.0\.2"):
+            stack.up(elsewhere)
+        after = stack.up(machines[0].model_copy(update={"host": "127.0.0.1"}))
+    assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
+
+
+def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_it(
+    head: StackState, joined: StackState, machines: tuple[Settings, Settings]
+) -> None:
+    first, second = machines
+    with environment({}):
+        assert stack.down(first)
+        with pytest.raises(StackError, match=r"join with its join\.json of now"):
+            stack.up(second)
+        state = stack.up(first, num_cpus=1)
+        assert (state.api_url, state.ray_address) == (head.api_url, head.ray_address)
+        assert joined.ray
+        daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
+        stack.up(second, num_cpus=1)
+        found = stack.status(second)
+    assert [part.state for part in found.parts] == ["external", "running", "running"]
+    assert found.workers_online
