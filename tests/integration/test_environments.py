@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+CHECKOUT = Path(__file__).parents[2]
 WHERE_PEOPLE_TRAIN = (
     "verl[vllm]==0.9.1",
     "verl==0.9.1",
@@ -21,11 +22,12 @@ WHERE_PEOPLE_TRAIN = (
 )
 
 
-def resolve(folder: Path, *requirements: str) -> str:
+def resolve(folder: Path, *requirements: str, python: str = "3.11", lock: Path | None = None) -> str:
     """Why no versions satisfy all requirements; empty if some do."""
     wanted = folder / "requirements.in"
     wanted.write_text("\n".join(requirements))
-    compile_ = ["-m", "uv", "pip", "compile", "--quiet", "--python-version", "3.11"]
+    compile_ = ["-m", "uv", "pip", "compile", "--quiet", "--python-version", python]
+    compile_ += ["--constraints", str(lock)] if lock else []
     done = subprocess.run(
         [sys.executable, *compile_, str(wanted), "-o", str(folder / "requirements.txt")],
         capture_output=True,
@@ -41,6 +43,15 @@ def test_an_environment_with_it_has_room_for_the_client(
     if why := resolve(tmp_path, package):
         pytest.skip(f"{package} cannot be installed by itself: {why.splitlines()[-1]}")
     assert resolve(tmp_path, package, f"trinity-sync @ {wheel.as_uri()}") == ""
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_lock_is_for_the_versions_of_python_that_the_readme_names(
+    python: str, wheel: Path, tmp_path: Path
+) -> None:
+    assert f"Python {python}" in (CHECKOUT / "README.md").read_text().partition("as the lock has versions")[0]
+    dev = f"trinity-sync[dev,demo] @ {wheel.as_uri()}"
+    assert resolve(tmp_path, dev, python=python, lock=CHECKOUT / "constraints.txt") == ""
 
 
 def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
