@@ -22,7 +22,9 @@ WHERE_PEOPLE_TRAIN = (
 )
 
 
-def resolve(folder: Path, *requirements: str, python: str = "3.11", lock: Path | None = None) -> str:
+def resolve(
+    folder: Path, *requirements: str, python: str = "3.11", lock: Path | None = None
+) -> str:
     """Why no versions satisfy all requirements; empty if some do."""
     wanted = folder / "requirements.in"
     wanted.write_text("\n".join(requirements))
@@ -49,7 +51,10 @@ def test_an_environment_with_it_has_room_for_the_client(
 def test_the_lock_is_for_the_versions_of_python_that_the_readme_names(
     python: str, wheel: Path, tmp_path: Path
 ) -> None:
-    assert f"Python {python}" in (CHECKOUT / "README.md").read_text().partition("as the lock has versions")[0]
+    assert (
+        f"Python {python}"
+        in (CHECKOUT / "README.md").read_text().partition("as the lock has versions")[0]
+    )
     dev = f"trinity-sync[dev,demo] @ {wheel.as_uri()}"
     assert resolve(tmp_path, dev, python=python, lock=CHECKOUT / "constraints.txt") == ""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 STACK_PACKAGES = ("alembic", "prefect", "prefect_ray", "ray", "rich", "sqlalchemy", "typer")
 """What the ``stack`` extra brings; an environment that lacks one of them has the client alone."""
 PASSED = "TRINITY_SYNC_PASSED"
-"""Variable of the next script: those that were asked before it, so that two never ask each other."""
+"""Variable of the next script: those that were asked before it, so that none is asked twice."""
 
 
 def main() -> None:

@@ -196,7 +196,7 @@ def ray_answers(state: StackState) -> str | None:
 
 
 def _ray_temp(state: StackState) -> Path:
-    """Where Ray's sockets and logs are: it lets everybody write there, our folder above does not."""
+    """Where its sockets and logs are. Ray lets everybody write there, our folder above nobody."""
     return Path(state.ray_folder) / "ray"
 
 
