@@ -230,8 +230,13 @@ def _where_it_is(settings: Settings, state: StackState) -> Settings:
     """The settings, with the host at which the stack has been reached so far, if there is one.
 
     Raises:
-        StackError: they name another.
+        StackError: they name another, or none at which a machine can be reached.
     """
+    if settings.host in ("0.0.0.0", "::"):
+        raise StackError(
+            f"TRINITY_SYNC_HOST is {settings.host}, where other machines would look for the stack "
+            "on themselves. Set it to an address of this one; hostname -I lists them"
+        )
     if not state.host:
         return settings
     if settings.host not in (state.host, Settings.model_fields["host"].default):
