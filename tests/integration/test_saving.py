@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
@@ -124,7 +125,10 @@ def test_saves_leave_no_functions_behind_in_ray(
 
     def functions() -> int:  # by a process that reads how to log in when it imports Ray
         asked = [sys.executable, "-c", count, stack.ray_address]
-        return int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+        env = {**os.environ, **(stack.ray_auth or {})}
+        return int(
+            subprocess.run(asked, env=env, check=True, capture_output=True, text=True).stdout
+        )
 
     counts = []
     for step in range(1, 4):

@@ -109,6 +109,6 @@ def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
 
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
-    with pytest.raises(StackError, match="TRINITY_SYNC_HOST is 0.0.0.0"):
+    with pytest.raises(StackError, match=r"TRINITY_SYNC_HOST is 0\.0\.0\.0"):
         stack.up(Settings(home=tmp_path, host="0.0.0.0"), timeout_s=1)
     assert not (tmp_path / "logs").exists()
