@@ -4,10 +4,13 @@ import asyncio
 import itertools
 import json
 import logging
+import os
+import resource
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,6 +56,48 @@ def test_an_error_of_the_file_system_ends_no_watcher(
         assert watcher.wait(time.monotonic() + 30) == []
     watcher.close()
     assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Within it, this process cannot open a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of half a loop
+@pytest.mark.filterwarnings("ignore:coroutine 'CommitWatcher._run' was never awaited")
+def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    with no_more_files():
+        watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
+        with pytest.raises(SaveTimeout):
+            watcher.wait(time.monotonic() + 0.5)
+    assert watcher.wait(time.monotonic() + 30) == []
+    watcher.close()
+
+
+def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(watcher.wait, None)
+        while not watcher._waiting:
+            time.sleep(0.001)
+        watcher.close()
+        with pytest.raises(SaveTimeout, match="when the coordinator was closed"):
+            waiting.result(30)
+    with pytest.raises(SaveTimeout, match="when the coordinator was closed"):
+        watcher.wait(None)
+    watcher.close()
 
 
 def test_who_waits_for_long_is_told_once_what_for(

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -150,6 +150,19 @@ def test_a_rank_sees_a_commit_in_the_root_and_asks_nobody(pair: Job) -> None:
     assert 0 <= told["seconds"][0] < 60
     assert not told["asked"]
     assert asked == []
+
+
+def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
+    job.stage(4, ZEROS)
+    job.commit(4)
+    watcher = CommitWatcher(SaveTrigger(), job.spool, rank=1, world_size=2)
+    watcher.follow(request_of(job))
+    until = time.monotonic() + 30
+    while time.monotonic() < until and watcher._pending:
+        with suppress(SaveTimeout):
+            watcher.wait(time.monotonic())
+    assert watcher.wait(time.monotonic()) == []
+    watcher.close()
 
 
 def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> None:

@@ -45,6 +45,8 @@ LOOK_S = 0.1, 2.0
 ASK_S = 1.0, 15.0
 """Seconds between two calls to the server and, at most, while it cannot be asked; the latter also
 between those of a rank that is not 0 and has lost its rank 0."""
+RETRY_S = 1.0
+"""Seconds after which the thread goes on that an error has stopped."""
 SAY_S = 15.0
 """Seconds after which a log line says what `wait` waits for."""
 MANY = 64
@@ -145,21 +147,23 @@ class CommitWatcher:
         """Wait until nothing is pending; returns the failures since the last call.
 
         Raises:
-            SaveTimeout: something still is at ``deadline`` (monotonic).
+            SaveTimeout: something still is at ``deadline`` (monotonic), or after `close`.
         """
         say_at = time.monotonic() + SAY_S
-        end = math.inf if deadline is None else deadline
         with self._changed:
             self._waiting += 1
+            self._sweeps |= not self._leads and bool(self._pending)  # also if the time is over
             self._start()
             try:
                 while self._pending:
                     now = time.monotonic()
+                    end = min(math.inf if deadline is None else deadline, self._end_at)
                     if now >= end:
                         waiting = ", ".join(sorted(self._pending))
+                        closed = " when the coordinator was closed" if now >= self._end_at else ""
                         raise SaveTimeout(
-                            f"not committed yet: {waiting}. They may still commit; see the Prefect "
-                            "UI."
+                            f"not committed yet{closed}: {waiting}. They may still commit; see the "
+                            "Prefect UI."
                         )
                     if now >= say_at:
                         say_at = math.inf
@@ -185,6 +189,9 @@ class CommitWatcher:
             thread = self._thread
         if thread is not None:
             thread.join(timeout + 1)  # a file system that hangs may keep it
+        with self._changed:
+            self._end_at = -math.inf
+            self._changed.notify_all()  # who waits, too
         if self._log is not None:
             self._log.close()
 
@@ -202,15 +209,26 @@ class CommitWatcher:
     def _start(self) -> None:
         """Have the thread look at what is new; under the lock."""
         if self._thread is None and self._has_work:
-            self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._run()), name="commit-watcher", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._stand, name="commit-watcher", daemon=True)
+            thread.start()
+            self._thread = thread
         self._wake_up()
 
     def _wake_up(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _stand(self) -> None:
+        """Work until nothing is left to do; an error ends it as little as it ends who waits."""
+        ended = False
+        while not ended:
+            try:
+                asyncio.run(self._run())
+            except Exception:  # no file is left to open, say
+                logger.exception("Saves in %s cannot be followed, will retry", self._spool.folder)
+                time.sleep(RETRY_S)
+            with self._changed:
+                ended = self._thread is not threading.current_thread()
 
     async def _run(self) -> None:
         self._wake = asyncio.Event()
@@ -224,9 +242,9 @@ class CommitWatcher:
                     if ended := not self._has_work:
                         self._thread = self._loop = None
         finally:
-            if not ended:  # by an error: the next save begins a new thread
+            if not ended:  # by an error
                 with self._changed:
-                    self._thread = self._loop = None
+                    self._loop = None
 
     async def _work(self) -> None:
         """Request and follow until nothing is left to do."""
@@ -236,6 +254,9 @@ class CommitWatcher:
         try:
             while self._has_work:
                 self._wake.clear()
+                for task in (sending, asking):
+                    if task is not None and task.done():
+                        task.result()  # an error, if it has ended with one
                 if self._trigger.has_unsent and (sending is None or sending.done()):
                     sending = loop.create_task(self._trigger.send())
                     sending.add_done_callback(lambda _: self._wake.set())
