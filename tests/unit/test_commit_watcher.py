@@ -25,8 +25,10 @@ from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveTimeout
+from trinity_sync.layout import ROOT_FORMAT
 from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.notes import to_text
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.durable import look_anew
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -414,6 +416,20 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
     with completed(job, request) as watcher:
         watcher.follow(request, images=["one that was committed"])
         assert watcher.wait(time.monotonic() + 30) == []
+
+
+@pytest.mark.parametrize("name", ["global_step_4/manifest.json", ".trinity_sync/store.json"])
+def test_a_save_ends_with_its_flow_run_where_another_release_has_written_the_root(
+    job: Job, name: str
+) -> None:
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    (job.root / name).write_text(to_text({"run": 1, "step": 4}, ROOT_FORMAT + 1))
+    (request,) = requests_in(job.root, [4], components=("model",))
+    with completed(job, request) as watcher:
+        watcher.follow(request)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+    assert "upgrade trinity-sync in this environment" in failure
 
 
 @pytest.mark.parametrize("value", [1, 2])

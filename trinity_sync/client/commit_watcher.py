@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import CommitError, ManifestError, SaveTimeout
+from trinity_sync.errors import CommitError, FormatError, ManifestError, SaveTimeout
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool, Sealed
@@ -328,7 +328,14 @@ class CommitWatcher:
         try:
             end = self._end_of(save, outcome)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
-            if not save.troubled:
+            if (
+                isinstance(error, FormatError)  # which no later look mends
+                and outcome is not None
+                and outcome.state in ("completed", "failed")
+            ):
+                self._fail(save, f"{outcome.message}. {error}")
+                self._end(save, outcome)
+            elif not save.troubled:
                 logger.warning(
                     "Cannot read the status of %s in %s, will retry: %r",
                     save.request.run_name,
@@ -338,10 +345,19 @@ class CommitWatcher:
             save.troubled = True
             return
         if end is not None:
-            self._tell([save], end)
-            with self._changed:
-                self._pending.pop(save.request.key, None)
-                self._changed.notify_all()
+            self._end(save, end)
+
+    def _end(self, save: _Pending, outcome: Outcome) -> None:
+        self._tell([save], outcome)
+        with self._changed:
+            self._pending.pop(save.request.key, None)
+            self._changed.notify_all()
+
+    def _fail(self, save: _Pending, why: str, what: str = "committed") -> None:
+        failure = f"{save.request.run_name} of {save.request.root} was not {what}: {why}"
+        logger.error("%s", failure)
+        with self._changed:
+            self._failures.append(failure)
 
     # ------------------------------------------------------------ the server
 
@@ -417,10 +433,7 @@ class CommitWatcher:
                 why = f"its flow run completed without that step being {what}"
                 why = "; ".join(map(_why_failed, late)) or why
             where = f" ({outcome.url})" if outcome.url else ""
-            failure = f"{request.run_name} of {request.root} was not {what}: {why}{where}"
-            logger.error("%s", failure)
-            with self._changed:
-                self._failures.append(failure)
+            self._fail(save, f"{why}{where}", what)
             return outcome
         return None
 
