@@ -450,3 +450,35 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
         assert job.spool.tickets() == ([], [])
     else:
         assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
+
+
+def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
+    tmp_path: Path,
+) -> None:
+    (request,) = requests_in(tmp_path, [4], components=())
+    answers = {"/deployments": (422, "{}"), "/flow_runs/filter": (200, "[]")}
+    with server(answers) as url:
+        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher.follow(request, submit=True)
+        (failure,) = watcher.wait(time.monotonic() + 30)
+        assert "refuses the request" in failure
+        answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
+        watcher.follow(request, submit=True)
+        with pytest.raises(SaveTimeout):  # nothing commits it here
+            watcher.wait(time.monotonic() + 3)
+        watcher.close()
+
+
+def test_a_server_of_this_node_is_asked_without_the_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    (request,) = requests_in(tmp_path, [4], components=())
+    with server({"/flow_runs/filter": (200, "[]")}) as url:
+        for name in (url, url.replace("127.0.0.1", "localhost")):
+            trigger = SaveTrigger(Settings(), name)
+            outcomes = asyncio.run(asked(trigger, [request]))
+            assert outcomes[request.key].state == "pending"

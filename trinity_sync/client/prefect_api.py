@@ -50,6 +50,8 @@ KEYS_PER_CALL = 100
 _PROTECTED = {"user-agent", "prefect-csrf-token", "prefect-csrf-client"}
 """Headers that Prefect does not let ``PREFECT_CLIENT_CUSTOM_HEADERS`` set."""
 
+_THIS_NODE = "localhost", "127.0.0.1", "[::1]"
+
 
 @dataclass(frozen=True)
 class FlowRun:
@@ -305,6 +307,7 @@ def _connect(server: _Server) -> "httpx.AsyncClient":
         headers=dict(server.headers),
         verify=context,
         follow_redirects=True,
+        mounts={f"all://{host}": None for host in _THIS_NODE},  # no proxy, whatever NO_PROXY says
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
     )

@@ -66,6 +66,7 @@ class SaveTrigger:
 
     def submit(self, request: SaveRequest) -> None:
         """Have the flow run of a save requested by the next `send`."""
+        self._refused.pop(request.key, None)  # by a stack that may have been upgraded since
         self._unsent.append((request, time.monotonic()))
 
     @property
