@@ -67,6 +67,7 @@ from trinity_sync.storage.stored import note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
 from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
 from trinity_sync.weights.book import Book
+from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.files import read_address, read_state, write_address, write_state
 
 STATE = {"model": {"w": torch.ones(10)}}
@@ -303,6 +304,22 @@ def test_weights_of_another_release_are_not_read_and_their_slot_is_let_go_of(
         upload(job, step, first())  # it is free to be filled
     slot.close()
     assert published_path(path).read_bytes() != kept
+
+
+@both
+def test_a_pointer_to_a_step_of_another_release_hides_no_weights(job: Job, change: int) -> None:
+    open_run(job.root, "first", 0)
+    notification = CommitNotification(job.root, "actor")
+    for step in (1, 2):
+        job.stage(step, STATE)
+        job.commit(step)
+        newest = notification.newest([])
+        assert newest
+        assert newest.step == step
+    of_another_release(step_folder(job.root, 2) / "manifest.json", change)
+    found = notification.newest([])
+    assert found
+    assert found.step == 1
 
 
 @both

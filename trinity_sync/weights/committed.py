@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.errors import Abandoned, CommitError, FormatError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import refuse_abandoned
@@ -49,7 +49,7 @@ def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
     try:
         manifest = require_committed(root, step)
         refuse_abandoned(root, manifest.run, "", step)
-    except (Abandoned, CommitError):
+    except (Abandoned, CommitError, FormatError):
         return None
     if "state_dict" not in manifest.kinds or not _has_model(manifest, role):
         return None
