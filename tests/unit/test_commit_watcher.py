@@ -482,3 +482,17 @@ def test_a_server_of_this_node_is_asked_without_the_proxy(
             trigger = SaveTrigger(Settings(), name)
             outcomes = asyncio.run(asked(trigger, [request]))
             assert outcomes[request.key].state == "pending"
+
+
+@pytest.mark.parametrize("at", ["2020-01-01T00:00:00Z", "2100-01-01T00:00:00Z"])
+def test_a_crashed_run_may_be_taken_up_again_whatever_this_clock_says(
+    job: Job, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (request,) = requests_in(job.root, [4], components=())
+    state = {"type": "CRASHED", "name": "Crashed", "message": "killed", "timestamp": at}
+    run = {"id": str(uuid4()), "idempotency_key": request.key, "state": state}
+    with server({"/flow_runs/filter": (200, json.dumps([run]))}) as url:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
+        monkeypatch.setattr("trinity_sync.client.save_trigger.CRASH_GRACE_S", -1.0)
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "failed"

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last one for all that follow."""
 CRASH_GRACE_S = 30.0
-"""Seconds for which a crashed run may still be taken up again by a worker."""
+"""Seconds for which a crashed run may still be taken up again by a worker, from when this process
+has heard of it: the clock of the server may be another."""
 
 State = Literal["unknown", "pending", "running", "completed", "failed"]
 
@@ -63,6 +65,8 @@ class SaveTrigger:
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
         self._away = False
         self._refused: dict[str, str] = {}
+        self._crashed: dict[tuple[uuid.UUID, float], float] = {}
+        """When it was heard (monotonic) that a run has crashed at some time of the server."""
 
     def submit(self, request: SaveRequest) -> None:
         """Have the flow run of a save requested by the next `send`."""
@@ -124,7 +128,8 @@ class SaveTrigger:
         if run.state == "COMPLETED":
             return Outcome("completed", message, run.page)
         if run.state == "CRASHED":
-            if time.time() - run.since <= CRASH_GRACE_S:
+            heard = self._crashed.setdefault((run.id, run.since), time.monotonic())
+            if time.monotonic() - heard <= CRASH_GRACE_S:
                 return Outcome("pending", message, run.page)
             with run_lock_if_free(self._settings.spool, run.id) as ended:
                 # of a server that was away: the run goes on here, and ends as what it reports
