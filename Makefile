@@ -56,7 +56,7 @@ client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the cal
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
 	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
 	for suite in tests/trainers/callbacks.py tests/integration/fsdp tests/verl; do \
-	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest -m "not slow" $$suite || exit; \
+	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest $$suite || exit; \
 	done
 
 newest prefect-oldest: ## the tests with the newest of everything, or on the oldest Prefect that is supported
@@ -84,8 +84,8 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/verl
 	$(BIN)/python -m tests.verl
 
-trinity: $(TRINITY)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
-	$(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
+trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
+	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
 
 torch-oldest torch-newest: ## images, FSDP and weights with the oldest torch that works, and the newest there is (CUDA builds, 7 GB each)
 	$(MAKE) torch-suites VENV=.venv-$@ LOCK= TORCH=torch$(if $(filter torch-oldest,$@),==2.10.0)
@@ -136,6 +136,6 @@ $(TRINITY)/.ready: pyproject.toml
 	test -x $(TRINITY)/bin/python || $(PYTHON) -m venv $(TRINITY)
 	$(TRINITY)/bin/python -m pip install --quiet "pip>=25.1"
 	$(TRINITY)/bin/python -m pip install --quiet $(TORCH)
-	$(TRINITY)/bin/python -m pip install --quiet -e ".[stack]" trinity-rft==0.6.0 "pyarrow<25" $(TORCH) \
+	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" $(TORCH) \
 	  pytest pytest-timeout psutil einops
 	touch $@
