@@ -227,7 +227,7 @@ def ray_of_another_environment(folder: Path, *, ray: str = "") -> Iterator[str]:
     command += [f"--temp-dir={scratch}", "--num-cpus=1", "--object-store-memory=80000000"]
     command += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-    env = {**os.environ, **NO_TOKEN}
+    env = {**os.environ, **NO_TOKEN, "PYTHONPATH": ""}  # it may name this checkout
     node = daemon.start(command, env=env, cwd=folder, log=folder / "logs/ray.log")
     try:
         until(lambda: "Ray runtime started" in Path(node.log).read_text(), "the Ray node")
