@@ -322,6 +322,18 @@ def test_rank_0_removes_what_it_said_in_earlier_runs(job: Job) -> None:
     assert sorted(path.name.partition("-")[0] for path in left) == ["other.jsonl", "run11", "run12"]
 
 
+def test_what_cannot_be_removed_of_an_earlier_run_stops_no_rank_0(job: Job) -> None:
+    folder = job.root / ".trinity_sync/outcomes"
+    folder.mkdir(parents=True)
+    (folder / "run1-other.jsonl").symlink_to("nowhere")  # as little opened as another user's file
+    (folder / "run2-other.jsonl").mkdir()
+    log, logs = OutcomeLog(request_of(job, run=3)), OutcomeLogs(request_of(job, run=3))
+    log.append({"one": Outcome("failed")})
+    logs.read()
+    assert logs.outcome("one") == Outcome("failed")
+    log.close()
+
+
 def test_a_later_run_leaves_what_a_living_rank_0_of_an_earlier_one_says(job: Job) -> None:
     first, second = OutcomeLog(request_of(job)), OutcomeLog(request_of(job, run=2))
     first.append({"one": Outcome("failed")})

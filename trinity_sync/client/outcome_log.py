@@ -20,6 +20,7 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -92,8 +93,9 @@ class OutcomeLog:
         make_folder(folder)
         for path in folder.glob("run*.jsonl"):
             number = parse_number(path.name.removeprefix("run").partition("-")[0])
-            if number is not None and number < self._request.run and not is_locked(path):
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # it is another user's, say
+                if number is not None and number < self._request.run and not is_locked(path):
+                    path.unlink(missing_ok=True)
         self._path = folder / f"{_prefix(self._request)}.{uuid.uuid4().hex[:8]}.jsonl"
         # locked before it has its name, so nobody finds it without a lock
         temporary = folder / f".{self._path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
