@@ -496,3 +496,35 @@ def test_a_crashed_run_may_be_taken_up_again_whatever_this_clock_says(
         assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
         monkeypatch.setattr("trinity_sync.client.save_trigger.CRASH_GRACE_S", -1.0)
         assert asyncio.run(asked(trigger, [request]))[request.key].state == "failed"
+
+
+def test_a_redirect_to_another_host_takes_no_secret_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_there: list[tuple[str, str]] = []
+    (request,) = requests_in(tmp_path, [4], components=())
+
+    class Elsewhere(Hanging):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(307)
+            self.send_header("location", there.replace("127.0.0.1", self.host))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        host = "localhost"
+
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"X-Secret": "of an access proxy"}')
+    with (
+        server({"": (200, "[]")}, asked=asked_there) as there,
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as made,
+    ):
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        trigger = SaveTrigger(Settings(), f"http://127.0.0.1:{made.server_port}/api")
+        outcome = asyncio.run(asked(trigger, [request]))[request.key]
+        assert outcome.state == "unknown"
+        assert "307 Temporary Redirect" in outcome.message
+        assert not asked_there
+        Elsewhere.host = "127.0.0.1"
+        assert asyncio.run(asked(trigger, [request]))[request.key].state == "pending"
+        made.shutdown()

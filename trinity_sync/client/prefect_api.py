@@ -6,7 +6,8 @@ next to vLLM. httpx is imported by the thread that makes the first call.
 The server, the password and the certificates come from the variables that Prefect's own client
 reads, and are used as it uses them: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
 ``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
-``PREFECT_CLIENT_CUSTOM_HEADERS``. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the
+``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike there, no redirect to another host is followed, and no proxy
+is asked for this node. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the
 state file of this user's local stack says where the server is.
 """
 
@@ -295,6 +296,14 @@ def _is_untrusted(error: BaseException | None) -> bool:
     return error is not None
 
 
+async def _refuse_other_hosts(answer: "httpx.Response") -> None:
+    """Follow no redirect to another host, to which secrets in custom headers would go along."""
+    if answer.has_redirect_location:
+        there = answer.url.join(answer.headers["location"])
+        if there.host != answer.url.host:
+            answer.raise_for_status()
+
+
 def _connect(server: _Server) -> "httpx.AsyncClient":
     import httpx
 
@@ -307,6 +316,7 @@ def _connect(server: _Server) -> "httpx.AsyncClient":
         headers=dict(server.headers),
         verify=context,
         follow_redirects=True,
+        event_hooks={"response": [_refuse_other_hosts]},
         mounts={f"all://{host}": None for host in _THIS_NODE},  # no proxy, whatever NO_PROXY says
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
