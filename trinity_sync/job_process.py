@@ -170,7 +170,7 @@ class JobProcess:
         Raises:
             SaveFailed: something was not committed; the message says what, why and where to look.
                 Each failure is raised once.
-            SaveTimeout: the time is over; the saves may still commit.
+            SaveTimeout: the time is over, or this was closed; the saves may still commit.
             ConfigError: this is not the process that made the coordinator.
         """
         deadline = None if timeout is None else time.monotonic() + timeout

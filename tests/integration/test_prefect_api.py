@@ -233,7 +233,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
         assert ask(url, nothing, PREFECT_API_TLS_INSECURE_SKIP_VERIFY="true") == {}
         with pytest.raises(PrefectApiError, match=r"not trusted.*PREFECT_API_SSL_CERT_FILE"):
             ask(url, nothing)
-        with pytest.raises(PrefectApiError, match="PREFECT_API_SSL_CERT_FILE names /no/file"):
+        with pytest.raises(PrefectApiError, match="or SSL_CERT_FILE, names /no/file"):
             ask(url, nothing, PREFECT_API_SSL_CERT_FILE="/no/file")
 
 

@@ -6,9 +6,9 @@ next to vLLM. httpx is imported by the thread that makes the first call.
 The server, the password and the certificates come from the variables that Prefect's own client
 reads, and are used as it uses them: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
 ``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
-``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike there, no redirect to another host is followed, and no proxy
-is asked for this node. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the
-state file of this user's local stack says where the server is.
+``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike there, no redirect to another host is followed, and no
+proxy is asked for this node. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the state
+file of this user's local stack says where the server is.
 """
 
 import asyncio
@@ -239,8 +239,8 @@ class PrefectApi:
             raise _other_server(url, f"{type(error).__name__}: {error}") from error
         except OSError as error:  # of the file of certificates; httpx raises none of its own
             raise PrefectApiError(
-                f"PREFECT_API_SSL_CERT_FILE names {cert_file}, which holds no certificates that "
-                f"can be read ({error}). Correct it",
+                f"PREFECT_API_SSL_CERT_FILE, or SSL_CERT_FILE, names {cert_file}, which holds no "
+                f"certificates that can be read ({error}). Correct it",
                 url=url,
             ) from error
 
