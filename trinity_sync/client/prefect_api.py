@@ -82,7 +82,7 @@ class _Server:
     @property
     def shown(self) -> str:
         """The URL without a password."""
-        return re.sub(r"//[^/@]*@", "//", self.url)
+        return re.sub(r"//.*@", "//", self.url)
 
 
 class PrefectApi:
@@ -283,8 +283,8 @@ def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
 
 def _other_server(url: str, why: str, status: int = 0) -> PrefectApiError:
     return PrefectApiError(
-        f"{url} answers, but is not the API of a Prefect server ({why}). Correct PREFECT_API_URL; "
-        "it ends with /api",
+        f"{url} is not the API of a Prefect server ({why}). Correct PREFECT_API_URL; it ends with "
+        "/api",
         url=url,
         status=status,
     )
