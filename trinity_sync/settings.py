@@ -22,7 +22,9 @@ def _default_spool() -> Path:
 class Settings(BaseSettings):
     """All knobs of trinity_sync; every field can be set as ``TRINITY_SYNC_<FIELD>``."""
 
-    model_config = SettingsConfigDict(env_prefix="TRINITY_SYNC_", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TRINITY_SYNC_", env_ignore_empty=True, frozen=True
+    )
 
     spool: Path = Field(default_factory=_default_spool)
     """Folder in shared memory that holds the slots and tickets of this node."""

@@ -130,7 +130,7 @@ def main(model: str, root: str, steps: int, save_every: int, log: Path) -> None:
     """Train, save, and go on from what was saved."""
     config = configured(model, root)
     environment = OmegaConf.to_container(OmegaConf.create(get_ppo_ray_runtime_env(config)))
-    ray.init(runtime_env=environment)
+    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=environment)
     trainer = trainer_of(config)
     trainer._load_checkpoint()
     with log.open("a", buffering=1) as lines:

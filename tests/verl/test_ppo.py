@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import processes_of
+from tests.conftest import left_of
 from tests.verl.sft import IMPORTS, LAUNCH_S, WITH_US, make_world
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.parts import StackState
@@ -64,8 +64,14 @@ class Launch:
         try:
             yield driver
         finally:
+            family = []  # its Ray node
+            if driver.poll() is None:
+                family = psutil.Process(driver.pid).children(recursive=True)
             driver.kill()
             driver.wait()
+            for each in left_of(family):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
     @property
     def output(self) -> str:
@@ -81,9 +87,10 @@ class Launch:
         return {each.pop("step"): each for each in logged}
 
 
-def kill_workers(stack: StackState) -> int:
-    """SIGKILL for veRL's ranks on the stack's Ray node; how many there were."""
-    ranks = [each for each in processes_of(stack) if is_rank(each)]
+def kill_workers(driver: subprocess.Popen[bytes]) -> int:
+    """SIGKILL for veRL's ranks on the driver's Ray node; how many there were."""
+    below = psutil.Process(driver.pid).children(recursive=True)
+    ranks = [each for each in below if is_rank(each)]
     for rank in ranks:
         rank.kill()
     return len(ranks)
@@ -106,7 +113,7 @@ def story(stack: StackState, tmp_path_factory: pytest.TempPathFactory) -> Story:
         while max(first.metrics, default=0) < SAVE_EVERY + 2:
             assert driver.poll() is None, first.output[-6000:]
             time.sleep(0.02)
-        killed = kill_workers(stack)
+        killed = kill_workers(driver)
     assert killed == 2, first.output[-6000:]
     second = Launch(world, "second", root, max(max(first.metrics) + 1, STEPS))
     with second.running() as driver:
