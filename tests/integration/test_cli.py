@@ -343,7 +343,8 @@ def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(
 ) -> None:
     done = run("run", "--", "grep", "SigIgn", "/proc/self/status")
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[1], 16) == 0
+    ignored = int(done.stdout.split()[1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1))
 
 
 def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:

@@ -61,6 +61,29 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1
 
 
+def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: Job) -> None:
+    class Joined(CommitWatcher):
+        """As if the training thread submitted the step again between look and end."""
+
+        def _end_of(self, save: Any, outcome: Outcome | None) -> Outcome | None:
+            end = super()._end_of(save, outcome)
+            if end is not None and not joined.is_set():
+                joined.set()
+                self.follow(request, images=["of the second submission"])
+            return end
+
+    joined = threading.Event()
+    job.stage(4, {"model": {"w": torch.zeros(3)}})
+    job.commit(4)
+    request = SaveRequest(root=str(job.root), step=4, run=1)
+    watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher.follow(request)
+    assert joined.wait(30)
+    with pytest.raises(SaveTimeout, match="step4"):  # that image is not part of the commit
+        watcher.wait(time.monotonic() + 0.5)
+    watcher.close()
+
+
 @contextmanager
 def no_more_files() -> Iterator[None]:
     """Within it, this process cannot open a file."""

@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.answers import server
+from trinity_sync.client import save_trigger
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.mend import TAKEN_BY, begin_again, mend
 from trinity_sync.orchestration.worker import TrinitySyncWorker
@@ -160,8 +161,9 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
 
 
 def test_a_run_that_a_server_calls_crashed_has_not_failed_while_it_runs_here(
-    spool_folder: Path,
+    spool_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(save_trigger, "CRASH_GRACE_S", -1.0)  # it is over
     with prefect(*CRASHED):
         trigger = SaveTrigger(Settings(spool=spool_folder), PREFECT_API_URL.value())
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
@@ -135,11 +135,13 @@ class CommitWatcher:
             self._trigger.submit(request)
         now = time.monotonic()
         with self._changed:
-            new = _Pending(request, now, now, time.time())
-            save = self._pending.setdefault(request.key, new)
-            save.images |= {*images}
-            save.exports |= {exports} - {""}
-            save.requested_here |= submit
+            known = self._pending.get(request.key) or _Pending(request, now, now, time.time())
+            self._pending[request.key] = replace(  # by `_end` told from what it has looked at
+                known,
+                images=known.images | {*images},
+                exports=known.exports | {exports} - {""},
+                requested_here=known.requested_here or submit,
+            )
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
@@ -350,7 +352,8 @@ class CommitWatcher:
     def _end(self, save: _Pending, outcome: Outcome) -> None:
         self._tell([save], outcome)
         with self._changed:
-            self._pending.pop(save.request.key, None)
+            if self._pending.get(save.request.key) is save:  # nothing has been added meanwhile
+                del self._pending[save.request.key]
             self._changed.notify_all()
 
     def _fail(self, save: _Pending, why: str, what: str = "committed") -> None:
