@@ -98,8 +98,8 @@ class Settings(BaseSettings):
     """As ``keep``, for what rewinds have set aside, such as ``newer=30d``; one folder a rewind."""
 
     host: str = "127.0.0.1"
-    """Address at which the embedded server and Ray node are reached; by default from this machine
-    alone. Any other lets further machines join, and the server asks for a password."""
+    """Address at which the embedded server and Ray node are reached. With any other than the
+    default, further machines can join, and the server asks for a password."""
 
     ray_address: str = ""
     """Ray cluster that the stack's tasks run on, as ``host:port``; empty for a node of the stack's
