@@ -370,7 +370,7 @@ def test_a_line_that_is_cut_off_and_another_version_are_passed_over(job: Job) ->
     with path.open("a") as file:
         file.write('leted"}\n{"key": "three", "state": "completed", "message": "", "url": ""}\n')
     four = '{"key": "four", "state": "completed", "message": "", "url": ""}'
-    path.with_suffix(".later.jsonl").write_text('{"version": 2}\n' + four + "\n")
+    path.with_suffix(".later.jsonl").write_text('{"format": 2}\n' + four + "\n")
     logs.read()
     assert logs.outcome("two") is None  # it has not all that a line has
     assert logs.outcome("three") == Outcome("completed")

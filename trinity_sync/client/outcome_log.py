@@ -3,7 +3,7 @@
 ::
 
     root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
-        {"version": 1}
+        {"format": 1}
         {"key": "...step40/checkpoint", "state": "pending", "message": "", "url": ""}
         {"key": "...step40/checkpoint", "state": "failed", "message": "...", "url": "..."}
 
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trinity_sync.client.save_trigger import Outcome, State
-from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.flock import LockFile
 from trinity_sync.snapshot.notes import load_object, make_record
@@ -35,7 +35,6 @@ from trinity_sync.storage.locks import is_locked
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
 UNANNOUNCED_S = 60.0
 """Seconds within which rank 0 submits a save that another rank has submitted; a flow waits as long
 for its ranks by default (``gather_s``)."""
@@ -102,7 +101,7 @@ class OutcomeLog:
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             lock.acquire()
-            temporary.write_text(json.dumps({"version": VERSION}) + "\n")
+            temporary.write_text(json.dumps({"format": ROOT_FORMAT}) + "\n")
             temporary.rename(self._path)
         except BaseException:
             lock.close()
@@ -116,7 +115,7 @@ class _File:
     """What was read of one file."""
 
     offset: int = 0
-    version: object = None
+    format: object = None
     """What its first line names; None before that is read."""
     said: dict[str, Outcome] = field(default_factory=dict)
     """The newest line of each save."""
@@ -180,12 +179,16 @@ class OutcomeLogs:
         for line in lines:
             try:
                 body = load_object(line)
-                if seen.version is None:
-                    seen.version = body.get("version", 0)
-                    if seen.version != VERSION:
-                        logger.warning("%s is of another release, and is not read", path)
+                if seen.format is None:
+                    seen.format = body.get("format", 0)
+                    if seen.format != ROOT_FORMAT:
+                        logger.warning(
+                            "%s is of another release, and is not read: this rank asks the Prefect "
+                            "server itself. Install one release on all ranks",
+                            path,
+                        )
                     continue
-                if seen.version != VERSION:
+                if seen.format != ROOT_FORMAT:
                     return
                 read = make_record(_Line, body)
             except ValueError:

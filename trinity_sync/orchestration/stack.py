@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trinity_sync.client.prefect_api import STACK_FILE
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import daemon, parts
 from trinity_sync.orchestration.daemon import Daemon, Patience
@@ -25,7 +26,6 @@ from trinity_sync.snapshot.trust import is_own
 from trinity_sync.storage.durable import replace_file
 from trinity_sync.storage.locks import file_lock
 
-STATE_FILE = "stack.json"
 INVITATION = "join.json"
 """Beside the state file: what another machine needs to know to join the stack, secrets included."""
 INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
@@ -436,7 +436,7 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 def _read(home: Path) -> StackState | None:
-    path = home / STATE_FILE
+    path = home / STACK_FILE
     try:
         with path.open("rb") as file:
             if not is_own(file.fileno()):
@@ -506,7 +506,7 @@ def _note(home: Path, state: StackState) -> None:
 
 
 def _write(home: Path, state: StackState) -> None:
-    path = home / STATE_FILE
+    path = home / STACK_FILE
     if state == StackState():
         path.unlink(missing_ok=True)
         return
