@@ -112,3 +112,8 @@ def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path:
     with pytest.raises(StackError, match=r"TRINITY_SYNC_HOST is 0\.0\.0\.0"):
         stack.up(Settings(home=tmp_path, host="0.0.0.0"), timeout_s=1)
     assert not (tmp_path / "logs").exists()
+
+
+def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_HOME", "")  # else it would be the current folder
+    assert Settings().home == Path.home() / ".trinity_sync"
