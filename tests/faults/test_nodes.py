@@ -53,7 +53,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
                 ranks[0].wait_all(120)
             run = api.ended(api.run_of(key_of(root, 2)).id)
             assert run.state.is_failed()
-            assert not [task for task in api.tasks_of(run) if task.state.is_running()]
+            api.ended_tasks(run, "model")
             assert [image.failed for image in ranks[0].spool.tickets()[0]] == [True]
             assert read_manifest(root, 2) is None
             assert newest(root).step == 1

@@ -1,5 +1,6 @@
 """What the tests ask the Prefect server."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -27,6 +28,11 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     return request.key
 
 
+def kind_of(task: TaskRun) -> str:
+    """Return the task's name in the flow, such as "model", without the number of its run."""
+    return task.name.rpartition("-")[0]
+
+
 class Api:
     """The server of the session's stack."""
 
@@ -50,6 +56,20 @@ class Api:
             return client.read_task_runs(
                 flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
             )
+
+    def ended_tasks(self, run: FlowRun, *kinds: str) -> list[TaskRun]:
+        """Return the run's task runs, once those of these kinds and all others have ended.
+
+        A server takes the states of task runs from events, which may come after the flow's end.
+        """
+
+        def find() -> list[TaskRun]:
+            tasks = self.tasks_of(run)
+            ended = [task for task in tasks if task.state and task.state.is_final()]
+            complete = Counter(map(kind_of, ended)) >= Counter(kinds)
+            return ended if complete and len(ended) == len(tasks) else []
+
+        return until(find, f"the end of the tasks {', '.join(kinds)} of {run.name}")
 
     def artifacts_of(self, run: FlowRun) -> list[Any]:
         with self.client as client:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import Api, key_of
+from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
-from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailed
 from trinity_sync.layout import steps_on_disk
@@ -53,11 +52,8 @@ def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
     ended = api.ended(api.run_of(key_of(root, 2)).id)
     assert ended.state is not None
     assert ended.state.is_completed()
-    states = until(
-        lambda: [t.state for t in api.tasks_of(ended) if t.name.startswith("prune")],
-        "the prune task's run",
-    )
-    assert [state.is_failed() for state in states if state] == [True]
+    tasks = api.ended_tasks(ended, "model", "commit", "prune")
+    assert [task.state.name for task in tasks if kind_of(task) == "prune"] == ["Failed"]
     assert steps_on_disk(root) == [1, 2]
 
 

@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Crashed
 
-from tests.integration.prefect_api import Api, key_of
+from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.waiting import until
 from trinity_sync.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
@@ -54,11 +54,8 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
     run = api.ended(api.run_of(key(saves, 40)).id)
     assert run.name == "save actor step 40"
     assert {f"job:{saves.spool.folder.name}", "run:1", "step:40", "kind:checkpoint"} <= {*run.tags}
-    names = until(
-        lambda: (found := [t.name.rpartition("-")[0] for t in api.tasks_of(run)])[4:] and found,
-        "five task runs",
-    )
-    assert sorted(names) == ["commit", "extras", "metadata", "model", "optimizer"]
+    names = ["commit", "extras", "metadata", "model", "optimizer"]
+    assert sorted(map(kind_of, api.ended_tasks(run, *names))) == names
     (artifact,) = api.artifacts_of(run)
     assert artifact.type == "table"
     assert "actor/model_world_size_1_rank_0.pt" in artifact.data
@@ -287,15 +284,8 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     assert "save actor step 9" in str(caught.value)
     run = api.ended(api.run_of(key(saves, 9)).id)
     assert run.state.is_failed()
-    commit = until(
-        lambda: [
-            task
-            for task in api.tasks_of(run)
-            if task.name.startswith("commit") and task.state.is_final()
-        ],
-        "the end of the commit",
-    )
-    assert commit[0].run_count == 1  # nothing that another attempt could mend
+    (commit,) = (task for task in api.ended_tasks(run, "commit") if kind_of(task) == "commit")
+    assert commit.run_count == 1  # nothing that another attempt could mend
     assert read_manifest(root, 9) is None
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})
