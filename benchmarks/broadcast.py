@@ -23,7 +23,11 @@ from typing import Any
 import torch
 
 from trinity_sync.weights.broadcast import receive_weights, send_weights
-from trinity_sync.weights.group import WeightGroup, join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import (
+    WeightGroup,
+    join_weight_group,
+    weight_group_address,
+)
 
 TURNS = 7
 LAYER = {"mlp": (3 * 4864, 896), "attention": (1152, 896), "out": (896, 896), "norm": (896,)}

@@ -27,7 +27,7 @@ from benchmarks.resources import cpu_seconds, drop_page_cache
 from benchmarks.restore import timed_load
 from benchmarks.systems import System, find
 from benchmarks.training import Size, Training
-from trinity_sync.storage.durable import sync_folder
+from trinity_sync.fs.atomic import sync_folder
 
 T = TypeVar("T")
 

@@ -76,19 +76,19 @@ class Side:
 
     def start(self) -> float:
         """Start the server; seconds until it answers."""
-        from trinity_sync.orchestration import daemon, parts
         from trinity_sync.orchestration.deploy import deploy
+        from trinity_sync.stack import daemon, services
 
         settings, began = self.settings, time.perf_counter()
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.spool.mkdir(mode=0o700, exist_ok=True)
         os.environ |= self.database.environment
-        state = self.state = parts.start_server(settings, parts.StackState())
+        state = self.state = services.start_server(settings, services.StackState())
         assert state.server
         daemon.await_ready(
             "the Prefect server",
             state.server,
-            lambda: parts.server_answers(state),
+            lambda: services.server_answers(state),
             daemon.Patience(300),
         )
         took = time.perf_counter() - began
@@ -115,7 +115,7 @@ class Side:
 
     def stop(self, *, settled: bool = False) -> None:
         """End both processes; ``settled``: when the server has written down what it knows."""
-        from trinity_sync.orchestration import daemon
+        from trinity_sync.stack import daemon
 
         if self.state:
             state, self.state = self.state, None

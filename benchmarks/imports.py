@@ -17,7 +17,7 @@ def now():
 marks = [now()]
 import torch, torch.distributed.tensor
 marks.append(now())
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 marks.append(now())
 print(json.dumps([[b - a for a, b in zip(*pair)] for pair in zip(marks, marks[1:])]))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.storage.durable import sync_folder
+from trinity_sync.fs.atomic import sync_folder
 
 CHUNK = 16 << 20
 IN_FLIGHT = 4

@@ -74,7 +74,7 @@ class Trainer:
     def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int, share: float) -> None:
         from trinity_sync.snapshot.spool import open_job_spool
         from trinity_sync.snapshot.stager import Origin, Stager
-        from trinity_sync.weights.publish import Publisher
+        from trinity_sync.weights.publisher import Publisher
 
         job = open_job_spool(spool, root)
         self._origin = lambda step: Origin(

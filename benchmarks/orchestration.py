@@ -12,7 +12,7 @@ from prefect.client.schemas.filters import (
 )
 
 from benchmarks.measure import Samples
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 
 NAME = "trinity_sync + Prefect"
 WARM_UP = 3

@@ -73,8 +73,8 @@ def wait_in_each_phase(root: str, urls: list[str]) -> list[dict[str, tuple[float
     import torch
     import torch.distributed as dist
 
-    from trinity_sync.coordinator import CheckpointCoordinator
-    from trinity_sync.errors import SaveTimeout
+    from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync.errors import SaveTimeoutError
 
     os.environ["PREFECT_API_URL"] = urls[dist.get_rank()]
     found: dict[str, tuple[float, float, float]] = {}
@@ -83,7 +83,7 @@ def wait_in_each_phase(root: str, urls: list[str]) -> list[dict[str, tuple[float
     def in_wait_all() -> None:
         try:
             saves.wait_all(timeout=SECONDS)
-        except SaveTimeout:
+        except SaveTimeoutError:
             return
         raise AssertionError("the save has ended")
 

@@ -13,12 +13,12 @@ from prefect.settings import PREFECT_API_URL
 
 from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.orchestration.history import retention_of, runs_of
-from trinity_sync.orchestration.mend import UNDER_WAY, end_unheard_tasks, runs_in
+from trinity_sync.orchestration.prefect_queries import waiting_runs
 from trinity_sync.orchestration.reconcile import reconcile
-from trinity_sync.orchestration.server import waiting_runs
-from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.orchestration.run_history import retention_of, runs_of
+from trinity_sync.orchestration.zombie_runs import UNDER_WAY, end_unheard_tasks, runs_in
 from trinity_sync.settings import Settings
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}

@@ -139,8 +139,8 @@ class Run:
     @contextmanager
     def stack(self) -> Iterator[None]:
         """An embedded stack, for what is measured inside the ``with`` block."""
-        from trinity_sync.orchestration.stack import running
         from trinity_sync.settings import Settings
+        from trinity_sync.stack.embedded import running
 
         settings = Settings(home=self.root / "home", spool=self.shared / "spool")
         with running(settings) as stack:

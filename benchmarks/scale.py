@@ -284,19 +284,19 @@ def root_job(root: Path) -> str:
 @contextmanager
 def prefect_server() -> Iterator[int]:
     """A Prefect server with the deployments; its pid."""
-    from trinity_sync.orchestration import daemon, parts
     from trinity_sync.orchestration.deploy import deploy
     from trinity_sync.settings import Settings
+    from trinity_sync.stack import daemon, services
 
     settings = Settings()
     settings.home.mkdir(parents=True, exist_ok=True)
-    state = parts.start_server(settings, parts.StackState())
+    state = services.start_server(settings, services.StackState())
     assert state.server
     try:
         daemon.await_ready(
             "the Prefect server",
             state.server,
-            lambda: parts.server_answers(state),
+            lambda: services.server_answers(state),
             daemon.Patience(180),
         )
         os.environ["PREFECT_API_URL"] = state.api_url

@@ -127,12 +127,12 @@ def measure(root: Path, spool: Path) -> Samples:
     import ray
     import torch
 
+    from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.save_trigger import SaveTrigger
-    from trinity_sync.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
-    from trinity_sync.snapshot.copying import copy_pieces
-    from trinity_sync.snapshot.reading import release
-    from trinity_sync.weights.publish import Publisher
+    from trinity_sync.snapshot.memcpy import copy_pieces
+    from trinity_sync.snapshot.slot_lock import release
+    from trinity_sync.weights.publisher import Publisher
     from trinity_sync.weights.synchronizer import Synchronizer
     from trinity_sync.weights.version import ImageRef, Version
 

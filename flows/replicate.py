@@ -8,9 +8,9 @@ from prefect_ray.context import remote_options
 
 from flows.on_ray import OnRay, results
 from tasks.replicate import replicate_step as send
-from trinity_sync.orchestration.server_time import due
-from trinity_sync.request import SaveRequest
-from trinity_sync.storage.remote import refuse_credentials
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.clock_skew import due
+from trinity_sync.remote.remote_root import refuse_credentials
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from tasks.export import export_wished
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
 from tasks.replicate import send_step
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
-from trinity_sync.storage.stored import store_of
+from trinity_sync.storage.required_remote import store_of
 
 
 @flow(name="save-step", task_runner=OnRay(), persist_result=False, retries=0)

@@ -10,17 +10,17 @@ from prefect.runtime import flow_run
 from tasks.persist import is_io_error, save_of
 from tasks.weights import show_weights
 from trinity_sync.catalog.mirror import try_mirror
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.roots import note_root
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.storage.block_reuse import recycles
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.export_requests import Wish, make_wish, wishes
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.persist import Part, Save, Written, discard, mark_failed
 from trinity_sync.storage.placement import Share
-from trinity_sync.storage.recycling import recycles
-from trinity_sync.storage.wishes import Wish, make_wish, wishes
 
 logger = logging.getLogger(__name__)
 

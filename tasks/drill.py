@@ -6,7 +6,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from trinity_sync.errors import CommitError, TrinitySyncError
-from trinity_sync.orchestration.roots import roots_of
+from trinity_sync.orchestration.job_registry import roots_of
 from trinity_sync.settings import Settings
 
 

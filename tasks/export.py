@@ -6,16 +6,16 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
-from trinity_sync.orchestration.roots import require_allowed
-from trinity_sync.request import SaveRequest
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
-from trinity_sync.storage.wishes import wishes
+from trinity_sync.storage.export_requests import wishes
 
 
 @task(name="export", persist_result=False)
 def export_wished(request: SaveRequest) -> None:
     """Export what the trainer asked for with a save that is committed now."""
-    from trinity_sync.export.step import grant  # torch takes seconds, and saves need it not
+    from trinity_sync.formats.hf_export import grant  # torch takes seconds, and saves need it not
 
     require_allowed(Settings(), request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -29,7 +29,7 @@ def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> None:
     """Write one role's model of a committed step as a Hugging Face folder."""
-    from trinity_sync.export.step import export_step  # as above
+    from trinity_sync.formats.hf_export import export_step  # as above
 
     for path in (root, *([to] if to else [])):
         require_allowed(Settings(), path)

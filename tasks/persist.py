@@ -5,9 +5,9 @@ from typing import Any
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
-from trinity_sync.orchestration.roots import require_allowed
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.commit import await_receipts, make_durable

@@ -11,14 +11,22 @@ from prefect.artifacts import create_table_artifact
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import rebuild, try_mirror
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, TrinitySyncError
-from trinity_sync.orchestration.roots import require_allowed, roots_of
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.job_registry import require_allowed, roots_of
+from trinity_sync.retention.policies import All, LastN, parse_policy
+from trinity_sync.retention.prune import (
+    Plan,
+    Removal,
+    Rules,
+    carry_out,
+    plan,
+    survey,
+    verdicts,
+)
+from trinity_sync.retention.quarantine import let_go_of_aside
 from trinity_sync.settings import Settings
-from trinity_sync.storage.aside import let_go_of_aside
-from trinity_sync.storage.policies import All, LastN, parse_policy
-from trinity_sync.storage.recycling import recycles
-from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey, verdicts
+from trinity_sync.storage.block_reuse import recycles
 
 logger = logging.getLogger(__name__)
 

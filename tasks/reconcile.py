@@ -9,10 +9,10 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 
 from tasks.weights import show_weights
+from trinity_sync.orchestration.job_registry import roots_of
 from trinity_sync.orchestration.reconcile import GRACE_S, reconcile
-from trinity_sync.orchestration.roots import roots_of
 from trinity_sync.settings import Settings
-from trinity_sync.storage.leftovers import Finding
+from trinity_sync.storage.gc import Finding
 
 
 @task(name="mend", persist_result=False)

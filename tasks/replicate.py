@@ -11,10 +11,10 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError, TrinitySyncError
-from trinity_sync.orchestration.roots import require_allowed, require_allowed_store
+from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
+from trinity_sync.remote.required import send, send_missing, thin_out
+from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
-from trinity_sync.storage.primary import send, send_missing, thin_out
-from trinity_sync.storage.replicate import replicate
 
 logger = logging.getLogger(__name__)
 

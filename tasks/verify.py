@@ -8,7 +8,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from trinity_sync.errors import CommitError
-from trinity_sync.orchestration.roots import roots_of
+from trinity_sync.orchestration.job_registry import roots_of
 from trinity_sync.settings import Settings
 from trinity_sync.storage.verify import Checked, Chosen, Verdict, check, choose, judge
 

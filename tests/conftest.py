@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.parts import environment as environment_of_stack
 from trinity_sync.settings import Settings
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.stack.services import environment as environment_of_stack
 
 if TYPE_CHECKING:  # a unit test needs neither, and they take seconds
     from tests.integration.prefect_api import Api
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
 
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -107,19 +107,19 @@ def running_stack(
         try:
             yield state
         finally:
-            stack_module.down(settings)
+            embedded.down(settings)
     refresh_prefect()
 
 
 def started(settings: Settings, num_cpus: int) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
-        return stack_module.up(settings, num_cpus=num_cpus)
+        return embedded.up(settings, num_cpus=num_cpus)
     env = environment_of_stack(settings, StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]
     subprocess.run(command, env=env, check=True, capture_output=True)
-    found = stack_module.find(settings)
+    found = embedded.find(settings)
     assert found
     return found
 
@@ -137,7 +137,7 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
     """The session's stack; from its start to the end of the session, the environment names it."""
     with running_stack(stack_settings) as state:
         yield state
-        now = stack_module.find(stack_settings) or state
+        now = embedded.find(stack_settings) or state
         processes = processes_of(now) if now.lives else []
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()
@@ -146,11 +146,11 @@ def stack(stack_settings: Settings) -> Iterator[StackState]:
 STOP = """
 import shutil, sys
 if not sys.stdin.read():
-    from trinity_sync.orchestration import stack
+    from trinity_sync.stack import embedded
     from trinity_sync.settings import Settings
     home, spool = sys.argv[1:]
     try:
-        stack.down(Settings(home=home, spool=spool))
+        embedded.down(Settings(home=home, spool=spool))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
 """
@@ -188,7 +188,7 @@ def saves(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> "Iterator[CheckpointCoordinator]":
     """A job on the session's stack."""
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
 
     coordinator = CheckpointCoordinator(root, settings=stack_settings)
     yield coordinator

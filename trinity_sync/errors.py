@@ -3,38 +3,40 @@
 ::
 
     TrinitySyncError
-     ├─ ConfigError          a setting, path or argument that cannot work (also a ValueError)
-     │   └─ RootError        a root whose file system cannot keep what a commit promises
-     ├─ MissingPackageError  an integration's package is not installed (also an ImportError)
-     ├─ FormatError          a record of another release; says which environment to upgrade
-     ├─ SpoolError           the spool of this node cannot serve
-     │   ├─ SpoolFull        too little shared memory; says how many bytes are needed
-     │   └─ TicketError      a ticket that is torn or corrupted
-     ├─ ImageError           a state that cannot be staged, or an image that cannot be read
-     ├─ SaveError            a save that cannot be committed
-     │   ├─ MissingShards    ranks or components that were never handed over
-     │   ├─ Abandoned        a later run of the job resumed from an earlier step
-     │   ├─ SaveFailed       raised to the caller for every save that failed (`wait_all`)
-     │   └─ SaveTimeout      the save has not ended yet; it may still commit
-     ├─ CommitError          what is on disk is not a committed step
-     │   └─ ManifestError    a manifest that is torn or corrupted
-     ├─ ExportError          shards that cannot be written as a Hugging Face model
-     ├─ RemoteError          a store of copies cannot be reached, read or written
-     │   └─ DamagedCopy      what is there are not the bytes that its manifest names
-     ├─ StepClaimed          a lease or a pin holds a step that was to be taken away
-     ├─ LockTimeoutError     a lock that another process has for too long
-     ├─ CatalogError         the SQL index is away, refuses, or is of a newer version
-     ├─ WeightSyncError      weights that did not get from the trainer to a reader
-     │   └─ DeltaError       a delta that is torn, or does not fit the weights it is applied to
-     ├─ UnsupportedTorchError  a name of torch is not there (also an ImportError)
-     └─ StackError           Prefect server, Ray or the flow worker cannot be reached or started
-         └─ PrefectApiError  the API of a Prefect server does not answer, or not as it should
-             └─ RequestRefusedError  the server will never accept the request
+     ├─ ConfigError                 a setting, path or argument that cannot work (also a ValueError)
+     │   └─ RootError               a root whose file system cannot keep what a commit promises
+     ├─ MissingPackageError         an integration's package is not installed (also an ImportError)
+     ├─ FormatError                 a record of another release; says which environment to upgrade
+     ├─ SpoolError                  the spool of this node cannot serve
+     │   ├─ SpoolFullError          too little shared memory; says how many bytes are needed
+     │   └─ TicketError             a ticket that is torn or corrupted
+     ├─ ImageError                  a state that cannot be staged, or an image that cannot be read
+     ├─ SaveError                   a save that cannot be committed
+     │   ├─ MissingShardsError      ranks or components that were never handed over
+     │   ├─ SupersededError         a later run of the job resumed from an earlier step
+     │   ├─ SaveFailedError         raised to the caller for every save that failed (`wait_all`)
+     │   └─ SaveTimeoutError        the save has not ended yet; it may still commit
+     ├─ CommitError                 what is on disk is not a committed step
+     │   └─ ManifestError           a manifest that is torn or corrupted
+     ├─ ExportError                 shards that cannot be written as a Hugging Face model
+     ├─ RemoteError                 a store of copies cannot be reached, read or written
+     │   └─ CorruptedCopyError      what is there are not the bytes that its manifest names
+     ├─ StepInUseError              a lease or a pin holds a step that was to be taken away
+     ├─ LockTimeoutError            a lock that another process has for too long
+     ├─ CatalogError                the SQL index is away, refuses, or is of a newer version
+     ├─ WeightSyncError             weights that did not get from the trainer to a reader
+     │   └─ DeltaError              a delta that is torn, or does not fit the weights
+     ├─ UnsupportedTorchError       a name of torch is not there (also an ImportError)
+     └─ StackError                  server, Ray or flow worker cannot be reached or started
+         └─ PrefectApiError         a Prefect server does not answer, or not as it should
+             └─ RequestRefusedError the server will never accept the request
 
 A message names the job, step, role, rank and path that it is about, and ends with what to do.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -119,7 +121,7 @@ class SpoolError(TrinitySyncError):
     """The spool of this node cannot serve."""
 
 
-class SpoolFull(SpoolError):
+class SpoolFullError(SpoolError):
     """Too little shared memory for the image; the message says how much is needed."""
 
 
@@ -160,19 +162,19 @@ class SaveError(TrinitySyncError):
     """A save that cannot be committed."""
 
 
-class MissingShards(SaveError):
+class MissingShardsError(SaveError):
     """Ranks or components of a step that were never handed over."""
 
 
-class Abandoned(SaveError):
+class SupersededError(SaveError):
     """A save of a run that a later run of the same job has left behind."""
 
 
-class SaveFailed(SaveError):
+class SaveFailedError(SaveError):
     """Saves of this process failed: they were not committed, or their models not exported."""
 
 
-class SaveTimeout(SaveError):
+class SaveTimeoutError(SaveError):
     """A save has not ended within the time that the caller allowed; it may still commit."""
 
 
@@ -192,11 +194,11 @@ class RemoteError(TrinitySyncError):
     """A store of copies cannot be reached, read or written."""
 
 
-class DamagedCopy(RemoteError):
+class CorruptedCopyError(RemoteError):
     """A file in a store has other bytes than its manifest says."""
 
 
-class StepClaimed(TrinitySyncError):
+class StepInUseError(TrinitySyncError):
     """A lease or a pin holds a step that was to be taken away."""
 
 
@@ -243,3 +245,20 @@ class PrefectApiError(StackError):
 
 class RequestRefusedError(PrefectApiError):
     """The Prefect server will never accept the request, as when client and stack differ."""
+
+
+@contextmanager
+def from_extra(extra: str) -> Iterator[None]:
+    """Import packages of an extra within the block.
+
+    Raises:
+        MissingPackageError: one is not installed; the message names it and the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{error.name} is not installed in {sys.prefix}. Install the version that you train "
+            f'with, or: pip install "trinity-sync[{extra}]"',
+            name=error.name,
+        ) from error

@@ -37,7 +37,7 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
 """What a commit of a kind is good for: a checkpoint holds the weights too, and so serves syncs."""
 
 SaveStrategy = Literal["unrestricted", "single_node", "single_process", "single_thread"]
-"""How many shards of a job are written at once, as Trinity names it; see ``storage.turns``."""
+"""How many shards of a job are written at once, in Trinity's words."""
 
 Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)

@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
 
     keep: str = "all"
-    """Which checkpoints the retention flow keeps, as ``storage.policies.parse_policy`` reads it."""
+    """Which checkpoints the retention flow keeps, see ``retention.policies.parse_policy``."""
 
     keep_syncs: str = "last=2"
     """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""

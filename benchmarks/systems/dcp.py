@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 
 from benchmarks.systems.base import System
-from trinity_sync.storage.durable import sync_folder
+from trinity_sync.fs.atomic import sync_folder
 
 if TYPE_CHECKING:
     from benchmarks.training import State, Training

@@ -19,7 +19,7 @@ from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from benchmarks.systems.base import System, sync_files
-from trinity_sync.storage.durable import sync_folder
+from trinity_sync.fs.atomic import sync_folder
 
 if TYPE_CHECKING:
     from benchmarks.training import Training

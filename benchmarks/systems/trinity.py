@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
 from benchmarks.writing import write_out
-from trinity_sync.fsdp.collect import model_to_stage
+from trinity_sync.client.state_saver import StateSaves
+from trinity_sync.fsdp.state_dict import model_to_stage
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
-from trinity_sync.states import StateSaves
+from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.persist import Save
 from trinity_sync.storage.placement import Share
-from trinity_sync.storage.recycling import remove_folder
 from trinity_sync.storage.restore import load_shards
 
 if TYPE_CHECKING:

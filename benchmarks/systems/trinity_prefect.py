@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from benchmarks.systems.trinity import Committed
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.fsdp.collect import model_to_stage
-from trinity_sync.orchestration.stack import find
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.fsdp.state_dict import model_to_stage
 from trinity_sync.settings import Settings
+from trinity_sync.stack.embedded import find
 
 if TYPE_CHECKING:
     from benchmarks.training import Training

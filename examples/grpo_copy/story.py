@@ -14,8 +14,8 @@ from grpo_copy.explorer import Explorer
 from grpo_copy.recording import Recording
 from grpo_copy.run import History, Schedule, repeat, start_explorer, train
 from grpo_copy.trainer import EXPLORER, Sync, TrainerGroup
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import is_committed
-from trinity_sync.storage.steps import newest
 from trinity_sync.weights.synchronizer import Synchronizer
 
 STEPS = 140

@@ -12,7 +12,7 @@ import ray
 
 from grpo_copy.task import Batch
 from trinity_sync.layout import step_folder
-from trinity_sync.weights.group import join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import join_weight_group, weight_group_address
 
 ROLE = "actor"
 EXPLORER = "explorer.rng"
@@ -67,7 +67,7 @@ class TrainerRank:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )
         from grpo_copy.policy import Policy
-        from trinity_sync.coordinator import CheckpointCoordinator
+        from trinity_sync.client.coordinator import CheckpointCoordinator
         from trinity_sync.fsdp.engine import use_trinity_sync
 
         self._root = root

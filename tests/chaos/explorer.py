@@ -12,8 +12,8 @@ import ray
 from tests.chaos.training import Expected, Notes, digest
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.steps import newest
 from trinity_sync.weights.synchronizer import Synchronizer
 
 PAUSE_S = 0.3

@@ -17,7 +17,7 @@ from random import Random
 import psutil
 
 from tests.chaos.world import Hang, World
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.storage.runs import newest_run
 
 Fault = Callable[[World, Random], None]

@@ -16,13 +16,13 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from tests.chaos.training import KEEP, RANKS, Expected, digest
 from tests.chaos.world import World
 from tests.integration.prefect_api import Api
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.request import SaveRequest
-from trinity_sync.storage.damage import damage_of
+from trinity_sync.storage.corruption import damage_of
+from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import all_runs, left_behind_by
-from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.verify import check, choose
 
 Commit = tuple[int, int]

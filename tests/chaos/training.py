@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed, SaveTimeout, SpoolFull
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError, SpoolFullError
 from trinity_sync.storage.runs import all_runs
 
 RANKS = 2
@@ -147,10 +147,10 @@ def settle(
     """Wait for what was handed over, and note what became of it; returns what is still open."""
     try:
         saves.wait_all(timeout)
-    except SaveTimeout as error:
+    except SaveTimeoutError as error:
         notes("late", steps=waiting, why=str(error))
         return waiting
-    except SaveFailed as error:
+    except SaveFailedError as error:
         failed = [step for step in waiting if f"step {step} " in str(error).replace(":", " ")]
         notes("failed", steps=failed or waiting, why=str(error))
         waiting = [step for step in waiting if failed and step not in failed]
@@ -164,7 +164,7 @@ def main() -> None:
     note = Notes(Path(notes))
     try:
         train(root, int(rank), rendezvous, note, Path(stop))
-    except SpoolFull as error:
+    except SpoolFullError as error:
         note("refused", why=str(error))
         raise
 

@@ -25,12 +25,11 @@ from tests.chaos.trouble import Trouble
 from tests.conftest import environment, stopped_if_killed
 from tests.integration.prefect_api import Api
 from tests.postgres import Postgres
-from trinity_sync.orchestration import daemon, parts
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import committed_steps
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.steps import committed_steps
 
 T = TypeVar("T")
 
@@ -108,7 +107,7 @@ class World:
         self.kill_training()
         self.kill_explorer()
         with suppress(Exception):
-            stack_module.down(self.settings)
+            embedded.down(self.settings)
         for part in self.server.daemons:
             daemon.stop(part, 15.0)
         if self.proxy:
@@ -121,8 +120,8 @@ class World:
 
     def _started_server(self) -> bool:
         if not self.server.lives:  # or no more: another process may have taken the port just now
-            self.server = parts.start_server(self._server_settings, self.server)
-        return parts.server_answers(self.server)
+            self.server = services.start_server(self._server_settings, self.server)
+        return services.server_answers(self.server)
 
     def mend(self) -> None:
         """Start whatever does not run."""
@@ -138,7 +137,7 @@ class World:
         before = self.stack.ray
         if not self.stack.lives:
             with patch.dict(os.environ, self.trouble.environment):
-                self.stack = stack_module.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
+                self.stack = embedded.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
         if before != self.stack.ray:
             self.kill_explorer()
         if not self._trains:
@@ -188,7 +187,7 @@ class World:
     def _start(
         self, name: str, module: str, *arguments: str, last: str = ""
     ) -> "subprocess.Popen[bytes]":
-        env = parts.environment(self.settings, self.stack) | self.trouble.environment
+        env = services.environment(self.settings, self.stack) | self.trouble.environment
         here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
         env["GLOO_SOCKET_IFNAME"] = "lo"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.storage.steps import committed_steps, require_committed
-from trinity_sync.weights.files import read_state
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.weights.state_files import read_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

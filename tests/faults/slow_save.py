@@ -8,13 +8,13 @@ import torch
 
 from tests.integration.prefect_api import key_of
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.steps import newest, require_committed
 
 SIZE = 15_000_000
 FILE = "actor/model_world_size_1_rank_0.pt"
@@ -47,7 +47,7 @@ def key(saves: CheckpointCoordinator, step: int) -> str:
 
 
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:
-    found = stack_module.find(settings)
+    found = embedded.find(settings)
     assert found is not None
     assert found.worker is not None
     worker = psutil.Process(found.worker.pid)
@@ -56,7 +56,7 @@ def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> 
 
 
 def kill_server(settings: Settings) -> None:
-    found = stack_module.find(settings)
+    found = embedded.find(settings)
     assert found is not None
     assert found.server is not None
     server = psutil.Process(found.server.pid)

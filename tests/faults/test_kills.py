@@ -23,13 +23,13 @@ from tests.faults.slow_save import (
 )
 from tests.integration.prefect_api import Api
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.settings import Settings
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
 
 
 def test_the_trainer_killed_the_instant_after_the_hand_over(
@@ -38,7 +38,7 @@ def test_the_trainer_killed_the_instant_after_the_hand_over(
     script = textwrap.dedent(
         f"""
         import os, signal, sys, torch
-        from trinity_sync.coordinator import CheckpointCoordinator
+        from trinity_sync.client.coordinator import CheckpointCoordinator
         saves = CheckpointCoordinator(sys.argv[1])
         saves.save(2, {{"model": {{"w": torch.full(({SIZE},), 2.0)}}}})
         os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_a_ray_worker_killed_in_mid_write(
     begin_slow_save(saves, root, 2)
     (writer,) = ray_processes(stack, "ray::model")
     writer.kill()
-    with pytest.raises(SaveFailed, match="step 2"):
+    with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all(120)
     assert_only_step_1_counts(root)
     run = api.ended(api.run_of(key(saves, 2)).id)
@@ -80,7 +80,7 @@ def test_the_flows_process_killed_in_mid_write(
     begin_slow_save(saves, root, 2)
     kill_worker(stack_settings)
     assert_only_step_1_counts(root)
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(api.run_of(key(saves, 2)).id).run_count == 2
     saves.wait_all(60)
@@ -98,7 +98,7 @@ def test_the_prefect_server_killed_in_mid_write(
     staged = saves.save(3, {"model": {"w": started}})  # training does not notice
     assert staged.nbytes > SIZE
     assert read_iteration(root, "checkpoint") in (1, 2)
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     assert_committed(root, 3)
     require_committed(root, 1)
 
@@ -110,7 +110,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
     run = api.run_of(key(saves, 2))
     with api.client as client:
         client.set_flow_run_state(run.id, Cancelling())
-    with pytest.raises(SaveFailed, match="step 2"):
+    with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all(60)
     until(lambda: api.ended(run.id).state.name == "Cancelled", "the cancelled run")
     assert_only_step_1_counts(root)
@@ -125,7 +125,7 @@ def test_a_step_without_one_of_its_ranks_fails_and_names_it(
 ) -> None:
     lonely = CheckpointCoordinator(root, rank=0, world_size=2, settings=stack_settings)
     lonely.save(2, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(SaveFailed, match=r"step 2 .*model of role actor rank 1"):
+    with pytest.raises(SaveFailedError, match=r"step 2 .*model of role actor rank 1"):
         lonely.wait_all(120)
     assert newest(root) is None
     lonely.close()

@@ -46,15 +46,20 @@ from tests.faults.slow_save import (
 from tests.integration.prefect_api import Api
 from tests.unit.job import Job
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration import stack as stack_module
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.orchestration.deploy import deploy
-from trinity_sync.orchestration.mend import ATTEMPTS, TAKEN_BY, end_unheard_tasks, runs_in
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.orchestration.zombie_runs import (
+    ATTEMPTS,
+    TAKEN_BY,
+    end_unheard_tasks,
+    runs_in,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -69,17 +74,17 @@ def impatient(stack: StackState, stack_settings: Settings) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")
         kill_worker(stack_settings)
-        stack_module.up(stack_settings)
+        embedded.up(stack_settings)
     yield
     kill_worker(stack_settings)
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
 
 
 @pytest.fixture
 def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
     kill_worker(stack_settings)
     yield
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
 
 
 def worker_log(settings: Settings) -> str:
@@ -108,7 +113,7 @@ def test_the_server_killed_in_mid_write_and_back_soon(
     begin_slow_save(saves, root, 2)
     run = api.run_of(key(saves, 2))
     kill_server(stack_settings)
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     saves.wait_all()
     assert_committed(root, 2)
     assert_nothing_is_under_way(api, run.id)
@@ -126,7 +131,7 @@ class TestTheServerIsAwayWhenARunEnds:
         saves.wait_all()
         assert_committed(root, 2)  # the server has no part in it
         await_broken_off(stack_settings, before)
-        stack_module.up(stack_settings)
+        embedded.up(stack_settings)
         assert_nothing_is_under_way(api, run.id)
 
     def test_a_save_that_failed_meanwhile_is_begun_again(
@@ -145,7 +150,7 @@ class TestTheServerIsAwayWhenARunEnds:
         writer.kill()
         await_broken_off(stack_settings, before)
         assert read_manifest(root, 2) is None
-        stack_module.up(stack_settings)
+        embedded.up(stack_settings)
         saves.wait_all()
         assert_committed(root, 2)
         assert_nothing_is_under_way(api, run.id)
@@ -158,8 +163,8 @@ def test_a_save_that_is_lost_for_good_is_crashed_and_named(
     run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
     for _ in range(ATTEMPTS):
         set_states(api, run.id, Pending(message=DEAD), Running())
-    stack_module.up(stack_settings)
-    with pytest.raises(SaveFailed, match=r"save actor step 2 .* process .* died"):
+    embedded.up(stack_settings)
+    with pytest.raises(SaveFailedError, match=r"save actor step 2 .* process .* died"):
         saves.wait_all()
     assert api.ended(run.id).state.name == "Crashed"
 
@@ -187,7 +192,7 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
         until(lambda: len(reconciles()) > before, "a run of reconcile")
     finally:
         deploy(stack_settings)
-        stack_module.up(stack_settings)
+        embedded.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(run.id).run_count == 2
     until(lambda: all(each.state.is_completed() for each in reconciles()), "its end")
@@ -216,7 +221,7 @@ def test_a_save_whose_worker_was_stopped_is_begun_again(
     run = api.run_of(key(saves, 2))
     kill_worker(stack_settings, signal.SIGTERM)
     assert api.ended(run.id).state.name == "Crashed"  # it could say so itself
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     assert_committed(root, 2)
     assert_nothing_is_under_way(api, run.id)
 
@@ -230,7 +235,7 @@ def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(
     set_states(api, here, *[Pending(message=DEAD)] * ATTEMPTS)
     set_states(api, cancelled, Pending(message=DEAD), Running(), Cancelling())
     set_states(api, elsewhere, Pending(message=f"{TAKEN_BY}another-node/1/1"), Running())
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     assert api.ended(here).state.name == "Crashed"
     await_cancelled(api, cancelled)
     with api.client as client:
@@ -248,7 +253,7 @@ def test_a_run_cancelled_on_its_way_to_the_worker_ends_as_cancelled(
     with api.client as client:
         client.set_flow_run_state(run.id, Cancelling())
     await_cancelled(api, run.id)
-    with pytest.raises(SaveFailed, match="step 2"):
+    with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all()
     until(lambda: all(image.failed for image in saves.spool.tickets()[0]), "its image to give way")
 
@@ -336,13 +341,13 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
     stack: StackState, stack_settings: Settings, saves: CheckpointCoordinator, root: Path
 ) -> None:
     begin_slow_save(saves, root, 2)
-    node = stack_module.find(stack_settings).ray
+    node = embedded.find(stack_settings).ray
     processes = psutil.Process(node.pid).children(recursive=True)
     for process in processes:
         if process.name() == "raylet":
             process.kill()
     until(lambda: not node.lives, "the end of the node")
-    stack_module.up(stack_settings)
+    embedded.up(stack_settings)
     assert not left_of(processes)
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(90)

@@ -14,14 +14,14 @@ import torch
 from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined, kill
 from tests.integration.prefect_api import Api, key_of
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.steps import newest, require_committed
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
             until(waits, "the task on the other node")
             kill(node)
             lost = r"step 2 .*node doomed, which holds role actor rank 1, .*died before they were"
-            with pytest.raises(SaveFailed, match=lost):
+            with pytest.raises(SaveFailedError, match=lost):
                 ranks[0].wait_all(120)
             run = api.ended(api.run_of(key_of(root, 2)).id)
             assert run.state.is_failed()
@@ -61,7 +61,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
 
             for saves in ranks:  # whether Ray knows by now or not
                 saves.save(3, {"model": STATE})
-            with pytest.raises(SaveFailed, match=r"step 3 .*node doomed"):
+            with pytest.raises(SaveFailedError, match=r"step 3 .*node doomed"):
                 ranks[0].wait_all(120)
         with CheckpointCoordinator(root, settings=stack_settings) as living:
             for step in (4, 5, 6):
@@ -79,7 +79,7 @@ def test_trainers_killed_on_both_nodes_the_instant_after_the_hand_over(
         """
         import os, signal, sys, torch
         import torch.distributed as dist
-        from trinity_sync.coordinator import CheckpointCoordinator
+        from trinity_sync.client.coordinator import CheckpointCoordinator
         root, rendezvous, metadata, rank = *sys.argv[1:4], int(sys.argv[4])
         dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
         saves = CheckpointCoordinator.of_process_group(root)

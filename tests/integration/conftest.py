@@ -11,7 +11,7 @@ import pytest
 from tests.unit.job import Job
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.latest_pointer import advance_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
 
 CommitStep = Callable[..., Path]

@@ -16,8 +16,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, TaskRun
 
 from tests.waiting import until
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.storage.runs import newest_run
 
 

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.integration.prefect_api import Api, key_of
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.orchestration.deploy import deploy
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.roots import known_roots
-from trinity_sync.orchestration.server import server_client, waiting_runs
+from trinity_sync.orchestration.job_registry import known_roots
+from trinity_sync.orchestration.prefect_queries import server_client, waiting_runs
 from trinity_sync.settings import Settings
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     in_the_way = root / ".trinity_sync/exports/global_step_4.actor"
     in_the_way.write_text("")
     saves.save(4, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
-    with pytest.raises(SaveFailed, match="was not exported, but is committed"):
+    with pytest.raises(SaveFailedError, match="was not exported, but is committed"):
         saves.wait_all(90)
     require_committed(root, 4)
     failed = api.ended(api.run_of(key_of(root, 4)).id)

@@ -26,17 +26,17 @@ from trinity_sync.catalog.database import SCHEMA, opened, url_of
 from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
 from trinity_sync.catalog.models import Base, Job, Shard
 from trinity_sync.catalog.queries import jobs
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.roots import note_root
+from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
 from trinity_sync.storage.claims import pin, take_lease
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import require_committed
 from trinity_sync.weights.book import Book
-from trinity_sync.weights.files import write_address, write_state
+from trinity_sync.weights.state_files import write_address, write_state
 from trinity_sync.weights.version import Version
 
 

@@ -15,11 +15,11 @@ from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
 from trinity_sync.layout import MANIFEST
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_iteration
 
 COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 
@@ -320,7 +320,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         signal.signal(signal.SIGINT, before)
     settings = Settings(home=tmp_path)
     deadline = time.monotonic() + 60
-    while not (found := stack_module.find(settings)):
+    while not (found := embedded.find(settings)):
         assert up.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -332,10 +332,10 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         assert up.returncode == 130
         assert "Traceback" not in errors
         assert not left_of(processes)
-        assert stack_module.find(settings) is None
+        assert embedded.find(settings) is None
         assert not Path(found.ray_folder).exists()
     finally:
-        stack_module.down(settings)
+        embedded.down(settings)
 
 
 def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(
@@ -358,7 +358,7 @@ def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path
     with (tmp_path / "worker.log").open("w") as log:
         worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
     deadline = time.monotonic() + 60
-    while not stack_module.status(settings).workers_online:
+    while not embedded.status(settings).workers_online:
         assert worker.poll() is None, (tmp_path / "worker.log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.2)

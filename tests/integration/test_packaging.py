@@ -22,12 +22,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from trinity_sync.orchestration import daemon
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.ports import free_port
 from trinity_sync.settings import Settings
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.stack import daemon, embedded
+from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import require_committed
 
 CHECKOUT = Path(__file__).parents[2]
 PIPELINE = "trinity_sync/pipeline/"
@@ -175,13 +174,13 @@ def test_a_training_saves_and_never_imports_flows_or_tasks(
     script = project / "train.py"
     script.write_text(
         "import sys, torch\n"
-        "from trinity_sync.coordinator import CheckpointCoordinator\n"
+        "from trinity_sync.client.coordinator import CheckpointCoordinator\n"
         "with CheckpointCoordinator('ckpts') as saves:\n"
         "    saves.save(1, {'model': {'w': torch.ones(3)}})\n"
         "print(CheckpointCoordinator.__module__, 'flows' in sys.modules, 'tasks' in sys.modules)\n"
     )
     said = run(project, installed / "python", script)
-    assert said == "trinity_sync.coordinator False False"
+    assert said == "trinity_sync.client.coordinator False False"
     assert require_committed(project / "ckpts", 1).run == 1
 
 
@@ -191,8 +190,8 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     script = project / "start.py"
     script.write_text(
         "import sys\n"
-        "from trinity_sync.orchestration import stack\n"
-        "state = stack.up(worker=False)\n"  # server and Ray are given, so it only deploys
+        "from trinity_sync.stack import embedded\n"
+        "state = embedded.up(worker=False)\n"  # server and Ray are given, so it only deploys
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
     )
     home = str(project / "home")
@@ -240,7 +239,7 @@ def ray_of_another_environment(folder: Path, *, ray: str = "") -> Iterator[str]:
 def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
     """Why a worker of the installed stack does not start on a Ray cluster."""
     done = subprocess.run(
-        [installed / "python", "-m", "trinity_sync.orchestration.serve"],
+        [installed / "python", "-m", "trinity_sync.orchestration.worker_main"],
         env=environment(project, TRINITY_SYNC_RAY_ADDRESS=address, **NO_TOKEN, **own),
         cwd=project,
         capture_output=True,
@@ -297,14 +296,14 @@ def await_online(
     settings: Settings, installed: Path, project: Path, own: dict[str, str], log: Path
 ) -> None:
     """Start a worker of the installed stack, and stop it once the server knows it."""
-    command = [installed / "python", "-m", "trinity_sync.orchestration.serve"]
+    command = [installed / "python", "-m", "trinity_sync.orchestration.worker_main"]
     with log.open("w") as output:
         worker = subprocess.Popen(
             command, cwd=project, env=environment(project, **own), stdout=output, stderr=output
         )
     try:
         deadline = time.monotonic() + 90
-        while not stack_module.status(settings).workers_online:
+        while not embedded.status(settings).workers_online:
             assert worker.poll() is None, log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)

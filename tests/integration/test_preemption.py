@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.steps import newest
 
 TRAINING = textwrap.dedent(
     """
@@ -24,7 +24,7 @@ TRAINING = textwrap.dedent(
     import torch
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.settings import Settings
 

@@ -25,11 +25,11 @@ from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.ports import free_port
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.stack.ports import free_port
+from trinity_sync.stack.services import StackState
 
 T = TypeVar("T")
 LOGIN = "admin:pass"

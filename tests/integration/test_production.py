@@ -21,15 +21,14 @@ from tests.conftest import running_stack
 from tests.integration.prefect_api import Api, key_of
 from tests.postgres import PASSWORD, Postgres
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import Kind
-from trinity_sync.orchestration import daemon, parts
-from trinity_sync.orchestration import stack as stack_module
 from trinity_sync.orchestration.deploy import PRIORITIES
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.steps import committed_steps, require_committed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
@@ -110,13 +109,13 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 ) -> None:
     second = subprocess.Popen(
         [sys.executable, "-m", "trinity_sync.cli", "worker"],
-        env=parts.environment(settings, stack),
+        env=services.environment(settings, stack),
         cwd=tmp_path,
         stdout=(tmp_path / "worker.log").open("w"),
         stderr=subprocess.STDOUT,
     )
     try:
-        until(lambda: stack_module.status(settings).workers_online == 2, "both workers")
+        until(lambda: embedded.status(settings).workers_online == 2, "both workers")
         roots = [tmp_path / f"job{number}" for number in range(3)]
         with ExitStack() as jobs:
             saves = [jobs.enter_context(CheckpointCoordinator(r, settings=settings)) for r in roots]
@@ -148,7 +147,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 def test_each_queue_has_its_place_and_its_runs_take_turns(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
-    state = stack_module.find(settings)
+    state = embedded.find(settings)
     assert state
     assert state.worker
     daemon.stop(state.worker, 20)
@@ -166,7 +165,7 @@ def test_each_queue_has_its_place_and_its_runs_take_turns(
             job = open_ones.enter_context(CheckpointCoordinator(root, settings=settings))
             job.save(1, {"model": {"w": torch.zeros(10)}}, kind=kind)
             until(lambda kind=kind, root=root: run_of(root, 1, kind), f"the run of a {kind}")
-        stack_module.up(settings)
+        embedded.up(settings)
         saves = [ended(jobs[kind], 1, kind) for kind in ("state_dict", "checkpoint")]
         others = sorted((Api().ended(run) for run in care), key=lambda run: str(run.start_time))
     assert [run.work_queue_name for run in (*saves, others[0])] == list(PRIORITIES)
@@ -184,7 +183,7 @@ def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
     run = ended(tmp_path / "job", 1, "checkpoint")
     answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
     assert answer.status_code == 401
-    env = {**parts.environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
+    env = {**services.environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
     worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
     refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1

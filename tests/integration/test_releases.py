@@ -16,17 +16,17 @@ import torch
 import trinity_sync
 from tests.integration.prefect_api import until
 from tests.unit.job import Job
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.storage.discovery import committed_steps
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.steps import committed_steps
 
 STATE = {"model": {"w": torch.arange(5000.0)}}
 TRAINER = """
 import os, sys, torch
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 
 saves = CheckpointCoordinator(sys.argv[1])
 saves.save(5, {"model": {"w": torch.arange(5000.0)}})
@@ -34,7 +34,7 @@ if "dies" in sys.argv:
     os._exit(0)
 try:
     saves.wait_all(90)
-except SaveFailed as error:
+except SaveFailedError as error:
     print(error)
 saves.close()
 """

@@ -11,12 +11,12 @@ from flows.replicate import ask_for_copy
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.unit.job import Job
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.request import SaveRequest
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import SaveFailedError
+from trinity_sync.remote.remote_root import Remote
 from trinity_sync.settings import Settings
-from trinity_sync.storage.remote import Remote
+from trinity_sync.stack.services import StackState
 
 
 def request(root: Path, kind: str = "checkpoint") -> SaveRequest:
@@ -59,7 +59,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
             others.save(5, {"model": {"w": torch.zeros(9)}})
             others.wait_all(120)
         saves.save(5, {"model": {"w": torch.ones(9)}})
-        with pytest.raises(SaveFailed, match=r"brought to file://.* resumed from step 4"):
+        with pytest.raises(SaveFailedError, match=r"brought to file://.* resumed from step 4"):
             saves.wait_all(120)
     there = Remote(url).manifest(5)
     assert there

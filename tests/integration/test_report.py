@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.orchestration.report import JobFacts, gather
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
 
 
 def test_durations_and_failures_come_from_the_server(
@@ -25,7 +25,7 @@ def test_durations_and_failures_come_from_the_server(
         saves.wait_all(90)
         saves.save_async("lora", fail, 5)
         saves.save(5, {"model": {"w": torch.zeros(9)}})
-        with pytest.raises(SaveFailed):
+        with pytest.raises(SaveFailedError):
             saves.wait_all(90)
         assert saves.attachment(4, "position") == b"17"
 

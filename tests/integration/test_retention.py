@@ -11,11 +11,11 @@ from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.discovery import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
 
@@ -34,7 +34,7 @@ def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_remov
     assert steps_on_disk(root) == [2]
     saves.save_async("lora", fails, 3)
     saves.save(3, {"model": STATE}, keep=1)
-    with pytest.raises(SaveFailed, match="no room"):
+    with pytest.raises(SaveFailedError, match="no room"):
         saves.wait_all(90)
     api.ended(api.run_of(key_of(root, 3)).id)
     assert newest(root).step == 2

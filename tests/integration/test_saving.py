@@ -18,16 +18,16 @@ from prefect.states import AwaitingRetry, Crashed
 
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailed, SaveTimeout
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.orchestration.mend import begin_again
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.orchestration.zombie_runs import begin_again
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import note_placement, places_of
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
 
@@ -72,7 +72,7 @@ class Refuses:
 sys.meta_path.insert(0, Refuses())
 
 import torch
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 
 how = dict(world_size=2, run_key="one")
 ranks = [CheckpointCoordinator(sys.argv[1], rank=rank, **how) for rank in range(2)]
@@ -278,7 +278,7 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
 
     saves.save_async("lora", fail, 9)
     saves.save(9, {"model": STATE})
-    with pytest.raises(SaveFailed) as caught:
+    with pytest.raises(SaveFailedError) as caught:
         saves.wait_all(90)
     assert "no adapter to save" in str(caught.value)
     assert "save actor step 9" in str(caught.value)
@@ -310,9 +310,9 @@ def test_a_failed_function_is_raised_even_if_an_earlier_wait_timed_out(
 
     saves.save(20, {"model": {"w": torch.zeros(10_000_000)}})
     saves.save_async("lora", fail, 21)
-    with pytest.raises(SaveTimeout):
+    with pytest.raises(SaveTimeoutError):
         saves.wait_all(0.2)
-    with pytest.raises(SaveFailed, match="no adapter"):
+    with pytest.raises(SaveFailedError, match="no adapter"):
         saves.wait_all(120)
 
 
@@ -341,7 +341,7 @@ def test_a_failed_run_commits_when_it_is_retried(
     saves.wait_all(90)
     root.rename(aside)
     saves.save(16, {"model": STATE})
-    with pytest.raises(SaveFailed, match=r"step 16 .*is gone; make it and retry"):
+    with pytest.raises(SaveFailedError, match=r"step 16 .*is gone; make it and retry"):
         saves.wait_all(90)
     aside.rename(root)
     run = api.ended(api.run_of(key(saves, 16)).id)
@@ -358,7 +358,7 @@ def test_a_save_that_a_later_run_has_left_behind_leaves_no_files(
     saves.wait_all(90)
     open_run(root, "second", resumed_from=17)
     saves.save(18, {"model": STATE})
-    with pytest.raises(SaveFailed, match="run 2 resumed from step 17"):
+    with pytest.raises(SaveFailedError, match="run 2 resumed from step 17"):
         saves.wait_all(90)
     assert [path for path in step_folder(root, 18).rglob("*") if path.is_file()] == []
 
@@ -401,6 +401,6 @@ def test_waiting_can_be_limited(
 ) -> None:
     with caplog.at_level(logging.ERROR):
         saves.save(18, {"model": {"w": torch.zeros(10_000_000)}})
-        with pytest.raises(SaveTimeout, match="step18"):
+        with pytest.raises(SaveTimeoutError, match="step18"):
             saves.wait_all(0.01)
     saves.wait_all(120)

@@ -14,12 +14,12 @@ from prefect.settings.context import get_current_settings
 from tests.conftest import left_of, processes_of
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration import deploy
-from trinity_sync.orchestration import stack as stack_module
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.server import server_client
-from trinity_sync.orchestration.silence import CRASHED, SILENT
-from trinity_sync.orchestration.warm import WholeSettings
+from trinity_sync.orchestration.automations import CRASHED, SILENT
+from trinity_sync.orchestration.flow_loader import WholeSettings
+from trinity_sync.orchestration.prefect_queries import server_client
 from trinity_sync.settings import Settings
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
 
 
 @pytest.fixture
@@ -38,20 +38,20 @@ def on_the_same_ray(
     return another.model_copy(update={"ray_address": stack.ray_address})
 
 
-def part(settings: Settings, name: str) -> stack_module.Part:
-    return next(each for each in stack_module.status(settings).parts if each.name == name)
+def part(settings: Settings, name: str) -> embedded.Part:
+    return next(each for each in embedded.status(settings).parts if each.name == name)
 
 
 def test_up_twice_is_one_stack(stack: StackState, stack_settings: Settings) -> None:
-    first = stack_module.up(stack_settings)
-    assert first == stack_module.find(stack_settings)
-    assert stack_module.up(stack_settings) == first
+    first = embedded.up(stack_settings)
+    assert first == embedded.find(stack_settings)
+    assert embedded.up(stack_settings) == first
 
 
 def test_everything_runs_and_the_worker_is_online(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    found = stack_module.status(stack_settings)
+    found = embedded.status(stack_settings)
     assert [each.state for each in found.parts] == ["running"] * 3
     assert found.workers_online
     assert found.waiting_runs == 0
@@ -64,13 +64,13 @@ def test_nobody_else_looks_into_the_folder_of_ray(stack: StackState) -> None:
 def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    before = stack_module.find(stack_settings)
+    before = embedded.find(stack_settings)
     assert before
     assert before.worker
     os.kill(before.worker.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(before.worker.pid)], timeout=10)
     assert part(stack_settings, "worker").state == "dead"
-    after = stack_module.up(stack_settings)
+    after = embedded.up(stack_settings)
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
@@ -144,11 +144,11 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
     another = on_the_same_ray
-    with stack_module.running(another) as state:
+    with embedded.running(another) as state:
         assert (state.server, state.ray) == (None, None)
         assert (state.api_url, state.ray_address) == (stack.api_url, stack.ray_address)
         assert part(another, "server").state == "external"
-        assert stack_module.status(another).workers_online == 1
+        assert embedded.status(another).workers_online == 1
         processes = processes_of(state)
     assert processes
     assert not left_of(processes)
@@ -159,19 +159,19 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
 
 
 def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
-    state = stack_module.up(another, num_cpus=1, worker=False)
+    state = embedded.up(another, num_cpus=1, worker=False)
     deploy.deploy(stack_settings)
     processes = processes_of(state)
     names = {process.name() for process in processes}
     assert {"gcs_server", "raylet"} <= names
     assert Path(state.ray_folder).is_dir()
 
-    assert stack_module.down(another)
+    assert embedded.down(another)
 
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert stack_module.find(another) is None
-    assert not stack_module.down(another)
+    assert embedded.find(another) is None
+    assert not embedded.down(another)
 
 
 def test_what_was_started_is_stopped_when_the_rest_fails(
@@ -183,9 +183,9 @@ def test_what_was_started_is_stopped_when_the_rest_fails(
         client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(StackError, match="of type 'process'"):
-        stack_module.up(another.model_copy(update={"work_pool": "of-another-type"}))
+        embedded.up(another.model_copy(update={"work_pool": "of-another-type"}))
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - children))
-    assert stack_module.find(another) is None
+    assert embedded.find(another) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_given_part_that_does_not_answer_is_an_error_before_anything_starts(
     monkeypatch.setenv(variable, address)
     another = Settings(home=another.home)
     with pytest.raises(StackError, match=f"{variable}={address}"):
-        stack_module.up(another)
+        embedded.up(another)
     assert not (another.home / "logs").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_server_of_our_own_is_not_exchanged_for_another(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(StackError, match="trinity-sync down"):
-        stack_module.up(stack_settings)
+        embedded.up(stack_settings)
 
 
 @pytest.mark.parametrize("wrong", ["{server}", "{server}/nothing", "not a url", "http://[::"])
@@ -230,7 +230,7 @@ OF_ANOTHER_RELEASE = '{"format": 9, "server": null, "ray": null, "worker": null}
 def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "stack.json").write_text(text)
     with pytest.raises(StackError, match=r"stack\.json is damaged, or of another release"):
-        stack_module.status(Settings(home=tmp_path))
+        embedded.status(Settings(home=tmp_path))
 
 
 def test_the_queue_of_a_run_says_how_urgent_it_is(

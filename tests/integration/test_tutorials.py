@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
 TUTORIALS = sorted((REPOSITORY / "docs/tutorials").glob("*.md"))

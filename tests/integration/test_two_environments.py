@@ -8,7 +8,7 @@ import pytest
 
 from tests.environments import make_environment, pip
 from trinity_sync.settings import Settings
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.discovery import require_committed
 
 OF_THE_STACK = ("prefect", "fastapi", "sqlalchemy", "alembic", "typer", "ray", "verl")
 
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 
 assert not [name for name in {OF_THE_STACK!r} if find_spec(name)]
 dist.init_process_group("gloo")
@@ -88,7 +88,7 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
     ("module", "package", "extra"),
     [
         ("trinity_sync.fsdp.manager", "verl", "verl"),
-        ("trinity_sync.integrations.verl", "packaging", "verl"),
+        ("trinity_sync.integrations.verl.switch", "packaging", "verl"),
         ("trinity_sync.integrations.huggingface", "transformers", "hf"),
         ("trinity_sync.integrations.lightning", "lightning", "lightning"),
     ],

@@ -22,42 +22,35 @@ import torch.distributed as dist
 from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
-from trinity_sync import opening
+from trinity_sync.client import init_root
+from trinity_sync.client.callable_saver import FunctionSaves
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
-from trinity_sync.errors import Abandoned, CommitError, ConfigError, RootError
-from trinity_sync.fsdp.loadable import check_loadable
-from trinity_sync.functions import FunctionSaves
-from trinity_sync.request import SaveRequest
+from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
+from trinity_sync.fs.capabilities import require_able
+from trinity_sync.fs.locks import file_lock, one_change_at_a_time
+from trinity_sync.fsdp.validate import check_loadable
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.abilities import require_able
-from trinity_sync.storage.aside import aside_folder, replacing_folder
-from trinity_sync.storage.claims import (
-    leases,
-    nobody_claims,
-    pin,
-    step_of,
-    tag,
-    take_lease,
-)
+from trinity_sync.storage.claims import leases, nobody_claims, pin, step_of, tag, take_lease
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.fetch import fetch
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.leftovers import empty_trash, remove_replaced
-from trinity_sync.storage.locks import file_lock, one_change_at_a_time
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.gc import empty_trash, remove_replaced
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
-from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.replicate import replicate
+from trinity_sync.storage.quarantine import aside_folder, replacing_folder
+from trinity_sync.storage.required_remote import is_stored, note_store, note_stored
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import all_runs, open_run
-from trinity_sync.storage.steps import newest, require_committed
-from trinity_sync.storage.stored import is_stored, note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.version import Version
@@ -156,7 +149,7 @@ def begin_together(root: Path, spool: Path, rank: int) -> list[str]:
     settings = Settings(node=f"node-{rank}", spool=spool / str(rank), home=spool / "home")
     dist.init_process_group("gloo", f"file://{spool}/meeting", rank=rank, world_size=2)
     try:
-        places, _ = opening.open_together(root, settings, "key")
+        places, _ = init_root.open_together(root, settings, "key")
     finally:
         dist.destroy_process_group()
     return [place.node for place in places]
@@ -222,7 +215,7 @@ def test_ranks_on_two_nodes_begin_together(
 ) -> None:
     """One sees at once what the other has made, and does not get its lock."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    monkeypatch.setattr(opening, "VISIBLE_S", 5.0)
+    monkeypatch.setattr(init_root, "VISIBLE_S", 5.0)
     other.begin(begin_together, root, spool_folder, 1)
     assert begin_together(root, spool_folder, 0) == other.end() == ["node-0", "node-1"]
 
@@ -391,7 +384,7 @@ def test_a_run_that_begins_on_one_node_leaves_those_of_the_other_behind(
     look_at(root)
     new = other.call(open_run, root, "new", 0)
     assert (old.number, new.number) == (1, 2)
-    with pytest.raises(Abandoned):
+    with pytest.raises(SupersededError):
         commit(save_of(root, 1), written)
     assert open_run(root, "new", 0) == new
 

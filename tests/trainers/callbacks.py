@@ -18,11 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import differences
-from trinity_sync.errors import ConfigError, SaveFailed
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.huggingface import TrinitySyncCallback as ForTrainer
 from trinity_sync.integrations.lightning import TrinitySyncCallback as ForLightning
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
 
@@ -126,7 +126,7 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
     tmp_path: Path, options: Options
 ) -> None:
     saves = ForTrainer(tmp_path / "ckpts", **options(Fails()))
-    with pytest.raises(SaveFailed, match="the disk is full"):
+    with pytest.raises(SaveFailedError, match="the disk is full"):
         hugging_face(tmp_path / "out", saves, stop=2).train()
 
 
@@ -206,5 +206,5 @@ def test_a_lightning_trainer_resumes_bit_equal_in_mid_epoch(
 def test_a_lightning_training_ends_with_the_failure_of_a_save(
     tmp_path: Path, options: Options
 ) -> None:
-    with pytest.raises(SaveFailed, match="the disk is full"):
+    with pytest.raises(SaveFailedError, match="the disk is full"):
         lightning(ForLightning(tmp_path / "ckpts", every_n_steps=1, **options(Fails())), steps=1)

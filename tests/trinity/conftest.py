@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.conftest import running_stack
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS = 2

@@ -15,10 +15,10 @@ import pytest
 import transformers
 
 from tests.trinity.conftest import Configure
-from trinity_sync.integrations.trinity import PLUGINS
+from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
 from trinity_sync.storage.runs import all_runs

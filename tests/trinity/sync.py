@@ -14,10 +14,10 @@ import pytest
 from tests.trinity.conftest import Configure
 from tests.waiting import until
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.trinity import PLUGINS
+from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_had_is_refused_by_name(
 def test_every_method_of_trinitys_synchronizer_is_there(switched_on: None) -> None:
     from trinity.manager.synchronizer import Synchronizer
 
-    from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
+    from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 
     public = {name for name in vars(Synchronizer) if not name.startswith("_")}
     assert public - set(dir(TrinitySynchronizer)) == set()

@@ -17,9 +17,9 @@ import tasks.prune
 from tasks.commit import commit_step, note_failure
 from tasks.persist import persist_component
 from tasks.prune import prune_after_commit
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.orphaned_images import let_give_way, settle_late, stranded
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
 

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.fs.direct_writer import digest_of
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.retention.policies import StepInfo
+from trinity_sync.storage.latest_pointer import advance_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
-from trinity_sync.storage.policies import StepInfo
-from trinity_sync.storage.writer import digest_of
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
 

@@ -9,14 +9,14 @@ import torch
 
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RootError
+from trinity_sync.fs.capabilities import probe, require_able
+from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.abilities import probe, require_able
-from trinity_sync.storage.mounts import mount_of
-from trinity_sync.storage.recycling import recycles
+from trinity_sync.storage.block_reuse import recycles
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 

@@ -18,18 +18,18 @@ from tests.unit.job import Job
 from trinity_sync.catalog.database import opened
 from trinity_sync.catalog.mirror import differences, mirror
 from trinity_sync.catalog.queries import jobs
-from trinity_sync.errors import Abandoned, CatalogError, CommitError, TrinitySyncError
+from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
+from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
-from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.storage.claims import claimed, pin, tag, take_lease
-from trinity_sync.storage.damage import Damage, mark_damaged
-from trinity_sync.storage.iteration import read_iteration, settle_iteration
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.corruption import Damage, mark_damaged
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.export_requests import Wish, awaited, make_wish
+from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import newest_run, open_run, refuse_abandoned
-from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.verify import check, choose
-from trinity_sync.storage.wishes import Wish, awaited, make_wish
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -85,7 +85,7 @@ def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
     root: Path, number: int
 ) -> None:
     for where in altered(root / f".trinity_sync/runs/{number}.json"):
-        with pytest.raises((Abandoned, CommitError)):
+        with pytest.raises((SupersededError, CommitError)):
             refuse_abandoned(root, 1, "1", 4)
         assert newest(root).step == 3, where
         with suppress(CommitError):

@@ -10,8 +10,8 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.errors import CommitError, ConfigError, ImageError, MissingShards
-from trinity_sync.request import SaveRequest
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import CommitError, ConfigError, ImageError, MissingShardsError
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
 
@@ -73,7 +73,7 @@ def test_a_step_without_what_was_attached_is_not_committed(coordinator_of: Open,
     saves = coordinator_of()
     saves.attach("position", b"17", step=4)
     saves.save(4, MODEL)
-    with pytest.raises(MissingShards, match="lacks attachments of rank 0"):
+    with pytest.raises(MissingShardsError, match="lacks attachments of rank 0"):
         job.commit(4, "model")
 
 
@@ -83,7 +83,7 @@ def test_a_trainer_that_is_killed_leaves_them_to_be_committed(
     script = f"""
 import os, signal, torch
 from pathlib import Path
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
 saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)

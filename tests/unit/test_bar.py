@@ -13,10 +13,10 @@ from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.catalog.database import opened
 from trinity_sync.catalog.mirror import rebuild
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.diff import diff
-from trinity_sync.storage.fetch import fetch
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.verify import check, choose
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.beginning import OwnRun
-from trinity_sync.storage.policies import LastN
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.client.run_context import OwnRun
+from trinity_sync.retention.policies import LastN
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 
 
 def test_a_run_that_begins_anew_where_steps_are_is_told_once(

@@ -18,28 +18,28 @@ import torch
 from tests.unit.job import Job
 from tests.unit.steps import MODEL
 from trinity_sync.errors import (
-    Abandoned,
     CommitError,
     ImageError,
     ManifestError,
-    MissingShards,
+    MissingShardsError,
     SaveError,
+    SupersededError,
     TicketError,
 )
+from trinity_sync.fs.direct_writer import digest_of
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.retention.prune import survey
+from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.claims import pin, tag
 from trinity_sync.storage.commit import commit, release_slots
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.leftovers import remove_replaced
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.gc import remove_replaced
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, discard, persist
-from trinity_sync.storage.retention import survey
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.steps import newest, require_committed
-from trinity_sync.storage.writer import digest_of
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
         for sealed in job.spool.tickets()[0]:  # evicted
             ticket_path(sealed.slot).unlink()
         job.stagers.pop(0).close()
-    with pytest.raises(MissingShards, match="role actor mixes what rank 0 submitted at two times"):
+    with pytest.raises(MissingShardsError, match="mixes what rank 0 submitted at two times"):
         commit(job.save(3), written)
     assert newest(job.root) is None
 
@@ -249,7 +249,7 @@ def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> No
 def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
     job.roles = ("actor", "critic")
     job.stage(2, {"model": state(1)})
-    with pytest.raises(MissingShards, match="role critic"):
+    with pytest.raises(MissingShardsError, match="role critic"):
         job.commit(2)
     assert read_manifest(job.root, 2) is None
     job.stage(2, {"model": state(2)}, role="critic")
@@ -271,7 +271,7 @@ def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
 def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
     job.world_size = 2
     job.stage(4, {"model": state(1), "optim": state(1)}, rank=0)
-    with pytest.raises(MissingShards, match=r"step 4 .*model of role actor rank 1"):
+    with pytest.raises(MissingShardsError, match=r"step 4 .*model of role actor rank 1"):
         job.commit(4, "model", "optim")
     assert newest(job.root) is None
     assert read_iteration(job.root, "checkpoint") is None
@@ -281,7 +281,7 @@ def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
     job.world_size = 2
     job.stage(4, {"model": state(1)}, rank=0)
     job.stage(4, {"model": state(1)}, rank=1, world_size=3)
-    with pytest.raises(MissingShards, match=r"mixes shards of world sizes \[2, 3\]"):
+    with pytest.raises(MissingShardsError, match=r"mixes shards of world sizes \[2, 3\]"):
         job.commit(4)
     assert newest(job.root) is None
 
@@ -299,7 +299,7 @@ def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
     job.stage(4, {"model": state(1)})
     path = ticket_path(job.spool.tickets()[0][0].slot)
     path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
-    with pytest.raises((TicketError, MissingShards), match=r"actor\.model\.rank0|role actor"):
+    with pytest.raises((TicketError, MissingShardsError), match=r"actor\.model\.rank0|role actor"):
         job.commit(4)
     assert newest(job.root) is None
     job.stage(6, {"model": state(1)})
@@ -314,7 +314,7 @@ def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> N
     ticket_path(critic).write_bytes(b"torn")
     save, options = job.save(4), WriteOptions(gather_s=0)
     of_actor = replace(job.share, ranks={"actor": (1,)})
-    with pytest.raises(MissingShards, match=r"model of role actor rank 1"):
+    with pytest.raises(MissingShardsError, match=r"model of role actor rank 1"):
         persist(of_actor, save, "model", options)
     of_critic = replace(job.share, ranks={"critic": (0,)})
     with pytest.raises(TicketError, match="is torn") as caught:
@@ -486,7 +486,7 @@ def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
     job.commit(10)
     job.stage(12, {"model": state(12)})  # handed over, not committed yet
     assert open_run(job.root, "second", 10).number == 2
-    with pytest.raises(Abandoned, match="run 2 resumed from step 10"):
+    with pytest.raises(SupersededError, match="run 2 resumed from step 10"):
         job.commit(12)
     assert newest(job.root).step == 10
     assert read_iteration(job.root, "state_dict") == 10
@@ -686,7 +686,7 @@ def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Jo
 
 
 def test_an_empty_save_is_refused(job: Job) -> None:
-    with pytest.raises(MissingShards):
+    with pytest.raises(MissingShardsError):
         commit(job.save(1), [])
 
 
@@ -713,7 +713,7 @@ def test_an_image_of_an_earlier_life_of_the_root_is_not_committed_into_the_new_o
     job.root.mkdir()
     assert open_run(job.root, "later", 0).number == earlier.number
     written = job.persist(4)
-    with pytest.raises(Abandoned, match="begun anew"):
+    with pytest.raises(SupersededError, match="begun anew"):
         commit(replace(job.save(4), run_key=earlier.key), written)
     assert newest(job.root) is None
 
@@ -738,7 +738,7 @@ def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_s
     commit(job.save(4), [])  # by now the receipts are forgotten
     again = require_committed(job.root, 4)
     assert (again.files, again.receipts) == (first.files, first.receipts)
-    with pytest.raises(MissingShards, match="nothing was handed over"):
+    with pytest.raises(MissingShardsError, match="nothing was handed over"):
         commit(job.save(5), [])
 
 

@@ -24,18 +24,18 @@ import torch
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import SaveTimeout
+from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.records import to_text
 from trinity_sync.layout import ROOT_FORMAT
-from trinity_sync.request import SaveRequest
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.notes import to_text
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.durable import look_anew
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import note_placement, places_of
-from trinity_sync.storage.policies import All, LastN
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -52,7 +52,7 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     request = SaveRequest(root=str(job.root), step=4, run=1)
     with caplog.at_level(logging.WARNING):
         watcher.follow(request)
-        with pytest.raises(SaveTimeout, match="step4"):
+        with pytest.raises(SaveTimeoutError, match="step4"):
             watcher.wait(time.monotonic() + 0.5)
         pointer.rmdir()
         (job.root / "aside").rename(pointer)
@@ -79,7 +79,7 @@ def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: 
     watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watcher.follow(request)
     assert joined.wait(30)
-    with pytest.raises(SaveTimeout, match="step4"):  # that image is not part of the commit
+    with pytest.raises(SaveTimeoutError, match="step4"):  # that image is not part of the commit
         watcher.wait(time.monotonic() + 0.5)
     watcher.close()
 
@@ -104,7 +104,7 @@ def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     with no_more_files():
         watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
-        with pytest.raises(SaveTimeout):
+        with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 0.5)
     assert watcher.wait(time.monotonic() + 30) == []
     watcher.close()
@@ -120,9 +120,9 @@ def test_nobody_waits_for_a_watcher_that_is_closed(job: Job) -> None:
         while not watcher._waiting:
             time.sleep(0.001)
         watcher.close()
-        with pytest.raises(SaveTimeout, match="when the coordinator was closed"):
+        with pytest.raises(SaveTimeoutError, match="when the coordinator was closed"):
             waiting.result(30)
-    with pytest.raises(SaveTimeout, match="when the coordinator was closed"):
+    with pytest.raises(SaveTimeoutError, match="when the coordinator was closed"):
         watcher.wait(None)
     watcher.close()
 
@@ -134,7 +134,7 @@ def test_who_waits_for_long_is_told_once_what_for(
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watcher.follow(SaveRequest(root=str(job.root), step=4, run=1))
-    with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeout):
+    with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 0.5)
     watcher.close()
     (said,) = [each.message for each in caplog.records if "still waiting" in each.message]
@@ -162,7 +162,7 @@ def test_the_server_is_asked_one_question_for_all_pending_saves(tmp_path: Path) 
         for request in requests:
             watcher.follow(request)
         while {request.key for request in requests} not in questions:
-            with pytest.raises(SaveTimeout):
+            with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.1)
             questions = [keys_in(each) for each in asked if each[0] == "/flow_runs/filter"]
             assert len(questions) < len(requests)
@@ -233,7 +233,7 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
     assert all(gap >= 0.3 for gap in gaps(looks["global_step_9"][1:]))
     job.commit(4)
     watcher.follow(young)
-    with pytest.raises(SaveTimeout, match="step9"):
+    with pytest.raises(SaveTimeoutError, match="step9"):
         watcher.wait(time.monotonic() + 0.2)
     watcher.close()
     assert young.key in watcher.commit_seconds
@@ -263,7 +263,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
     (request,) = requests_in(job.root, [4], components=("optim",))
     watcher.follow(request)
     while len(looks) < 20:
-        with pytest.raises(SaveTimeout):
+        with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 0.1)
     assert len(reads) == 1
     job.commit(4, "optim")
@@ -305,11 +305,11 @@ def test_a_server_that_hangs_while_it_is_asked_holds_up_no_request(tmp_path: Pat
         watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
         watcher.follow(first, submit=True)
         while Hanging.asked != [first.run_name, "asked"]:
-            with pytest.raises(SaveTimeout):
+            with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.05)
         watcher.follow(second, submit=True)
         while second.run_name not in Hanging.asked:
-            with pytest.raises(SaveTimeout):
+            with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.05)
         assert Hanging.asked.count("asked") == 1  # so the answer is still waited for
         Hanging.over.set()
@@ -336,7 +336,7 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
 
     def await_that(what: Callable[[], bool]) -> None:
         while not what():
-            with pytest.raises(SaveTimeout):
+            with pytest.raises(SaveTimeoutError):
                 watcher.wait(time.monotonic() + 0.05)
 
     with server(answers, asked=asked) as url:
@@ -489,7 +489,7 @@ def test_a_save_that_was_refused_has_not_failed_once_it_is_handed_over_again(
         assert "refuses the request" in failure
         answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
         watcher.follow(request, submit=True)
-        with pytest.raises(SaveTimeout):  # nothing commits it here
+        with pytest.raises(SaveTimeoutError):  # nothing commits it here
             watcher.wait(time.monotonic() + 3)
         watcher.close()
 

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
-from trinity_sync.convert.from_dcp import from_dcp
-from trinity_sync.convert.to_dcp import to_dcp
 from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.formats.from_dcp import from_dcp
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.claims import leases
-from trinity_sync.storage.dcp import SavedComponent
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
 
 STEP = 40
 

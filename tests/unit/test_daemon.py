@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import daemon, parts, stack
-from trinity_sync.orchestration.daemon import Daemon, Patience
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.fs.process import process_fields, process_lives, process_name
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import process_fields, process_lives, process_name
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.daemon import Daemon, Patience
+from trinity_sync.stack.services import StackState
 
 RAY = """
 print("Local node IP: 127.0.0.1")
@@ -106,8 +106,8 @@ def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
 HIDDEN = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-from trinity_sync.orchestration import daemon
-from trinity_sync.snapshot.receipt import process_lives, process_name
+from trinity_sync.stack import daemon
+from trinity_sync.fs.process import process_lives, process_name
 theirs = process_name(subprocess.Popen(["sleep", "60"]).pid)
 os.setgroups([])  # that of root may see all
 os.setgid(12345)
@@ -145,14 +145,14 @@ def full_disk() -> Iterator[None]:
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
     server = start("import time; time.sleep(60)", tmp_path)
     with pytest.raises(OSError, match="too large"), full_disk():
-        stack._note(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
+        embedded._note(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
     assert not server.lives
-    assert stack.find(Settings(home=tmp_path)) is None
+    assert embedded.find(Settings(home=tmp_path)) is None
 
 
 def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:
     settings, state = Settings(home=tmp_path), StackState(api_url="http://127.0.0.1:9/api")
     with pytest.raises(OSError, match="too large"), full_disk():
-        parts.environment(settings, state)
-    named = parts.environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
+        services.environment(settings, state)
+    named = services.environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
     assert ssl.create_default_context(cafile=named).get_ca_certs()

@@ -12,8 +12,8 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from tests.unit.weights import State, VersionFile, digest, first, train, upload
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.copies import delta_between
 from trinity_sync.weights.delta import Array
+from trinity_sync.weights.object_store import delta_between
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import Gone, Version
 

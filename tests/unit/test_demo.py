@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.orchestration.roots import known_roots, note_root
+from trinity_sync.fs.locks import file_lock
+from trinity_sync.orchestration.job_registry import known_roots, note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.locks import file_lock
 
 DEMO = Path(__file__).parents[2] / "examples/demo.py"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -16,10 +16,10 @@ from tests.conftest import environment
 from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
-from trinity_sync.orchestration.doctor import Check, examine, logout_check, packages_check
-from trinity_sync.orchestration.doctor_job import examine_root
-from trinity_sync.orchestration.server_time import ahead_s
+from trinity_sync.orchestration.clock_skew import ahead_s
 from trinity_sync.settings import Settings
+from trinity_sync.stack.doctor import Check, examine, logout_check, packages_check
+from trinity_sync.stack.doctor_job import examine_root
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.storage.claims import LONG_LEASE_S, leases
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.drill import drill

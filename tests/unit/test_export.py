@@ -21,17 +21,24 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ExportError
-from trinity_sync.export import writing
-from trinity_sync.export.naming import Naming
-from trinity_sync.export.shards import ShardedModel
-from trinity_sync.export.step import export_step, grant
-from trinity_sync.export.writing import save_tensors
+from trinity_sync.formats import safetensors
+from trinity_sync.formats.hf_export import export_step, grant
+from trinity_sync.formats.hf_naming import Naming
+from trinity_sync.formats.safetensors import save_tensors
+from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.trust import TRUSTED
+from trinity_sync.snapshot.safe_load import TRUSTED
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.export_requests import (
+    Wish,
+    awaited,
+    give_up,
+    is_exported,
+    make_wish,
+    wishes,
+)
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import require_committed
 from trinity_sync.storage.verify import check, choose, judge
-from trinity_sync.storage.wishes import Wish, awaited, give_up, is_exported, make_wish, wishes
 
 State = dict[str, torch.Tensor]
 
@@ -265,7 +272,7 @@ def test_an_export_that_was_killed_goes_on_where_it_was(
 
     if (child := os.fork()) == 0:
         try:
-            writing.save_tensors = save_and_die
+            safetensors.save_tensors = save_and_die
             export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
         finally:
             os._exit(0)
@@ -306,11 +313,11 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
         seen.append(anonymous_memory() - before)
         save_tensors(path, tensors)
 
-    monkeypatch.setattr(writing, "save_tensors", look)
+    monkeypatch.setattr(safetensors, "save_tensors", look)
     before = anonymous_memory()
     model = ShardedModel([tmp_path / "0.pt"])
-    writing.write_model(
-        writing.begun(tmp_path / "out", {}),
+    safetensors.write_model(
+        safetensors.begun(tmp_path / "out", {}),
         model,
         {name: name for name in model.names},
         Naming(None, frozenset(), fuses=False),

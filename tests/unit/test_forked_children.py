@@ -15,7 +15,7 @@ import torch
 
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 
 
@@ -79,7 +79,7 @@ def test_a_signal_that_comes_right_after_the_fork_ends_the_child() -> None:
             if asked:
                 os.kill(os.getpid(), signal.SIGUSR1)
         os.register_at_fork(after_in_child=ask_first)
-        from trinity_sync.preemption import Preemption
+        from trinity_sync.client.preemption import Preemption
         preemption = Preemption()
         preemption.notice(signal.SIGUSR1, 30.0)
         asked = True

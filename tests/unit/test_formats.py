@@ -29,46 +29,56 @@ from tests.unit.test_retention import numbers, planned, prune, spared
 from tests.unit.weights import first, upload
 from trinity_sync.catalog.database import opened
 from trinity_sync.catalog.mirror import rebuild
-from trinity_sync.cli.frame import app
+from trinity_sync.cli.app import app
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.orchestration.doctor import examine
+from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.orphaned_images import let_give_way, stranded
 from trinity_sync.orchestration.reconcile import _steps_of, mend_known_roots, reconcile
 from trinity_sync.orchestration.report import gather
-from trinity_sync.orchestration.roots import note_root
-from trinity_sync.orchestration.sweep import let_give_way, stranded
-from trinity_sync.request import SaveRequest
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.required import bring_newest, send, send_missing, thin_out
+from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.quarantine import let_go_of_aside
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.mapped import MappedSlot
-from trinity_sync.snapshot.notes import digest_of_body
-from trinity_sync.snapshot.published import published_path
-from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.snapshot.callable_status import Receipt, write_receipt
+from trinity_sync.snapshot.slot_reader import MappedSlot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
-from trinity_sync.storage.aside import aside_folder, let_go_of_aside
+from trinity_sync.snapshot.version_tag import published_path
+from trinity_sync.stack.doctor import examine
 from trinity_sync.storage.claims import claimed, pin, tag, take_lease, unpin
-from trinity_sync.storage.damage import Damage, damage_of, mark_damaged
-from trinity_sync.storage.fetch import fetch
-from trinity_sync.storage.iteration import advance_iteration, read_iteration, settle_iteration
-from trinity_sync.storage.leftovers import remove_dead_spool
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
+from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
+from trinity_sync.storage.gc import remove_dead_spool
+from trinity_sync.storage.latest_pointer import (
+    advance_iteration,
+    read_iteration,
+    settle_iteration,
+)
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
-from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.primary import bring_newest, send, send_missing, thin_out
-from trinity_sync.storage.remote import Remote
-from trinity_sync.storage.replicate import replicate
+from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.required_remote import note_store, note_stored
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import committed_steps, newest, require_committed
-from trinity_sync.storage.stored import note_store, note_stored
 from trinity_sync.storage.verify import check, choose, judge
-from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import CommitNotification
-from trinity_sync.weights.files import read_address, read_state, write_address, write_state
+from trinity_sync.weights.state_files import (
+    read_address,
+    read_state,
+    write_address,
+    write_state,
+)
 
 STATE = {"model": {"w": torch.ones(10)}}
 BEHIND, AHEAD = -1, 1

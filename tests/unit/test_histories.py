@@ -20,19 +20,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
-from trinity_sync.errors import Abandoned, SaveError, StepClaimed
+from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.claims import Lease, pin, take_lease, unpin
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.leftovers import FILE_REPAIRS
+from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.gc import FILE_REPAIRS
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.persist import mark_failed
-from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.steps import committed_steps, newest, require_committed
 
 LASTS = st.integers(1, 4)
 MULTIPLES = st.integers(2, 4)
@@ -102,7 +102,7 @@ class Histories(RuleBasedStateMachine):
         run, kind, _ = self.steps[step]
         newer = {other for other, known in self.steps.items() if other > step or known[0] > run}
         if newer & set(self.leased):
-            with pytest.raises(StepClaimed):
+            with pytest.raises(StepInUseError):
                 rewind(self.job.root, step, force=True)
             return
         late = self._stage("checkpoint") if in_flight else None
@@ -117,7 +117,7 @@ class Histories(RuleBasedStateMachine):
                 newest(self.job.root, served).step == read_iteration(self.job.root, served) == step
             )
         if late:
-            with pytest.raises(Abandoned):
+            with pytest.raises(SupersededError):
                 self.job.commit(self.step, **late)
             mark_failed(self.job.spool, self.job.save(self.step, **late), "it was left behind")
         self.step = self._newest("checkpoint") or 0

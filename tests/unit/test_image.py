@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
-from trinity_sync.snapshot.structure import Undetached
+from trinity_sync.snapshot.layout_key import Undetached
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -18,10 +18,10 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.orchestration.roots import known_roots, note_root
+from trinity_sync.orchestration.job_registry import known_roots, note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
-from trinity_sync.storage.steps import committed_steps, newest
+from trinity_sync.storage.discovery import committed_steps, newest
 
 NO_STEPS = ["007", "\u0667", "+7", "-7", "7_0", " 7", "7 ", "7\n", "", "9" * 19, "7.bak", "0x7"]
 

@@ -9,15 +9,15 @@ import torch
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import LINKED, Removal, Rules, carry_out, plan, survey
+from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.claims import pin, take_lease
-from trinity_sync.storage.leftovers import FILE_REPAIRS, remove_temporaries
-from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.recycling import WORTHWHILE
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.retention import LINKED, Removal, Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.verify import check, choose, judge
 
 

@@ -17,7 +17,7 @@ from tests.unit.test_image import (
     states,
 )
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.loading import state_of
+from trinity_sync.snapshot.deserialize import state_of
 
 
 def saved(state: Any) -> bytes:

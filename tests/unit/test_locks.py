@@ -20,16 +20,16 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.fs import flock
+from trinity_sync.fs.flock import LockFile
+from trinity_sync.fs.locks import file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot import flock
-from trinity_sync.snapshot.flock import LockFile
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import claims, metrics, restore
 from trinity_sync.storage.claims import leases, nobody_claims, take_lease
-from trinity_sync.storage.locks import file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
-from trinity_sync.storage.policies import All, LastN
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 
 SOMEBODY = 12345
 """The number of a user, and of a group, that is nobody else's."""
@@ -66,7 +66,7 @@ def running(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 HOLD = """
     import sys
     from pathlib import Path
-    from trinity_sync.storage.locks import file_lock
+    from trinity_sync.fs.locks import file_lock
     with file_lock(Path(sys.argv[1]), shared="shared" in sys.argv):
         print("ready", flush=True)
         sys.stdin.read()
@@ -92,7 +92,7 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
 HANGING = """
     import os, sys, threading
     from pathlib import Path
-    from trinity_sync.snapshot.flock import LockFile
+    from trinity_sync.fs.flock import LockFile
 
     opening = threading.Event()
 
@@ -160,7 +160,7 @@ TAKE = {
     "a lock file": "held.enter_context(file_lock(path))",
     "a slot that is filled": "slot = Slot(path); slot.image(9); assert slot.try_lock()",
     "a slot that is read": "content = held.enter_context(locked(path))",
-    "an image that is restored": "content = map_open(held.enter_context(reading.held(path)), 9)",
+    "an image that is restored": "content = map_open(held.enter_context(slot_lock.held(path)), 9)",
 }
 
 
@@ -177,11 +177,11 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         import os, signal, subprocess, sys
         from contextlib import ExitStack
         from pathlib import Path
-        from trinity_sync.snapshot import reading
-        from trinity_sync.snapshot.reading import locked
+        from trinity_sync.snapshot import slot_lock
+        from trinity_sync.snapshot.slot_lock import locked
         from trinity_sync.snapshot.slot import Slot
-        from trinity_sync.storage.locks import file_lock
-        from trinity_sync.storage.reader import map_open
+        from trinity_sync.fs.locks import file_lock
+        from trinity_sync.fs.direct_reader import map_open
         path, held = Path(sys.argv[1]), ExitStack()
         exec(sys.argv[2])
         if sys.argv[3] == "started":
@@ -302,7 +302,7 @@ def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Pat
         import sys
         from pathlib import Path
         from trinity_sync.errors import LockTimeoutError
-        from trinity_sync.storage.locks import file_lock
+        from trinity_sync.fs.locks import file_lock
         try:
             with file_lock(Path(sys.argv[1]), limit_s=0):
                 pass
@@ -536,7 +536,7 @@ def test_who_finds_a_lock_that_another_user_is_making_waits_until_it_is_made(
 
     def take() -> None:
         monkeypatch.setattr(
-            "trinity_sync.storage.locks.time.sleep",
+            "trinity_sync.fs.locks.time.sleep",
             lambda _: (os.write(ask, b"!"), os.read(answered, 1)),
         )
         with file_lock(lock):

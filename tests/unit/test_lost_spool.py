@@ -18,7 +18,7 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job
 from tests.unit.weights import upload
 from trinity_sync.errors import SpoolError
-from trinity_sync.snapshot.mapped import MappedSlot
+from trinity_sync.snapshot.slot_reader import MappedSlot
 from trinity_sync.snapshot.spool import known_job_spool
 
 

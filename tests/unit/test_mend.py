@@ -17,12 +17,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.answers import server
 from trinity_sync.client import save_trigger
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.orchestration.mend import TAKEN_BY, begin_again, mend
 from trinity_sync.orchestration.worker import TrinitySyncWorker
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.zombie_runs import TAKEN_BY, begin_again, mend
 from trinity_sync.settings import Settings
-from trinity_sync.storage.locks import run_lock_if_free
+from trinity_sync.snapshot.run_lock import run_lock_if_free
 
 NODE = "this-node"
 DEAD = f"{TAKEN_BY}{NODE}/1/1"
@@ -36,7 +36,7 @@ def at_work(spool: Path, run: str = RUN) -> Iterator[subprocess.Popen[str]]:
     """Another process of this node that executes a run, as a worker does."""
     script = (
         "import sys; from pathlib import Path; from uuid import UUID\n"
-        "from trinity_sync.storage.locks import run_lock_if_free\n"
+        "from trinity_sync.snapshot.run_lock import run_lock_if_free\n"
         f"with run_lock_if_free(Path({str(spool)!r}), UUID({run!r})) as free:\n"
         "    print(free, flush=True); sys.stdin.read()\n"
     )

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from tests.unit.test_formats import of_another_release
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
+from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.orchestration.metrics import WorkerMetrics
-from trinity_sync.orchestration.ports import free_port
-from trinity_sync.orchestration.roots import note_root
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.stack.ports import free_port
 from trinity_sync.storage.persist import Part
 
 

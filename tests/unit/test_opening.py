@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.storage.stored import note_store
+from trinity_sync.storage.required_remote import note_store
 
 RANK = """
 import json, os, sys
 import torch.distributed as dist
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.settings import Settings
-from trinity_sync import opening
-opening.VISIBLE_S, opening.ROUND_S = 0.5, 0.01
+from trinity_sync.client import init_root
+init_root.VISIBLE_S, init_root.ROUND_S = 0.5, 0.01
 rank, meeting, spool, waits_for, *roots = sys.argv[1:]
 gather, rounds = dist.all_gather_object, 0
 def counted(*given):

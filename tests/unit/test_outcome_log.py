@@ -21,9 +21,9 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
 from trinity_sync.client.outcome_log import UNANNOUNCED_S, OutcomeLog, OutcomeLogs
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import SaveTimeout
-from trinity_sync.request import SaveRequest
+from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.settings import Settings
 
 RANK = """
@@ -31,7 +31,7 @@ import json, sys, time
 from pathlib import Path
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.request import SaveRequest
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 
@@ -132,7 +132,7 @@ def leader(job: Job, url: str, world_size: int = 2) -> Iterator[CommitWatcher]:
 
 def await_that(watcher: CommitWatcher, what: Callable[[], object]) -> None:
     while not what():
-        with pytest.raises(SaveTimeout):
+        with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 0.05)
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
     watcher.follow(request_of(job))
     until = time.monotonic() + 30
     while time.monotonic() < until and watcher._pending:
-        with suppress(SaveTimeout):
+        with suppress(SaveTimeoutError):
             watcher.wait(time.monotonic())
     assert watcher.wait(time.monotonic()) == []
     watcher.close()
@@ -204,7 +204,7 @@ def test_a_rank_leaves_a_save_that_rank_0_follows_to_it(pair: Job) -> None:
         first.follow(request)
         await_that(first, lambda: '"pending"' in log_of(pair))
         other.begin_to_wait()
-        with pytest.raises(SaveTimeout):
+        with pytest.raises(SaveTimeoutError):
             first.wait(time.monotonic() + 2.5)  # the other rank would have asked by now
         pair.commit(4)
         told = other.told()
@@ -266,7 +266,7 @@ def test_a_rank_asks_itself_about_a_save_that_rank_0_never_submits(
             world_size=2,
         )
         other.follow(request)
-        with pytest.raises(SaveTimeout):
+        with pytest.raises(SaveTimeoutError):
             other.wait(time.monotonic() + 1.5)
         other._pending[request.key].since -= UNANNOUNCED_S
         assert "the disk is full" in other.wait(time.monotonic() + 30)[0]

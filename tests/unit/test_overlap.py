@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.unit.test_image import SPECIAL, records_in, saved
+from trinity_sync.client.state_saver import StateSaves
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.overlap import SMALL, named_tensors, rows_equal, sampled
+from trinity_sync.snapshot.mutation_guard import SMALL, named_tensors, rows_equal, sampled
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
-from trinity_sync.states import StateSaves
 
 BIG = SMALL  # elements of float32: four times the bytes that are copied at the call
 
@@ -235,7 +235,7 @@ def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trai
         import mmap, os, sys, torch
         from pathlib import Path
         from trinity_sync.errors import ImageError
-        from trinity_sync.snapshot.copying import copy_into
+        from trinity_sync.snapshot.memcpy import copy_into
 
         BYTES = 64 << 20  # malloc gives so much back to the system when it is freed
         storage = torch.ones(BYTES, dtype=torch.uint8).untyped_storage()

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from tasks.persist import persist_component, save_of
 from tests.unit.conftest import Open
 from tests.unit.job import Job
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import CommitError, MissingShards, SaveError
+from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.orphaned_images import stranded
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.kept import kept_in
-from trinity_sync.snapshot.receipt import receipts_of
+from trinity_sync.snapshot.callable_status import receipts_of
+from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
@@ -38,7 +39,6 @@ from trinity_sync.storage.placement import (
     ranks_in,
 )
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import require_committed
 
 MODEL = {"model": {"w": torch.arange(100.0)}}
 
@@ -125,7 +125,7 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
     note_placement(root, 1, "key", "actor", [Place("a", "/s", (0,))])
-    with pytest.raises(MissingShards, match=r"role critic has handed nothing over in run 1"):
+    with pytest.raises(MissingShardsError, match=r"role critic has handed nothing over in run 1"):
         await_shares(root, 1, "key", ["actor", "critic"], gather_s=0)
     assert placement(root, 1, "another life of the root", "actor") is None
     (file,) = root.glob(".trinity_sync/placements/*")
@@ -185,7 +185,7 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
 
 def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:
     share = shares_of(two_nodes)[1]
-    with pytest.raises(MissingShards, match=r"model of role actor ranks 2-3 .* on node b"):
+    with pytest.raises(MissingShardsError, match=r"model of role actor ranks 2-3 .* on node b"):
         persist(share, two_nodes[1].save(4), "model", WriteOptions(gather_s=0.05))
 
 
@@ -194,7 +194,7 @@ def test_a_node_waits_for_all_its_ranks_to_know_who_attached_something(
 ) -> None:
     share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
     two_nodes[1].stage(4, MODEL, rank=2)
-    with pytest.raises(MissingShards, match="attachments of role actor rank 3"):
+    with pytest.raises(MissingShardsError, match="attachments of role actor rank 3"):
         persist(share, save, "attachments", WriteOptions(gather_s=0.05))
     two_nodes[1].stage(4, MODEL, rank=3)
     assert persist(share, save, "attachments", WriteOptions()) == []
@@ -282,7 +282,9 @@ def test_a_save_does_not_wait_for_images_that_were_evicted(two_nodes: list[Job])
         job.stage(step, MODEL, rank=2, kind="state_dict")
     share = Share("b", str(job.spool.folder), {"actor": (2,)})
     options = WriteOptions(gather_s=10)
-    with pytest.raises(MissingShards, match=r"model of role actor rank 2 was evicted .* node b"):
+    with pytest.raises(
+        MissingShardsError, match=r"model of role actor rank 2 was evicted .* node b"
+    ):
         persist(share, job.save(1), "model", options)
     assert persist(share, job.save(1), "optim", options)
 
@@ -294,7 +296,7 @@ def test_a_save_waits_for_a_rank_that_is_behind(two_nodes: list[Job]) -> None:
     job.stage(2, MODEL, rank=2)
     job.stage(3, MODEL, rank=2)
     share = Share("b", str(job.spool.folder), {"actor": (2, 3)})
-    with pytest.raises(MissingShards, match=r"rank 3 was not handed over on node b within"):
+    with pytest.raises(MissingShardsError, match=r"rank 3 was not handed over on node b within"):
         persist(share, job.save(2), "model", WriteOptions(gather_s=0.05))
 
 

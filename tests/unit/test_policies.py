@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.steps import info
 from trinity_sync.errors import ConfigError
-from trinity_sync.storage.policies import parse_policy
+from trinity_sync.retention.policies import parse_policy
 
 HOUR, DAY = 3600, 86400
 REWARDS = {10: 0.1, 20: 0.9, 30: 0.5, 40: math.nan}

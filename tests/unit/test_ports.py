@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import ports
-from trinity_sync.orchestration.ports import free_port
+from trinity_sync.stack import ports
+from trinity_sync.stack.ports import free_port
 
 
 def test_a_port_is_free_and_not_one_that_outgoing_connections_get() -> None:

@@ -24,22 +24,23 @@ from tests.unit.job import Job
 from tests.unit.powercut import Disk, Recording, after, cuts
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError
+from trinity_sync.fs import atomic, direct_writer
+from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import claims, durable, recycling, writer
+from trinity_sync.storage import block_reuse, claims
 from trinity_sync.storage import commit as commit_module
 from trinity_sync.storage.claims import pin, pins, tag, unpin
-from trinity_sync.storage.damage import Damage, mark_damaged, unmark
-from trinity_sync.storage.iteration import read_iteration, settle_iteration
-from trinity_sync.storage.leftovers import FILE_REPAIRS
-from trinity_sync.storage.locks import one_change_at_a_time
-from trinity_sync.storage.policies import parse_policy
+from trinity_sync.storage.corruption import Damage, mark_damaged, unmark
+from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.gc import FILE_REPAIRS
+from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.steps import committed_steps, newest, require_committed
-from trinity_sync.storage.writer import digest_of
 
 OTHERS = float(os.environ.get("POWER_CUTS", "0.34"))
 Commit = tuple[int, int, tuple[str, ...]]
@@ -156,7 +157,7 @@ def record(folder: Path, life: Callable[[Job], Iterator[str]] = a_whole_life) ->
     job = Job(root, open_job_spool(folder / "spool", root))
     recording = Recording(root)
     with pytest.MonkeyPatch.context() as patch, recording.running():
-        patch.setattr(recycling, "WORTHWHILE", 1000)
+        patch.setattr(block_reuse, "WORTHWHILE", 1000)
         for done in life(job):
             recording.done(done)
     for stager in job.stagers.values():
@@ -272,7 +273,7 @@ def test_whenever_the_power_goes_the_old_steps_or_the_new_ones_are_found(
 ) -> None:
     if not exchange:  # as on NFS
         nothing = SimpleNamespace(CDLL=lambda *_, **__: None)
-        monkeypatch.setattr(durable, "ctypes", nothing)
+        monkeypatch.setattr(atomic, "ctypes", nothing)
     life = a_whole_life if exchange else a_step_that_is_replaced
     checker = Checker(spool_folder, record(spool_folder, life))
     assert not list(checker.problems())
@@ -285,9 +286,9 @@ UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
 @pytest.mark.parametrize(
     ("life", "module", "name", "instead", "reported"),
     [
-        (a_save, writer, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
+        (a_save, direct_writer, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
         (a_save, commit_module, "sync_folder", lambda folder: None, "lost: .*1, 1"),
-        (a_save, durable, "sync_folder", lambda folder: None, "the newest run is 0"),
+        (a_save, atomic, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, claims, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
     ],
     ids=["bytes", "names", "run", "unpin"],

@@ -8,7 +8,7 @@ from tests.conftest import environment
 
 STORY = """
 import sqlite3, sys, threading
-from trinity_sync.orchestration.prefect_server import collect_in_a_thread
+from trinity_sync.stack.prefect_server import collect_in_a_thread
 
 if sys.argv[2] == "in a thread":
     collect_in_a_thread()
@@ -53,7 +53,7 @@ def test_a_transaction_ends_although_others_wait_and_garbage_is_collected(tmp_pa
 
 
 def test_python_s_own_collector_stands_in_the_way(tmp_path: Path) -> None:
-    """If this fails, `trinity_sync.orchestration.prefect_server` is not needed any more."""
+    """If this fails, `trinity_sync.stack.prefect_server` is not needed any more."""
     assert story(tmp_path, "as it comes") == "database is locked"
 
 
@@ -63,7 +63,7 @@ from datetime import datetime, timedelta, timezone
 from uuid import uuid4
 from prefect.server.database import provide_database_interface
 from prefect.server.services import db_vacuum
-from trinity_sync.orchestration.prefect_server import let_others_write
+from trinity_sync.stack.prefect_server import let_others_write
 
 let_others_write()
 old, found, sleep = datetime.now(timezone.utc) - timedelta(days=2), [], asyncio.sleep
@@ -117,7 +117,7 @@ from prefect.server.database import provide_database_interface
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql.functions import count
-from trinity_sync.orchestration.prefect_server import write_in_turn
+from trinity_sync.stack.prefect_server import write_in_turn
 
 if sys.argv[1] == "in turn":
     write_in_turn()

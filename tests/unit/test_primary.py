@@ -15,25 +15,25 @@ from typer.testing import CliRunner
 
 from tests.unit.job import Job
 from trinity_sync.cli.commands import app
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import Abandoned, ConfigError, RemoteError, SaveFailed
+from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.layout import step_folder
-from trinity_sync.orchestration.doctor_job import examine_root
-from trinity_sync.request import SaveRequest
+from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.required import send, send_missing, thin_out
+from trinity_sync.retention.policies import All, LastN
+from trinity_sync.retention.prune import NOT_STORED, Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.stack.doctor_job import examine_root
 from trinity_sync.storage.claims import pin
 from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.policies import All, LastN
-from trinity_sync.storage.primary import send, send_missing, thin_out
-from trinity_sync.storage.remote import Remote
-from trinity_sync.storage.retention import NOT_STORED, Rules, carry_out, plan, survey
+from trinity_sync.storage.required_remote import is_stored, store_of
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.steps import newest
-from trinity_sync.storage.stored import is_stored, store_of
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -156,9 +156,9 @@ def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused
     first.commit(old, 1)
     new, other = second.start("two"), third.start("three")
     second.commit(new, 2)
-    with pytest.raises(Abandoned, match=r"run 2 at file://.* resumed from step 1"):
+    with pytest.raises(SupersededError, match=r"run 2 at file://.* resumed from step 1"):
         first.commit(old, 2)
-    with pytest.raises(Abandoned, match=r"run 2 at file://.* is another training's"):
+    with pytest.raises(SupersededError, match=r"run 2 at file://.* is another training's"):
         third.commit(other, 2)
     there = Remote(first.url).step(2)
     assert (there.state, there.manifest) == ("whole", read_manifest(new.root, 2))
@@ -222,7 +222,7 @@ def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
     assert len(saves.commit_seconds) == 1
     saves._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
     with pytest.raises(
-        SaveFailed, match=r"brought to file://.*in the root only: the store is full"
+        SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):
         saves.wait_all(10)
     saves._trigger.answer = Outcome("running")  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
     one.commit(saves, 1, sent=False)
     (saves.root / ".trinity_sync/store.json").write_text("{")
     saves._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
-    with pytest.raises(SaveFailed, match=r"was not committed: store\.json is torn"):
+    with pytest.raises(SaveFailedError, match=r"was not committed: store\.json is torn"):
         saves.wait_all(10)
 
 

@@ -50,16 +50,16 @@ from tests.unit.prefect_stand_in import (
     without_catalog_and_pages,
 )
 from tests.unit.promised import Key, Model, Run, Saved, Step, Value
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailed, StepClaimed, TrinitySyncError
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError, SaveFailedError, StepInUseError, TrinitySyncError
+from trinity_sync.fs.records import to_text
 from trinity_sync.layout import SPOOL_FORMAT
-from trinity_sync.request import SaveRequest
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.notes import to_text
 from trinity_sync.storage.claims import Lease, pin, tag, take_lease, unpin
-from trinity_sync.storage.policies import parse_policy
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.retention import Rules
 from trinity_sync.storage.rewind import rewind
 
 POINTERS = {
@@ -243,7 +243,7 @@ class Promises(RuleBasedStateMachine):
         for rank in trainer.ranks:
             try:
                 rank.wait_all(timeout=10)
-            except SaveFailed as error:
+            except SaveFailedError as error:
                 self.raised[trainer.key] += f"{error}\n"
 
     # ------------------------------------------------------------ what a trainer submits
@@ -528,7 +528,7 @@ class Promises(RuleBasedStateMachine):
         """``trinity-sync rewind --force``"""
         step = sorted(self.model.steps)[which % len(self.model.steps)]
         if self.model.newer(step) & self.model.leased:
-            with pytest.raises(StepClaimed):
+            with pytest.raises(StepInUseError):
                 rewind(self.root, step, force=True)
             return
         rewind(self.root, step, force=True)

@@ -18,17 +18,17 @@ from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
+from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
-from trinity_sync.orchestration.roots import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import seal
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.leftovers import Finding, remove_temporaries
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.gc import Finding, remove_temporaries
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import mark_failed
-from trinity_sync.storage.steps import require_committed
 
 LATER_S = 7200.0
 

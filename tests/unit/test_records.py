@@ -22,28 +22,33 @@ from hypothesis import strategies as st
 
 from tests.unit.job import Job
 from trinity_sync.errors import (
-    Abandoned,
     CommitError,
     ConfigError,
     FormatError,
     SpoolError,
+    SupersededError,
     TicketError,
 )
+from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.snapshot.kept import kept_in
-from trinity_sync.snapshot.notes import digest_of_body
-from trinity_sync.snapshot.receipt import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.claims import claimed, leases, pin, pins, tag, take_lease
-from trinity_sync.storage.damage import Damage, damage_of, mark_damaged
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
+from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.placement import placement
+from trinity_sync.storage.required_remote import (
+    is_stored,
+    note_store,
+    note_stored,
+    store_of,
+)
 from trinity_sync.storage.runs import all_runs, open_run, refuse_abandoned
-from trinity_sync.storage.steps import newest
-from trinity_sync.storage.stored import is_stored, note_store, note_stored, store_of
-from trinity_sync.storage.wishes import Wish, awaited, make_wish, wishes
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             "run": Kind(
                 private / "runs/1.json",
                 lambda: (all_runs(root), refuse_abandoned(root, 1, "first", 4))[0],
-                (CommitError, Abandoned),
+                (CommitError, SupersededError),
             ),
             "pin": Kind(private / "pins/1.json", lambda: pins(root)),
             "tag": Kind(private / "pins/good.json", lambda: pins(root), (CommitError,)),

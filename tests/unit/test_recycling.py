@@ -16,9 +16,14 @@ import torch
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from trinity_sync.errors import SaveError
-from trinity_sync.storage.recycling import WORTHWHILE, remove_folder, remove_spares, take_spare
+from trinity_sync.storage.block_reuse import (
+    WORTHWHILE,
+    remove_folder,
+    remove_spares,
+    take_spare,
+)
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import require_committed
 
 PLENTY = 1 << 40
 
@@ -210,7 +215,7 @@ def test_who_opens_a_file_that_is_looked_at_sends_no_signal_here(
     look = """
         import signal, subprocess, sys, threading
         from pathlib import Path
-        from trinity_sync.storage.recycling import is_ours_alone
+        from trinity_sync.fs.file_lease import is_ours_alone
         seen = []
         if sys.argv[3] == "True":
             signal.signal(signal.SIGIO, lambda *_: seen.append(1))

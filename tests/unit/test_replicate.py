@@ -17,15 +17,15 @@ from tests.unit.conftest import SECRET
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, RemoteError
 from trinity_sync.layout import MANIFEST
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import UPLOADED, Remote
+from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.claims import leases
-from trinity_sync.storage.fetch import fetch
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.remote import UPLOADED, Remote
-from trinity_sync.storage.replicate import replicate
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import newest
 
 
 @pytest.fixture
@@ -84,13 +84,14 @@ def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -
 
 KILLED = """
 import os, signal, sys
-from trinity_sync.storage import remote, replicate
-note = remote.Remote.note_upload
+from trinity_sync.remote.remote_root import Remote
+from trinity_sync.remote.upload import replicate
+note = Remote.note_upload
 def note_and_die(self, step, record):
     note(self, step, record)
     os.kill(os.getpid(), signal.SIGKILL)
-remote.Remote.note_upload = note_and_die
-replicate.replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
+Remote.note_upload = note_and_die
+replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
 """
 
 

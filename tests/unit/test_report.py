@@ -13,13 +13,13 @@ import torch
 from tests.conftest import environment
 from tests.unit.job import Job
 from trinity_sync.cli.page import render
-from trinity_sync.orchestration.history import RunFacts
 from trinity_sync.orchestration.report import JobFacts, gather
+from trinity_sync.orchestration.run_history import RunFacts
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.weights.book import Book
-from trinity_sync.weights.files import write_state
+from trinity_sync.weights.state_files import write_state
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
-from trinity_sync.snapshot.kept import keep, kept_in, kept_path
+from trinity_sync.fs.direct_reader import PIECE, read_file
+from trinity_sync.fs.direct_writer import digest_of
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.slot_cache import keep, kept_in, kept_path
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.storage.reader import PIECE, read_file
 from trinity_sync.storage.restore import Restored, load_shards, load_states
-from trinity_sync.storage.writer import digest_of
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 

@@ -11,22 +11,28 @@ import torch
 from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files, info
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.retention.policies import StepInfo, parse_policy
+from trinity_sync.retention.prune import Plan, Removal, Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import Receipt, write_receipt
+from trinity_sync.snapshot.callable_status import Receipt, write_receipt
 from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.block_reuse import WORTHWHILE, take_spare
 from trinity_sync.storage.claims import pin, take_lease
-from trinity_sync.storage.iteration import advance_iteration
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.export_requests import (
+    AWAITED_S,
+    Wish,
+    forget_wish,
+    give_up,
+    make_wish,
+)
+from trinity_sync.storage.latest_pointer import advance_iteration
 from trinity_sync.storage.metrics import read_metrics, write_metrics
-from trinity_sync.storage.policies import StepInfo, parse_policy
-from trinity_sync.storage.recycling import WORTHWHILE, take_spare
-from trinity_sync.storage.retention import Plan, Removal, Rules, carry_out, plan, survey
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import newest, require_committed
-from trinity_sync.storage.wishes import AWAITED_S, Wish, forget_wish, give_up, make_wish
 
 SPARE_PATTERN = ".trinity_sync/spare/*"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.steps import commit_files
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.storage.discovery import newest, require_committed
 
 BEGIN = """
 import json, sys, time
@@ -17,10 +17,10 @@ from pathlib import Path
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.storage.claims import take_lease
-from trinity_sync.storage.locks import one_change_at_a_time
-from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
-from trinity_sync.storage.steps import newest, require_committed
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.storage.discovery import newest, require_committed
 root = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.errors import Abandoned, CommitError, StepClaimed
+from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
-from trinity_sync.storage.aside import let_go_of_aside
+from trinity_sync.retention.policies import All, parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.quarantine import let_go_of_aside
 from trinity_sync.storage.claims import pin, pins, tag, tags, take_lease
-from trinity_sync.storage.iteration import read_iteration, settle_iteration
-from trinity_sync.storage.policies import All, parse_policy
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.weights.committed import newest_version
 
 
@@ -58,7 +58,7 @@ def test_the_step_is_the_newest_and_later_ones_lie_aside_whole(trained: Job) -> 
 
 def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
     rewind(trained.root, 20)
-    with pytest.raises(Abandoned, match="step 40 of run 1"):
+    with pytest.raises(SupersededError, match="step 40 of run 1"):
         trained.commit(40)
     assert newest(trained.root).step == 20
 
@@ -77,7 +77,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
     trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
     assert rewind(trained.root, 20).aside == (12, 30)
     assert newest(trained.root).step == 20
-    with pytest.raises(Abandoned, match="step 15 of run 2"):
+    with pytest.raises(SupersededError, match="step 15 of run 2"):
         trained.commit(15, run=2)
 
 
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_committed_or_damaged_changes_nothing(trained: Job) -
 def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
     with (
         take_lease(trained.root, 30, "explorer 7"),
-        pytest.raises(StepClaimed, match="step 30: explorer 7"),
+        pytest.raises(StepInUseError, match="step 30: explorer 7"),
     ):
         rewind(trained.root, 10, force=True)
     assert newest(trained.root).step == 30
@@ -145,7 +145,7 @@ def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
 
 def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
     pin(trained.root, 30, "the paper's")
-    with pytest.raises(StepClaimed, match="step 30: the paper's"):
+    with pytest.raises(StepInUseError, match="step 30: the paper's"):
         rewind(trained.root, 10)
     assert newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).aside
@@ -155,7 +155,7 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
 def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Job) -> None:
     tag(trained.root, 10, "start")
     tag(trained.root, 30, "best")
-    with pytest.raises(StepClaimed, match="step 30: best"):
+    with pytest.raises(StepInUseError, match="step 30: best"):
         rewind(trained.root, 10)
     assert 30 in rewind(trained.root, 10, force=True).aside
     assert list(tags(trained.root)) == ["start"]

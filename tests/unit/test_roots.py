@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.orchestration.roots import forget_root, known_roots, note_root, roots_of
+from trinity_sync.orchestration.job_registry import (
+    forget_root,
+    known_roots,
+    note_root,
+    roots_of,
+)
 from trinity_sync.settings import Settings
 
 

@@ -19,6 +19,7 @@ from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.catalog.database import opened
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CatalogError,
     CommitError,
@@ -29,33 +30,32 @@ from trinity_sync.errors import (
     StackError,
     TrinitySyncError,
 )
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
-from trinity_sync.orchestration import daemon, parts, stack
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.orchestration.roots import (
+from trinity_sync.orchestration.job_registry import (
     known_roots,
     note_root,
     require_allowed,
     require_allowed_store,
     roots_of,
 )
-from trinity_sync.request import SaveRequest
+from trinity_sync.remote.download import fetch
+from trinity_sync.remote.remote_root import Remote, refuse_credentials
+from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.notes import digest_of_body
-from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.safe_load import TRUSTED, load_file
 from trinity_sync.snapshot.spool import known_job_spool
-from trinity_sync.snapshot.trust import TRUSTED, load_file
-from trinity_sync.storage.aside import fetching_folder
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
 from trinity_sync.storage.drill import drill
-from trinity_sync.storage.fetch import fetch
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.export_requests import Wish, make_wish, wishes
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.remote import Remote, refuse_credentials
-from trinity_sync.storage.replicate import replicate
+from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.wishes import Wish, make_wish, wishes
 
 
 class Runs:
@@ -442,16 +442,16 @@ def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
     for name in ("stack.json", "ray_token"):  # of a careless day
         (tmp_path / name).write_text("known to all")
     with environment({"RAY_AUTH_MODE": ""}):
-        auth = parts._ray_auth(tmp_path)
-    stack._write(tmp_path, StackState(ray_auth=auth))
+        auth = services._ray_auth(tmp_path)
+    embedded._write(tmp_path, StackState(ray_auth=auth))
     token = Path(auth["RAY_AUTH_TOKEN_PATH"])
     assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
     assert token.read_text() != "known to all"
     (tmp_path / "stack.json").chmod(0o644)
-    assert stack.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
+    assert embedded.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
     assert mode_of(tmp_path / "stack.json") == 0o600
     with environment({"RAY_AUTH_MODE": ""}):
-        before, _ = token.read_text(), parts._ray_auth(tmp_path)
+        before, _ = token.read_text(), services._ray_auth(tmp_path)
     assert token.read_text() == before
 
 
@@ -473,20 +473,20 @@ def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: P
         pytest.raises(StackError, match="nothing answers"),
         environment({"PREFECT_API_URL": "http://127.0.0.1:9/api"}),
     ):
-        stack.up(Settings(home=home))
+        embedded.up(Settings(home=home))
     assert mode_of(home) == 0o755
     if os.getuid():
         pytest.skip("only root can give folders away")
     os.chown(home, 12345, 12345)
     with pytest.raises(StackError, match="others than this user may write home"):
-        stack.up(Settings(home=home))
+        embedded.up(Settings(home=home))
 
 
 def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
     state = StackState(ray_folder=str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()
-    stack._write(tmp_path, state)
+    embedded._write(tmp_path, state)
     of_others(tmp_path / "stack.json")
     with pytest.raises(StackError, match="others may write it"):
-        stack.down(Settings(home=tmp_path))
+        embedded.down(Settings(home=tmp_path))
     assert (tmp_path / "mine").exists()

@@ -12,10 +12,10 @@ import torch
 
 from tests.unit.job import Job
 from tests.unit.weights import upload
-from trinity_sync.snapshot.mapped import MappedSlot
-from trinity_sync.snapshot.published import published_in
-from trinity_sync.snapshot.reading import claimed, locked
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.slot_lock import claimed, locked
+from trinity_sync.snapshot.slot_reader import MappedSlot
+from trinity_sync.snapshot.version_tag import published_in
 from trinity_sync.weights.version import Version
 
 
@@ -79,7 +79,7 @@ def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
         """
         import os, signal, sys
         from pathlib import Path
-        from trinity_sync.snapshot.mapped import MappedSlot
+        from trinity_sync.snapshot.slot_reader import MappedSlot
         slot = MappedSlot(Path(sys.argv[1]))
         assert slot.try_lock(sys.argv[2])
         if os.fork():

@@ -16,13 +16,13 @@ import pytest
 from tests.conftest import environment
 from tests.unit.answers import server
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import stack
-from trinity_sync.orchestration.parts import StackState, server_answers
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState, server_answers
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
         "TRINITY_SYNC_RAY_ADDRESS": f"127.0.0.1:{listening}",
     }
     with environment(named):
-        found = stack.status(Settings(home=tmp_path))
+        found = embedded.status(Settings(home=tmp_path))
     assert [part.state for part in found.parts] == ["away", "external", "absent"]
     assert "cannot be reached" in found.problem
 
@@ -51,8 +51,8 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
     with environment(named):
         settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     with environment(named), pytest.raises(StackError, match=f"at http://{address}/api in time"):
-        stack.up(settings, timeout_s=0.5)
-    assert stack.find(settings) is None
+        embedded.up(settings, timeout_s=0.5)
+    assert embedded.find(settings) is None
 
 
 def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
@@ -63,7 +63,7 @@ def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
     (tmp_path / "stack.json").write_text(json.dumps(state))
     for named, differs in ((theirs, True), (ours, False), ("", False)):
         with environment({"TRINITY_SYNC_RAY_ADDRESS": named}):
-            sentences = stack.status(Settings(home=tmp_path)).elsewhere
+            sentences = embedded.status(Settings(home=tmp_path)).elsewhere
         assert len(sentences) == differs
         assert all(theirs in sentence and ours in sentence for sentence in sentences)
 
@@ -110,7 +110,7 @@ def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
     with pytest.raises(StackError, match=r"TRINITY_SYNC_HOST is 0\.0\.0\.0"):
-        stack.up(Settings(home=tmp_path, host="0.0.0.0"), timeout_s=1)
+        embedded.up(Settings(home=tmp_path, host="0.0.0.0"), timeout_s=1)
     assert not (tmp_path / "logs").exists()
 
 

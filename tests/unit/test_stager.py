@@ -20,9 +20,9 @@ import torch
 
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
-from trinity_sync.errors import ImageError, SpoolError, SpoolFull
-from trinity_sync.snapshot.reading import locked
+from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.slot_lock import locked
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
@@ -239,10 +239,10 @@ def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -
 
 
 def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
-    with pytest.raises(SpoolFull, match=r"TRINITY_SYNC_SPOOL"):
+    with pytest.raises(SpoolFullError, match=r"TRINITY_SYNC_SPOOL"):
         job.spool.check_room(1 << 60)
     stager = job.stager()
-    with pytest.raises(SpoolFull, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
+    with pytest.raises(SpoolFullError, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
         stager.prewarm("actor", "model", 0, 1 << 50)
     job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.conftest import Open
 from tests.unit.job import Job
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.orchestration.sweep import let_give_way, stranded
+from trinity_sync.orchestration.orphaned_images import let_give_way, stranded
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
 

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trinity_sync.integrations.trinity import PLUGINS
+from trinity_sync.integrations.trinity.switch import PLUGINS
 
 SAY = """
 import runpy, sys
 runpy.run_path(sys.argv[1])
-print("trinity_sync.integrations.trinity" in sys.modules)
+print("trinity_sync.integrations.trinity.switch" in sys.modules)
 """
 
 

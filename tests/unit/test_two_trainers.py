@@ -17,9 +17,9 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.mapped import MappedSlot
-from trinity_sync.snapshot.published import Published
+from trinity_sync.snapshot.slot_reader import MappedSlot
 from trinity_sync.snapshot.stager import Stager
+from trinity_sync.snapshot.version_tag import Published
 
 State = dict[str, dict[str, Any]]
 

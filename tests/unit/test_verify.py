@@ -16,15 +16,15 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.fs.direct_reader import PIECE, READERS, digest_file
+from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.iteration import read_iteration, settle_iteration
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
 from trinity_sync.storage.manifest import read_manifest, write_manifest
-from trinity_sync.storage.reader import PIECE, READERS, digest_file
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import newest, require_committed
 from trinity_sync.storage.verify import Verdict, check, choose, judge, shares
-from trinity_sync.storage.writer import digest_of
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 

@@ -19,12 +19,12 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
+from trinity_sync.fs.direct_writer import digest_of_bytes
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.storage.claims import leases
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.policies import parse_policy
-from trinity_sync.storage.retention import Rules, carry_out, plan, survey
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.writer import digest_of_bytes
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
 

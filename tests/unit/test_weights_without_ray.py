@@ -18,8 +18,8 @@ from tests.unit.weights import digest, first, train, upload
 from tests.unit.without_ray import follower
 from trinity_sync.errors import ConfigError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.published import published_path
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import CommitNotification
@@ -282,7 +282,7 @@ import sys
 sys.modules["ray"] = None
 from trinity_sync.errors import StackError
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.synchronizer import Synchronizer
 for call in (lambda: Synchronizer.get_actor(root="x"), lambda: Publisher(None, "x", None)):
     try:

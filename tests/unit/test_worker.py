@@ -15,11 +15,11 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 
 from tests.conftest import environment
 from tests.unit.job import Job
-from trinity_sync.orchestration.roots import note_root
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.latest_pointer import read_iteration
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.orchestration.daemon import Daemon
-from trinity_sync.orchestration.parts import StackState, environment
 from trinity_sync.settings import Settings
+from trinity_sync.stack.daemon import Daemon
+from trinity_sync.stack.services import StackState, environment
 
 OWN = "http://127.0.0.1:10/api", "127.0.0.1:10"
 STACK = StackState(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from trinity_sync.fs.direct_writer import CHUNK, IN_FLIGHT, digest_of, write_file
 from trinity_sync.storage.persist import yield_to_others
-from trinity_sync.storage.writer import CHUNK, IN_FLIGHT, digest_of, write_file
 
 
 def mapped(content: bytes) -> memoryview:

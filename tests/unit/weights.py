@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from tests.unit.job import Job
-from trinity_sync.weights.copies import delta_between
+from trinity_sync.weights.object_store import delta_between
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import ImageRef, Version
 

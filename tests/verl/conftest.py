@@ -8,8 +8,8 @@ import pytest
 
 from tests.conftest import running_stack
 from tests.verl.sft import IMPORTS
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
 
 sys.path[:0] = IMPORTS
 

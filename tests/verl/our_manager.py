@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 import verl.utils.checkpoint.fsdp_checkpoint_manager as theirs
 
-import trinity_sync.integrations.verl  # noqa: F401, the switch
+import trinity_sync.integrations.verl.switch  # noqa: F401, the switch
 from tests.integration.fsdp.commits import CommitsHere
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
 

@@ -16,7 +16,7 @@ LAUNCH_S = 240.0
 ROWS, BATCH = 20, 4
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 ALONE = "tests.verl.cpu"
-WITH_US = "tests.verl.cpu,trinity_sync.integrations.verl"
+WITH_US = "tests.verl.cpu,trinity_sync.integrations.verl.switch"
 Losses = dict[int, tuple[float, float, float]]
 """Loss, norm of the gradient and learning rate by step."""
 

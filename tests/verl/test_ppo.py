@@ -21,8 +21,8 @@ import pytest
 from tests.conftest import left_of
 from tests.verl.sft import IMPORTS, LAUNCH_S, WITH_US, make_world
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import all_runs
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tests.integration.fsdp.merged import merged
 from tests.verl.sft import ALONE, WITH_US, Launch, Losses, make_world
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.orchestration.parts import StackState
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.runs import all_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

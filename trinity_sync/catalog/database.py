@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from trinity_sync.errors import CatalogError
+from trinity_sync.fs.locks import file_lock
 from trinity_sync.settings import Settings
-from trinity_sync.storage.locks import file_lock
 
 SCHEMA = 2
 """Number of the newest migration."""

@@ -27,15 +27,15 @@ from trinity_sync.catalog.models import (
     WeightVersion,
 )
 from trinity_sync.errors import CommitError, FormatError, ManifestError
+from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.claims import leases, pins
+from trinity_sync.storage.discovery import require_whole
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.runs import all_runs
-from trinity_sync.storage.steps import require_whole
-from trinity_sync.weights.files import read_state
+from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from trinity_sync.catalog.database import read_rows, reading
 from trinity_sync.catalog.models import Claim, Job, Metric, Run, Step, WeightVersion
 from trinity_sync.layout import KINDS
-from trinity_sync.storage.policies import StepInfo
+from trinity_sync.retention.policies import StepInfo
 from trinity_sync.storage.runs import Run as Known
 from trinity_sync.storage.runs import lineage
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.bar import bar
-from trinity_sync.cli.frame import (
+from trinity_sync.cli.app import (
     AsJson,
     app,
     existing,
@@ -19,6 +18,7 @@ from trinity_sync.cli.frame import (
     size,
     when,
 )
+from trinity_sync.cli.progress import bar
 from trinity_sync.errors import ConfigError
 
 catalog = typer.Typer(
@@ -44,8 +44,8 @@ def list_jobs(
     """List all jobs that the catalog knows, without a look at their files; --json has the steps."""
     from trinity_sync.catalog.database import opened, url_of
     from trinity_sync.catalog.queries import jobs
-    from trinity_sync.storage.policies import parse_policy
-    from trinity_sync.storage.retention import Rules, plan
+    from trinity_sync.retention.policies import parse_policy
+    from trinity_sync.retention.prune import Rules, plan
 
     settings = read_settings()
     rules = Rules(parse_policy(keep or settings.keep), parse_policy(settings.keep_syncs))
@@ -116,7 +116,7 @@ def forget(
     """Forget a job that is over: no rows in the catalog, no scheduled flows on this node."""
     from trinity_sync.catalog.database import opened, url_of
     from trinity_sync.catalog.mirror import forget
-    from trinity_sync.orchestration.roots import forget_root
+    from trinity_sync.orchestration.job_registry import forget_root
 
     settings = read_settings()
     with opened(url_of(settings)) as engine:

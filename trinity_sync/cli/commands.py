@@ -3,11 +3,11 @@
 # help shows the groups in this order
 # isort: off
 from trinity_sync.cli import stack, doctor  # noqa: F401
-from trinity_sync.cli import steps, compare, report, weights, catalog  # noqa: F401
-from trinity_sync.cli import retention, tags, history  # noqa: F401
-from trinity_sync.cli import care, copies, convert  # noqa: F401
+from trinity_sync.cli import steps, diff, report, weights, catalog  # noqa: F401
+from trinity_sync.cli import retention, tags, rewind  # noqa: F401
+from trinity_sync.cli import maintenance, remote, convert  # noqa: F401
 # isort: on
 
-from trinity_sync.cli.frame import app
+from trinity_sync.cli.app import app
 
 __all__ = ["app"]

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.bar import bar
-from trinity_sync.cli.frame import AsJson, Root, Step, app, print_json, size, step_in
+from trinity_sync.cli.app import AsJson, Root, Step, app, print_json, size, step_in
+from trinity_sync.cli.progress import bar
 
 
 @app.command(
@@ -29,7 +29,7 @@ def to_dcp(
     as_json: AsJson = False,
 ) -> None:
     """Write a step as a folder that torch.distributed.checkpoint.load reads."""
-    from trinity_sync.convert.to_dcp import to_dcp as carry_out
+    from trinity_sync.formats.to_dcp import to_dcp as carry_out
 
     number = step_in(root, step)
     with bar("converting") as meter:
@@ -69,7 +69,7 @@ def from_dcp(
     ] = None,
 ) -> None:
     """Commit a step from a DCP checkpoint, in files that veRL's loader reads."""
-    from trinity_sync.convert.from_dcp import from_dcp as carry_out
+    from trinity_sync.formats.from_dcp import from_dcp as carry_out
 
     with bar("converting", of_steps=True) as meter:
         manifest = carry_out(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.frame import AsJson, app, existing, output, print_json, read_settings
+from trinity_sync.cli.app import AsJson, app, existing, output, print_json, read_settings
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -23,7 +23,7 @@ def doctor(
     """Check versions, server, worker, Ray, shared memory and disk; say what to do about each."""
     from rich.markup import escape
 
-    from trinity_sync.orchestration.doctor import examine
+    from trinity_sync.stack.doctor import examine
 
     console = output()
     checks = []

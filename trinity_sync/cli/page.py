@@ -4,11 +4,11 @@ from collections.abc import Container, Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from trinity_sync.cli.frame import size, when
+from trinity_sync.cli.app import size, when
 
 if TYPE_CHECKING:
-    from trinity_sync.orchestration.history import RunFacts
     from trinity_sync.orchestration.report import JobFacts, StepFacts
+    from trinity_sync.orchestration.run_history import RunFacts
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #66707c; --line: #d9dee4;

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import typer
 
-from trinity_sync.cli.frame import Root, app, existing, read_settings
+from trinity_sync.cli.app import Root, app, existing, read_settings
 from trinity_sync.cli.page import render
 from trinity_sync.errors import ConfigError
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import (
+from trinity_sync.cli.app import (
     AsJson,
     Root,
     Step,
@@ -46,10 +46,10 @@ def prune(
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are whole."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage.aside import let_go_of_aside
-    from trinity_sync.storage.policies import parse_policy
-    from trinity_sync.storage.recycling import recycles
-    from trinity_sync.storage.retention import Rules, carry_out, plan, survey, verdicts
+    from trinity_sync.retention.policies import parse_policy
+    from trinity_sync.retention.prune import Rules, carry_out, plan, survey, verdicts
+    from trinity_sync.retention.quarantine import let_go_of_aside
+    from trinity_sync.storage.block_reuse import recycles
 
     settings = read_settings()
     set_aside = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trinity_sync.cli.frame import AsJson, app, output, print_json, read_settings
+from trinity_sync.cli.app import AsJson, app, output, print_json, read_settings
 from trinity_sync.errors import SpoolError, StackError
 
 if TYPE_CHECKING:
-    from trinity_sync.orchestration.stack import StackStatus
+    from trinity_sync.stack.embedded import StackStatus
 
 
 @app.command(
@@ -38,12 +38,12 @@ def up(
     ] = False,
 ) -> None:
     """Start Prefect server, Ray and flow worker, or what is missing of them."""
-    from trinity_sync.orchestration import stack
+    from trinity_sync.stack import embedded
 
     try:
         settings = read_settings()
         with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
-            state = stack.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+            state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     except BaseException:
         if export:
             typer.echo("false")  # the shell has only this: it is the exit code of eval "$(...)"
@@ -51,14 +51,14 @@ def up(
     if export:
         typer.echo(_exports(state.environment))
         return
-    found = stack.status(settings)
+    found = embedded.status(settings)
     if as_json:
         print_json({**asdict(found), "environment": state.environment})
         return
     _print_status(found)
     typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
     if state.api_auth:
-        invitation = settings.home / stack.INVITATION
+        invitation = settings.home / embedded.INVITATION
         typer.echo(
             f"\nOn another machine, with a copy of {invitation}:\n\ntrinity-sync join join.json"
         )
@@ -78,12 +78,12 @@ def join(
     ] = None,
 ) -> None:
     """Have this machine take part in the stack of another one: a Ray node and a flow worker."""
-    from trinity_sync.orchestration import stack
+    from trinity_sync.stack import embedded
 
     settings = read_settings()
     with Console(stderr=True).status("starting a Ray node and a flow worker"):
-        stack.join(settings, invitation, num_cpus=cpus)
-    _print_status(stack.status(settings))
+        embedded.join(settings, invitation, num_cpus=cpus)
+    _print_status(embedded.status(settings))
 
 
 @app.command(
@@ -98,10 +98,10 @@ def run(
     ],
 ) -> None:
     """Start what is missing of the stack, then run a training with what it needs to know of it."""
-    from trinity_sync.orchestration import stack
+    from trinity_sync.stack import embedded
 
     with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
-        state = stack.up(read_settings())
+        state = embedded.up(read_settings())
     typer.echo(f"Prefect UI: {state.api_url.removesuffix('/api')}/runs", err=True)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then by all that it becomes
         signal.signal(ignored, signal.SIG_DFL)
@@ -115,11 +115,11 @@ def run(
 @app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
 def down() -> None:
     """Stop what up has started. Database, logs and images in memory stay."""
-    from trinity_sync.orchestration import stack
     from trinity_sync.snapshot.spool import job_spools
+    from trinity_sync.stack import embedded
 
     settings = read_settings()
-    ended = stack.down(settings)
+    ended = embedded.down(settings)
     typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
     with suppress(SpoolError, OSError):  # doctor says what is wrong with it
         for job in job_spools(settings.spool):
@@ -145,9 +145,9 @@ def down() -> None:
 )
 def status(as_json: AsJson = False) -> None:
     """Show what runs, where, and whether a worker is online."""
-    from trinity_sync.orchestration import stack
+    from trinity_sync.stack import embedded
 
-    found = stack.status(read_settings())
+    found = embedded.status(read_settings())
     if as_json:
         print_json(asdict(found))
     else:
@@ -162,10 +162,11 @@ def status(as_json: AsJson = False) -> None:
 )
 def deploy() -> None:
     """Register work pool, deployments and automations on a Prefect server; again is harmless."""
-    from trinity_sync.orchestration import deploy, stack
+    from trinity_sync.orchestration import deploy
+    from trinity_sync.stack import embedded
 
     settings = read_settings()
-    state = stack.find(settings)
+    state = embedded.find(settings)
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
     for name in deploy.deploy(settings, url):
         typer.echo(f"{name} in work pool {settings.work_pool}")
@@ -178,24 +179,27 @@ def deploy() -> None:
 )
 def worker() -> None:
     """Run a flow worker in the foreground, for what the environment names, or the stack of up."""
-    from trinity_sync.orchestration import parts, stack
+    from trinity_sync.stack import embedded, services
 
     settings = read_settings()
-    state = (stack.find(settings) or parts.StackState()).where_named(
-        os.environ.get(stack.API_URL, ""), settings.ray_address
+    state = (embedded.find(settings) or services.StackState()).where_named(
+        os.environ.get(embedded.API_URL, ""), settings.ray_address
     )
-    for variable, named in ((stack.API_URL, state.api_url), (stack.RAY_ADDRESS, state.ray_address)):
+    for variable, named in (
+        (embedded.API_URL, state.api_url),
+        (embedded.RAY_ADDRESS, state.ray_address),
+    ):
         if not named:
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
-    if not parts.accepts(state.ray_address):  # Ray itself asks for minutes; a server may be away
+    if not services.accepts(state.ray_address):  # Ray itself asks for minutes; a server may be away
         raise StackError(
-            f"nothing answers at {stack.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
+            f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
             "correct it; the stack's own is started by: trinity-sync up"
         )
-    env = parts.environment(settings, state)
-    parts.own_home(settings.home)
+    env = services.environment(settings, state)
+    services.own_home(settings.home)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
-    os.execve(sys.executable, [sys.executable, "-m", parts.WORKER_MODULE], env)
+    os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 
 
 def _print_status(found: "StackStatus") -> None:

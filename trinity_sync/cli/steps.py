@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import (
+from trinity_sync.cli.app import (
     AsJson,
     Root,
     Step,
@@ -101,9 +101,9 @@ def show(
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
     from trinity_sync.storage.claims import tags
-    from trinity_sync.storage.damage import damage_of
+    from trinity_sync.storage.corruption import damage_of
+    from trinity_sync.storage.discovery import require_committed
     from trinity_sync.storage.manifest import read_manifest
-    from trinity_sync.storage.steps import require_committed
 
     number = step_in(root, step)
     manifest = read_manifest(root, number) or require_committed(root, number)
@@ -151,9 +151,9 @@ def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
 def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.claims import claimed, tags
-    from trinity_sync.storage.iteration import read_iteration
+    from trinity_sync.storage.latest_pointer import read_iteration
     from trinity_sync.storage.manifest import read_manifest
-    from trinity_sync.storage.stored import is_stored, store_of
+    from trinity_sync.storage.required_remote import is_stored, store_of
 
     try:
         has_store = bool(store_of(root))
@@ -185,13 +185,13 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
 
 def _of_other_releases(root: str) -> list[str]:
     """What another release has written in a root besides steps, and which one to upgrade."""
-    from trinity_sync.storage.digested import of_other_releases
+    from trinity_sync.fs.root_records import of_other_releases
 
     return [] if "://" in root else [str(error) for error in of_other_releases(root)]
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:
-    from trinity_sync.storage.remote import Remote
+    from trinity_sync.remote.remote_root import Remote
 
     nobody: dict[str, Any] = {"pointers": [], "claims": [], "tags": [], "stored": None}
     return [
@@ -216,7 +216,7 @@ def _summary(manifest: "Manifest | None") -> dict[str, Any]:
 
 
 def _state(root: Path, manifest: "Manifest") -> str:
-    from trinity_sync.storage.steps import require_whole
+    from trinity_sync.storage.discovery import require_whole
 
     try:
         require_whole(root, manifest)

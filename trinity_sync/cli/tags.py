@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import (
+from trinity_sync.cli.app import (
     AsJson,
     Root,
     app,

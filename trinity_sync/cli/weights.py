@@ -6,7 +6,7 @@ from dataclasses import asdict
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.frame import AsJson, Root, app, existing, output, print_json, when
+from trinity_sync.cli.app import AsJson, Root, app, existing, output, print_json, when
 
 LIVES = {True: "runs", False: "not reachable", None: "on another host"}
 

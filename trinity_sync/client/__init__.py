@@ -1,4 +1,4 @@
-"""The trainer's side of a save: it asks Prefect for the flow run, and learns what became of it.
+"""The trainer's side of a save: stage it, request its flow run, report what became of it.
 
-Nothing here imports Prefect, so a trainer's environment need not have it.
+Nothing here imports Prefect, Ray or SQL, so a trainer's environment need not have them.
 """

@@ -22,21 +22,21 @@ from dataclasses import dataclass, field, replace
 
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.prefect_api import KEYS_PER_CALL
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.errors import CommitError, FormatError, ManifestError, SaveTimeout
+from trinity_sync.errors import CommitError, FormatError, ManifestError, SaveTimeoutError
+from trinity_sync.fs.atomic import look_anew
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
-from trinity_sync.request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import settle_late_image
-from trinity_sync.storage.durable import look_anew
-from trinity_sync.storage.iteration import is_announced
+from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.export_requests import is_exported
+from trinity_sync.storage.latest_pointer import is_announced
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, run_of
 from trinity_sync.storage.persist import Save
+from trinity_sync.storage.required_remote import is_stored, store_of
 from trinity_sync.storage.runs import all_runs, left_behind_by
-from trinity_sync.storage.steps import newest
-from trinity_sync.storage.stored import is_stored, store_of
-from trinity_sync.storage.wishes import is_exported
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class CommitWatcher:
         """Wait until nothing is pending; returns the failures since the last call.
 
         Raises:
-            SaveTimeout: something still is at ``deadline`` (monotonic), or after `close`.
+            SaveTimeoutError: something still is at ``deadline`` (monotonic), or after `close`.
         """
         say_at = time.monotonic() + SAY_S
         with self._changed:
@@ -163,7 +163,7 @@ class CommitWatcher:
                     if now >= end:
                         waiting = ", ".join(sorted(self._pending))
                         closed = " when the coordinator was closed" if now >= self._end_at else ""
-                        raise SaveTimeout(
+                        raise SaveTimeoutError(
                             f"not committed yet{closed}: {waiting}. They may still commit; see the "
                             "Prefect UI."
                         )

@@ -24,14 +24,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, State
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, names_anew
+from trinity_sync.fs.flock import LockFile
+from trinity_sync.fs.locks import is_locked
+from trinity_sync.fs.records import load_object, make_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
-from trinity_sync.request import SaveRequest
-from trinity_sync.snapshot.flock import LockFile
-from trinity_sync.snapshot.notes import load_object, make_record
-from trinity_sync.snapshot.trust import open_file
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, names_anew
-from trinity_sync.storage.locks import is_locked
+from trinity_sync.snapshot.safe_load import open_file
 
 logger = logging.getLogger(__name__)
 

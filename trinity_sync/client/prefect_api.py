@@ -25,10 +25,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
-from trinity_sync.request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.trust import is_own
+from trinity_sync.snapshot.safe_load import is_own
 
 if TYPE_CHECKING:
     import httpx
@@ -332,8 +332,13 @@ def _find_server(home: Path, given_url: str | None) -> _Server:
     named = os.environ.get
     url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
     if not url:
-        url, own_login = _local_stack(home)
+        url, own_login = read_local_stack(home)
         login = own_login or login
+    if not url:
+        raise PrefectApiError(
+            "no Prefect server is known: PREFECT_API_URL is not set, and "
+            f"{home / STACK_FILE} names none. Set PREFECT_API_URL, or run: trinity-sync up"
+        )
     headers = {"user-agent": "trinity-sync"}
     if login:
         headers["authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
@@ -362,11 +367,14 @@ def _known_authorities() -> str:
     return certifi.where()
 
 
-def _local_stack(home: Path) -> tuple[str, str]:
-    """URL and password of the API of this user's local stack.
+def read_local_stack(home: Path) -> tuple[str, str]:
+    """Return URL and password of the API of this user's local stack; empty if there is none.
+
+    Args:
+        home: the stack's folder, `Settings.home`.
 
     Raises:
-        PrefectApiError: there is none, or its state file cannot be trusted or read.
+        PrefectApiError: its state file cannot be trusted or read.
     """
     path = home / STACK_FILE
     try:
@@ -386,9 +394,4 @@ def _local_stack(home: Path) -> tuple[str, str]:
             f"state file {path} of the local stack cannot be read ({error}). Set PREFECT_API_URL, "
             "or run: trinity-sync up"
         ) from error
-    if not url:
-        raise PrefectApiError(
-            f"no Prefect server is known: PREFECT_API_URL is not set, and {path} names none. Set "
-            "PREFECT_API_URL, or run: trinity-sync up"
-        )
     return url, login

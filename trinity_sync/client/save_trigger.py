@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trinity_sync.client.prefect_api import FlowRun, PrefectApi
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, RequestRefusedError, TicketError, TrinitySyncError
-from trinity_sync.request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.run_lock import run_lock_if_free
 from trinity_sync.snapshot.spool import JobSpool, Sealed
-from trinity_sync.storage.locks import run_lock_if_free
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import placement
 

@@ -29,7 +29,7 @@ from trinity_sync.snapshot.torch_private import (
     get_whole_numel,
 )
 from trinity_sync.weights.broadcast import BUCKET, send_weights
-from trinity_sync.weights.group import WeightGroup
+from trinity_sync.weights.process_group import WeightGroup
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_model_to_cpu,
 )
 
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
-from trinity_sync.fsdp.collect import model_to_stage
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
+from trinity_sync.fsdp.state_dict import model_to_stage
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.torch_private import get_shard
@@ -40,7 +40,7 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
         The engine's new checkpoint manager.
 
     Raises:
-        SpoolFull: the images will not fit into shared memory; the message says what they need.
+        SpoolFullError: the images will not fit into shared memory; the message says what they need.
     """
     coordinator.require_room(estimated_image_bytes(engine.module, engine.optimizer))
     manager = FSDPCheckpointManager(
@@ -88,7 +88,7 @@ def fsdp_save_state_dict(
 
     Raises:
         ConfigError: path and step disagree.
-        SpoolFull: the very first save does not fit into the spool. A later one that cannot be
+        SpoolFullError: the very first save does not fit into the spool. A later one that cannot be
             handed over does not stop the training: nothing is staged, and the coordinator's
             `wait_all` raises it.
     """
@@ -138,7 +138,7 @@ def fsdp_upload_state_dict(
 
     Raises:
         ConfigError: the engine saves without trinity_sync.
-        SpoolFull: the very first image does not fit into the spool.
+        SpoolFullError: the very first image does not fit into the spool.
     """
     manager = getattr(engine, "checkpoint_manager", None)
     if not isinstance(manager, FSDPCheckpointManager):

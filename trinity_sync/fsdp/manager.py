@@ -16,19 +16,19 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
 
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collect import adapters_only, lora_only, model_to_stage, sharded
-from trinity_sync.fsdp.loadable import check_loadable
+from trinity_sync.fsdp.collective import claim_step, together
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
-from trinity_sync.fsdp.together import claim_step, together
+from trinity_sync.fsdp.state_dict import adapters_only, lora_only, model_to_stage, sharded
+from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
+from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.restore import Restored, load_shards
-from trinity_sync.storage.steps import require_unreplaced
-from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
 
@@ -107,8 +107,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Raises:
             ConfigError: the path is of another form, step or job than what was said before.
-            SpoolFull: the very first save does not fit into the spool. A later one that cannot be
-                handed over does not stop the training: nothing is staged, and
+            SpoolFullError: the very first save does not fit into the spool. A later save that
+                cannot be submitted does not stop the training: nothing is staged, and
                 `wait_on_save_thread` raises it.
         """
         if local_path is None:
@@ -211,7 +211,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
         Raises:
             ConfigError: this manager has no coordinator yet.
-            SpoolFull: the very first image does not fit into the spool.
+            SpoolFullError: the very first image does not fit into the spool.
         """
         if global_step == 0:
             return None
@@ -337,7 +337,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Wait until every save of this process is committed, and every version published.
 
         Raises:
-            SaveFailed: one or more of them failed; the message names them.
+            SaveFailedError: one or more of them failed; the message names them.
             WeightSyncError: a version could not be published.
         """
         if self._coordinator is not None:

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version
 
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.fsdp.collect import unwrapped
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.fsdp.state_dict import unwrapped
 
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"

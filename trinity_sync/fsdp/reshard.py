@@ -24,15 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
-from trinity_sync.fsdp.collect import adapters_only, model_state
-from trinity_sync.fsdp.together import claim_step, together
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fsdp.collective import claim_step, together
+from trinity_sync.fsdp.state_dict import adapters_only, model_state
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_whole_numel
-from trinity_sync.snapshot.trust import load_file
-from trinity_sync.storage.dcp import SavedComponent
+from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.restore import require_digest
-from trinity_sync.storage.steps import require_committed, require_unreplaced
-from trinity_sync.storage.writer import digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
-from trinity_sync.extras import from_extra
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.layout import PRIVATE_FOLDER, shard_file
 
 with from_extra("hf"):
@@ -105,7 +104,7 @@ class TrinitySyncCallback(TrainerCallback):
         """Wait until all saves are committed.
 
         Raises:
-            SaveFailed: one was not.
+            SaveFailedError: one was not.
         """
         if self._saves is not None:
             saves, self._saves = self._saves, None

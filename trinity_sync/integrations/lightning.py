@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
-from trinity_sync.extras import from_extra
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.layout import step_of_folder
 
 with from_extra("lightning"):
@@ -101,7 +100,7 @@ class TrinitySyncCallback(Callback):
         """Save the last step, and wait until all saves are committed.
 
         Raises:
-            SaveFailed: one was not.
+            SaveFailedError: one was not.
         """
         self._save(trainer)
         saves, self._saves = self.opened(), None

@@ -11,13 +11,13 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
-from trinity_sync.orchestration.roots import known_roots
-from trinity_sync.request import SaveRequest
+from trinity_sync.orchestration.job_registry import known_roots
 from trinity_sync.settings import Settings
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.persist import Part
-from trinity_sync.storage.steps import newest
 
 logger = logging.getLogger(__name__)
 

@@ -22,18 +22,19 @@ from prefect.exceptions import ObjectNotFound
 
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import CatalogError, FormatError, TrinitySyncError
-from trinity_sync.orchestration.mend import UNDER_WAY, mend, runs_in
-from trinity_sync.orchestration.roots import known_roots
-from trinity_sync.orchestration.server import refusal_of
-from trinity_sync.orchestration.server_time import due
-from trinity_sync.orchestration.sweep import stranded
-from trinity_sync.request import SAVE_DEPLOYMENT
+from trinity_sync.fs.clock import file_time
+from trinity_sync.fs.process import process_name
+from trinity_sync.orchestration.clock_skew import due
+from trinity_sync.orchestration.job_registry import known_roots
+from trinity_sync.orchestration.orphaned_images import stranded
+from trinity_sync.orchestration.prefect_queries import refusal_of
+from trinity_sync.orchestration.zombie_runs import UNDER_WAY, mend, runs_in
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import process_name
 from trinity_sync.snapshot.spool import job_spools
-from trinity_sync.storage.file_time import file_time
-from trinity_sync.storage.leftovers import (
+from trinity_sync.storage.export_requests import Wish, wishes
+from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     Finding,
     remove_dead_spool,
@@ -41,7 +42,6 @@ from trinity_sync.storage.leftovers import (
     remove_temporaries,
 )
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.wishes import Wish, wishes
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from trinity_sync.errors import CommitError, FormatError, ManifestError, StackError
 from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
-from trinity_sync.orchestration.history import RunFacts, retention_of, runs_of
-from trinity_sync.orchestration.server import api_url_for, server_client
+from trinity_sync.orchestration.prefect_queries import api_url_for, server_client
+from trinity_sync.orchestration.run_history import RunFacts, retention_of, runs_of
 from trinity_sync.settings import Settings
-from trinity_sync.storage.aside import aside_folder
 from trinity_sync.storage.claims import Lease, Pin, leases, pins
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.discovery import require_whole
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.steps import require_whole
-from trinity_sync.weights.files import read_state
+from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.weights.state_files import read_state
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,21 @@ from prefect.workers.base import (
 )
 from websockets.exceptions import ConnectionClosed
 
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.fs.process import process_name
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.orchestration.mend import (
+from trinity_sync.orchestration.clock_skew import due, server_ahead_s
+from trinity_sync.orchestration.flow_loader import WholeSettings, load_flow
+from trinity_sync.orchestration.orphaned_images import (
+    let_give_way,
+    settle_late,
+    stranded,
+    warn_once,
+)
+from trinity_sync.orchestration.prefect_queries import refusal_of
+from trinity_sync.orchestration.reconcile import mend_known_roots
+from trinity_sync.orchestration.zombie_runs import (
     TAKEN_BY,
     UNDER_WAY,
     begin_again,
@@ -51,15 +64,8 @@ from trinity_sync.orchestration.mend import (
     mend,
     runs_in,
 )
-from trinity_sync.orchestration.reconcile import mend_known_roots
-from trinity_sync.orchestration.server import refusal_of
-from trinity_sync.orchestration.server_time import due, server_ahead_s
-from trinity_sync.orchestration.sweep import let_give_way, settle_late, stranded, warn_once
-from trinity_sync.orchestration.warm import WholeSettings, load_flow
-from trinity_sync.request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.receipt import process_name
-from trinity_sync.storage.locks import file_lock_if_free, run_lock_if_free
+from trinity_sync.snapshot.run_lock import run_lock_if_free
 
 logger = logging.getLogger(__name__)
 

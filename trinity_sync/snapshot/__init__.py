@@ -1,7 +1,6 @@
-"""From live tensors to sealed images in shared memory: the only part a trainer waits for.
+"""From live tensors to sealed images in shared memory: the only part that a trainer waits for.
 
-``image`` knows the bytes of a ``.pt`` file, ``slot`` the shared memory they are laid out in,
-``ticket`` the seal, ``spool`` a node's folder of both, ``stager`` puts them together. ``loading``
-is the way back, ``kept`` says what a free slot still holds.
-Nothing here knows Prefect, Ray or SQL.
+``image`` lays out the bytes of a ``.pt`` file, ``slot`` holds them in shared memory, ``ticket``
+seals them, ``spool`` is a node's folder of both, and ``stager`` puts them together. ``deserialize``
+is the way back. Nothing here knows Prefect, Ray or SQL.
 """

@@ -29,9 +29,9 @@ import torch
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.copying import Computed, bytes_of, copy_into
-from trinity_sync.snapshot.pickling import Noting, path_of_failure
-from trinity_sync.snapshot.structure import Read, Structure, Undetached, structure_of
+from trinity_sync.snapshot.layout_key import Read, Structure, Undetached, structure_of
+from trinity_sync.snapshot.memcpy import Computed, bytes_of, copy_into
+from trinity_sync.snapshot.recording_pickler import Noting, path_of_failure
 
 ALIGNMENT = 4096
 

@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.errors import SpoolFull
-from trinity_sync.snapshot.flock import LockFile
+from trinity_sync.errors import SpoolFullError
+from trinity_sync.fs.flock import LockFile
 from trinity_sync.snapshot.image import Layout
-from trinity_sync.snapshot.kept import forget
-from trinity_sync.snapshot.published import published_path, withdraw
+from trinity_sync.snapshot.slot_cache import forget
 from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
+from trinity_sync.snapshot.version_tag import published_path, withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Slot:
         """The slot's memory as a ``uint8`` tensor with room for an image of ``nbytes`` bytes.
 
         Raises:
-            SpoolFull: the spool has no room for so many bytes; nothing was changed.
+            SpoolFullError: the spool has no room for so many bytes; nothing was changed.
         """
         fd = self._file.fd
         size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
@@ -244,7 +244,7 @@ def allocate(fd: int, path: Path, size: int) -> None:
     """Reserve ``size`` bytes for the slot, so that touching them cannot fail later.
 
     Raises:
-        SpoolFull: there is no room.
+        SpoolFullError: there is no room.
     """
     try:
         os.posix_fallocate(fd, 0, size)
@@ -253,7 +253,7 @@ def allocate(fd: int, path: Path, size: int) -> None:
             raise
         room = os.statvfs(path.parent)
         have = os.fstat(fd).st_blocks * 512
-        raise SpoolFull(
+        raise SpoolFullError(
             f"spool {path.parent} has no room for slot {path.name}: it needs {size - have:,} "
             f"more bytes and {room.f_bavail * room.f_frsize:,} are free. Enlarge it (mount -o "
             "remount,size=... /dev/shm, or --shm-size of the container), or set "

@@ -23,16 +23,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_sync.errors import FormatError, SpoolError, SpoolFull, TicketError
+from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.layout import check_name, job_id
-from trinity_sync.snapshot.kept import KEPT_SUFFIX, kept_in
-from trinity_sync.snapshot.published import PUBLISHED_SUFFIX, Published, published_in
+from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, kept_in
 from trinity_sync.snapshot.ticket import (
     TICKET_SUFFIX,
     Ticket,
     failure_path,
     read_ticket,
 )
+from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX, Published, published_in
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class JobSpool:
         Slots that an earlier run left behind count as room, since they are used again.
 
         Raises:
-            SpoolFull: they will not fit; the message says how many bytes are needed.
+            SpoolFullError: they will not fit; the message says how many bytes are needed.
             SpoolError: as `make`.
         """
         self.make()
@@ -210,7 +210,7 @@ class JobSpool:
         free = room.f_bavail * room.f_frsize
         mine = sum(p.stat().st_blocks * 512 for p in self.folder.glob(f"*{SLOT_SUFFIX}"))
         if nbytes > free + mine:
-            raise SpoolFull(
+            raise SpoolFullError(
                 f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
                 f"{free + mine:,} can be had. Enlarge it (mount -o remount,size=... /dev/shm, or "
                 "--shm-size of the container), or set TRINITY_SYNC_SPOOL to another folder in "

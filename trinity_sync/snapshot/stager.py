@@ -18,15 +18,15 @@ import torch
 
 from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
-from trinity_sync.snapshot.copying import Computed, computed_now, equal_bytes, on_device
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.overlap import SAMPLE, Watch
-from trinity_sync.snapshot.published import Published, publish
+from trinity_sync.snapshot.memcpy import Computed, computed_now, equal_bytes, on_device
+from trinity_sync.snapshot.mutation_guard import SAMPLE, Watch
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slots import Origin as Origin
-from trinity_sync.snapshot.slots import Slots
+from trinity_sync.snapshot.slot_pool import Origin as Origin
+from trinity_sync.snapshot.slot_pool import Slots
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket, seal, ticket_path
+from trinity_sync.snapshot.version_tag import Published, publish
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Stager:
             sealed: False for images that need not be saved, see `publish`.
 
         Raises:
-            SpoolFull: there is no room; nothing was handed over.
+            SpoolFullError: there is no room; nothing was handed over.
             SpoolError: writers hold every slot for longer than ``slot_wait_s``, or the spool cannot
                 be written; likewise.
             ImageError: tensors changed before they were copied; likewise.

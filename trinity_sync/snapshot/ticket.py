@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import TicketError
+from trinity_sync.fs.records import TRAINER, from_text, load_object, make_record, to_text
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
@@ -25,7 +26,6 @@ from trinity_sync.layout import (
     is_below,
     is_path,
 )
-from trinity_sync.snapshot.notes import TRAINER, from_text, load_object, make_record, to_text
 
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"

@@ -1,8 +1,5 @@
-"""From sealed images to a committed step on disk.
+"""From sealed images to committed steps on disk, and back.
 
-``writer`` moves bytes past the page cache and digests them, ``durable`` knows what survives a
-power cut, ``manifest`` and ``iteration`` are the two things that make a step official, ``runs``
-keeps an abandoned run from publishing, ``persist`` and ``commit`` put these together, ``steps``
-answers what can be loaded, and ``restore`` loads it. Nothing here knows Prefect, Ray, SQL or
-training.
+``persist`` and ``commit`` make a step official by its ``manifest``; ``discovery`` finds the steps
+that can be loaded; ``restore`` loads one. Nothing here knows Prefect, Ray, SQL or training.
 """

@@ -28,21 +28,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
-from trinity_sync.snapshot.notes import is_seconds, make_record
-from trinity_sync.snapshot.receipt import process_home, process_lives, process_name
-from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import (
+from trinity_sync.fs.atomic import (
     make_folder,
     names_anew,
     read_anew,
     replace_file,
     sync_folder,
 )
-from trinity_sync.storage.file_time import file_time
-from trinity_sync.storage.locks import Held, file_lock, file_lock_if_free
+from trinity_sync.fs.clock import file_time
+from trinity_sync.fs.locks import Held, file_lock, file_lock_if_free
+from trinity_sync.fs.process import process_home, process_lives, process_name
+from trinity_sync.fs.records import is_seconds, make_record
+from trinity_sync.fs.root_records import from_text, to_text
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
 

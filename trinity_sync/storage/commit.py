@@ -15,14 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import (
-    Abandoned,
     CommitError,
     FormatError,
     LockTimeoutError,
     ManifestError,
-    MissingShards,
+    MissingShardsError,
     SaveError,
+    SupersededError,
 )
+from trinity_sync.fs.atomic import (
+    REMOVED_PREFIX,
+    TEMPORARY_SUFFIX,
+    exchange,
+    link_or_copy,
+    make_folder,
+    sync_folder,
+)
+from trinity_sync.fs.direct_writer import digest_of, digest_of_bytes
+from trinity_sync.fs.locks import Held, one_change_at_a_time
 from trinity_sync.layout import (
     DAMAGE_MARK,
     FOLDERS,
@@ -34,23 +44,15 @@ from trinity_sync.layout import (
     job_id,
     step_folder,
 )
-from trinity_sync.snapshot.reading import locked, release
-from trinity_sync.snapshot.receipt import Receipt, forget_receipts, receipts_of
+from trinity_sync.snapshot.callable_status import Receipt, forget_receipts, receipts_of
+from trinity_sync.snapshot.slot_lock import locked, release
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.aside import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.claims import pins
-from trinity_sync.storage.damage import unmark
-from trinity_sync.storage.durable import (
-    REMOVED_PREFIX,
-    TEMPORARY_SUFFIX,
-    exchange,
-    link_or_copy,
-    make_folder,
-    sync_folder,
-)
-from trinity_sync.storage.iteration import advance_iteration, settle_iteration
-from trinity_sync.storage.locks import Held, one_change_at_a_time
+from trinity_sync.storage.corruption import unmark
+from trinity_sync.storage.discovery import newest, require_whole
+from trinity_sync.storage.export_requests import pass_on_wishes
+from trinity_sync.storage.latest_pointer import advance_iteration, settle_iteration
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -71,10 +73,8 @@ from trinity_sync.storage.persist import (
     remove_files,
 )
 from trinity_sync.storage.placement import named
+from trinity_sync.storage.quarantine import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.runs import refuse_abandoned
-from trinity_sync.storage.steps import newest, require_whole
-from trinity_sync.storage.wishes import pass_on_wishes
-from trinity_sync.storage.writer import digest_of, digest_of_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def await_receipts(
 
     Raises:
         SaveError: one of them failed, or its process died.
-        MissingShards: fewer than ``at_least`` began within ``gather_s`` seconds.
+        MissingShardsError: fewer than ``at_least`` began within ``gather_s`` seconds.
     """
     deadline = clock() + gather_s
     while True:
@@ -105,7 +105,7 @@ def await_receipts(
         if len(receipts) >= at_least and all(r.state == "finished" for r in receipts):
             return receipts
         if len(receipts) < at_least and clock() >= deadline:
-            raise MissingShards(
+            raise MissingShardsError(
                 f"{save} is not committed: {at_least} saves by functions were registered and "
                 f"{len(receipts)} begun within {gather_s:g} s"
             )
@@ -134,8 +134,8 @@ def commit(
         clock: source of the manifest's time.
 
     Raises:
-        MissingShards: ranks or components are missing, or shards of two world sizes are mixed.
-        Abandoned: a later run of the job has left this save behind.
+        MissingShardsError: ranks or components are missing, or shards of two world sizes are mixed.
+        SupersededError: a later run of the job has left this save behind.
         SaveError: a file has vanished or changed since it was written; this run has committed
             other content of the step; or the newest step of a kind would be lost.
         FormatError: another release has committed the step, or has begun a run of the job.
@@ -164,7 +164,7 @@ def commit(
         lock.require_ours()
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
-            raise Abandoned(
+            raise SupersededError(
                 f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
             )
         replaced = earlier if earlier and earlier.run < save.run else None
@@ -205,7 +205,7 @@ def finish_interrupted(save: Save) -> None:
             return
         try:
             refuse_abandoned(save.root, save.run, save.run_key, save.step)
-        except Abandoned as error:
+        except SupersededError as error:
             logger.info("%s", error)
         else:
             lock.require_ours()
@@ -305,7 +305,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
             if absent:
                 problems.append(f"role {role} lacks {component} of {named(absent)}")
     if problems:
-        raise MissingShards(
+        raise MissingShardsError(
             f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
             "part over? The next save goes on without this one."
         )

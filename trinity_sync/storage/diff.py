@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import step_folder
+from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_shard
-from trinity_sync.snapshot.trust import load_file
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.manifest import FileRecord, Manifest
-from trinity_sync.storage.meter import Meter, unmetered
-from trinity_sync.storage.steps import require_committed, require_unreplaced
 
 PIECE = 1 << 20
 """Elements that are compared at a time."""
@@ -68,7 +68,7 @@ def diff(
 ) -> list[Change]:
     """Compare a component of two committed steps of one job; the greatest change comes first.
 
-    Files of others are unpickled as far as they are plain, see ``snapshot.trust``. The meter is
+    Files of others are unpickled as far as they are plain, see ``snapshot.safe_load``. The meter is
     told how far it is in the later step.
 
     Raises:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
+from trinity_sync.fs.direct_reader import digest_file, opened, read_open
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
-from trinity_sync.snapshot.loading import load_image
-from trinity_sync.snapshot.trust import is_trusted
+from trinity_sync.snapshot.deserialize import load_image
+from trinity_sync.snapshot.safe_load import is_trusted
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.reader import digest_file, opened, read_open
+from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.restore import load_shards, require_digest
-from trinity_sync.storage.steps import newest
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Drill:
 def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> Drill | None:
     """Load the newest checkpoint of a job, from disk; None if it has none yet.
 
-    Files are unpickled as a restart would do it, see ``snapshot.trust``.
+    Files are unpickled as a restart would do it, see ``snapshot.safe_load``.
 
     Raises:
         CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is

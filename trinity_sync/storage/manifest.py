@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
+from trinity_sync.fs.atomic import read_anew, replace_file
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
 from trinity_sync.layout import MANIFEST, Kind, is_below, shard_file, step_folder
-from trinity_sync.snapshot.notes import make_record
-from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import read_anew, replace_file
 
 
 @dataclass(frozen=True)

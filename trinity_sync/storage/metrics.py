@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
+from trinity_sync.fs.atomic import read_anew, replace_file
+from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.snapshot.notes import make_record
-from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import read_anew, replace_file
-from trinity_sync.storage.locks import file_lock
 
 logger = logging.getLogger(__name__)
 

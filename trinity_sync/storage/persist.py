@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import FormatError, ImageError, MissingShards, SaveError, TicketError
+from trinity_sync.errors import FormatError, ImageError, MissingShardsError, SaveError, TicketError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.fs.direct_writer import write_file
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.reading import claimed, held, locked
-from trinity_sync.snapshot.receipt import Receipt
+from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.slot_lock import claimed, held, locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
-from trinity_sync.storage.durable import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.storage.block_reuse import remove_spares, take_spare
 from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
 from trinity_sync.storage.placement import Share, named
-from trinity_sync.storage.recycling import remove_spares, take_spare
-from trinity_sync.storage.turns import ones_turn
-from trinity_sync.storage.writer import write_file
+from trinity_sync.storage.write_permits import ones_turn
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def persist(
     """Wait for the images of ``component`` that a node holds, this one, and write them durably.
 
     Raises:
-        MissingShards: a rank did not hand its image over within ``gather_s`` seconds.
+        MissingShardsError: a rank did not hand its image over within ``gather_s`` seconds.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: another release has staged an image of the save, or committed the step.
         SaveError: it cannot be written; the cause is the OSError of the file system.
@@ -245,7 +245,7 @@ def _gather(
                 if error.component == component and error.rank in missing.get(error.role, ()):
                     raise error
             lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
-            raise MissingShards(
+            raise MissingShardsError(
                 f"{save} is not committed: {component} of {lacking} was not handed over on node "
                 f"{share.node} within {gather_s:g} s. Did that process die, or did its "
                 "image give way to a later step, as its log then says? What was handed over is in "
@@ -279,12 +279,12 @@ def _refuse_evicted(
         later: see `_past_it`.
 
     Raises:
-        MissingShards: a rank is among both.
+        MissingShardsError: a rank is among both.
     """
     evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
     if any(evicted.values()):
         what = ", ".join(f"role {role} {named(ranks)}" for role, ranks in evicted.items() if ranks)
-        raise MissingShards(
+        raise MissingShardsError(
             f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
             f"node {share.node}, where later steps wait. The next save goes on without this one."
         )

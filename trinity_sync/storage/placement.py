@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, MissingShards, SaveError
+from trinity_sync.errors import CommitError, MissingShardsError, SaveError
+from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
+from trinity_sync.fs.records import TRAINER, make_record
+from trinity_sync.fs.root_records import from_text, to_text
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
-from trinity_sync.snapshot.notes import TRAINER, make_record
-from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import make_folder, read_anew, replace_file
 
 _MOST_RANKS = 1 << 20
 
@@ -134,7 +134,7 @@ def await_shares(
     """What each node holds of the saves of some roles; the node of the first role's rank 0 first.
 
     Raises:
-        MissingShards: a role has not said where its ranks are within ``gather_s`` seconds.
+        MissingShardsError: a role has not said where its ranks are within ``gather_s`` seconds.
         SaveError: the root is gone.
         CommitError, FormatError: as `placement`.
     """
@@ -145,7 +145,7 @@ def await_shares(
     for role in roles:
         while (places := placement(root, run, run_key, role)) is None:
             if clock() >= deadline:
-                raise MissingShards(
+                raise MissingShardsError(
                     f"role {role} has handed nothing over in run {run} of {root} within "
                     f"{gather_s:g} s: there is no {_path(root, run, role)}. Does its training run, "
                     "and do all nodes see this root? The next save goes on without this one."

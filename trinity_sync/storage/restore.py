@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
+from trinity_sync.fs.direct_reader import READERS, map_open, opened, read_open
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.loading import load_image
-from trinity_sync.snapshot.reading import held
+from trinity_sync.snapshot.deserialize import load_image
+from trinity_sync.snapshot.safe_load import is_trusted
+from trinity_sync.snapshot.slot_lock import held
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.trust import is_trusted
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
-from trinity_sync.storage.reader import READERS, map_open, opened, read_open
-from trinity_sync.storage.steps import require_committed
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def load_shards(
     """The states in shards of a committed step, in order; each is read while those before are used.
 
     Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; from
-    those of others nothing but tensors and plain values is taken, see ``snapshot.trust``.
+    those of others nothing but tensors and plain values is taken, see ``snapshot.safe_load``.
 
     Args:
         root: the job's folder.

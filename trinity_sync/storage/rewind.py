@@ -26,7 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import ConfigError, ManifestError, StepClaimed
+from trinity_sync.errors import ConfigError, ManifestError, StepInUseError
+from trinity_sync.fs.atomic import replace_file, sync_folder
+from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import (
     ITERATION_FILES,
     KINDS,
@@ -34,14 +36,12 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.storage.aside import fresh_folder
 from trinity_sync.storage.claims import Pin, leases, nobody_claims, pins, unpin
-from trinity_sync.storage.durable import replace_file, sync_folder
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
+from trinity_sync.storage.quarantine import fresh_folder
+from trinity_sync.storage.required_remote import store_of
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.steps import committed_steps, require_committed
-from trinity_sync.storage.stored import store_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def rewind(
 ) -> Rewound:
     """Make ``step`` the newest one; waits for a commit that is under way.
 
-    A training that still runs goes on, and its saves beyond the step are refused (`Abandoned`):
-    stop it first.
+    Stop the training first: if it still runs, it goes on, and its saves beyond the step are refused
+    (`SupersededError`).
 
     Args:
         root: the job's root.
@@ -94,7 +94,7 @@ def rewind(
     Raises:
         ConfigError: the steps of the root count in a store, where nothing can be set aside.
         CommitError: the step is not committed, or damaged; nothing was changed.
-        StepClaimed: a newer step is leased, or pinned or tagged without ``force``; nothing was
+        StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
         FormatError: another release has committed the step or a newer one, or has begun a run;
             nothing was changed.
@@ -134,14 +134,14 @@ def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> 
     """The pins and tags of the newer steps, if nothing forbids to set them aside."""
     readers = [f"step {held.step}: {held.holder}" for held in leases(root) if held.step in newer]
     if readers:
-        raise StepClaimed(
+        raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are being read "
             f"({'; '.join(readers)}). Let the readers end, or their leases, and repeat."
         )
     pinned = [pin for pin in pins(root) if pin.step in newer]
     if pinned and not force:
         named = "; ".join(f"step {pin.step}: {pin.why}" for pin in pinned)
-        raise StepClaimed(
+        raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are pinned or tagged ({named}). "
             "Unpin or untag them, or pass --force, which sets them aside and removes pins and tags."
         )

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError
+from trinity_sync.errors import CommitError, SupersededError
+from trinity_sync.fs.atomic import create_file, make_folder, names_anew, replace_file
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
 from trinity_sync.layout import PRIVATE_FOLDER, parse_number
-from trinity_sync.snapshot.notes import make_record
-from trinity_sync.storage.digested import from_text, to_text
-from trinity_sync.storage.durable import create_file, make_folder, names_anew, replace_file
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
         step: step that it wants to commit.
 
     Raises:
-        Abandoned: a later run resumed from before ``step``, or the root was begun anew.
+        SupersededError: a later run resumed from before ``step``, or the root was begun anew.
         CommitError, FormatError: as `all_runs`.
     """
     runs = all_runs(root)
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
-        raise Abandoned(
+        raise SupersededError(
             f"step {step} of run {run} in {root} is abandoned: the root was removed and begun anew "
             "since it was handed over. Nothing is to be done."
         )
     if later := left_behind_by(runs, run, step):
-        raise Abandoned(
+        raise SupersededError(
             f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
             f"step {later.resumed_from}, which leaves this save behind. If that was a mistake, end "
             "that run and start this one again; else nothing is to be done."

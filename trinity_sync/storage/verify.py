@@ -21,16 +21,22 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
+from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
-from trinity_sync.storage.damage import Damage, damage_of, mark_damaged, require_own_release, unmark
-from trinity_sync.storage.iteration import settle_iteration
-from trinity_sync.storage.locks import one_change_at_a_time
+from trinity_sync.storage.corruption import (
+    Damage,
+    damage_of,
+    mark_damaged,
+    require_own_release,
+    unmark,
+)
+from trinity_sync.storage.discovery import committed_steps
+from trinity_sync.storage.latest_pointer import settle_iteration
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
-from trinity_sync.storage.meter import Meter, unmetered
 from trinity_sync.storage.persist import yield_to_others
-from trinity_sync.storage.reader import digest_file
-from trinity_sync.storage.steps import committed_steps
 
 BROKEN = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
 """What the kernel says of a file whose bytes are lost; all else is the reader's own trouble."""

@@ -9,10 +9,10 @@ from typing import Any
 import ray
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.weights.copies import Copy, fetch, fetch_deltas
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.files import read_address
+from trinity_sync.weights.object_store import Copy, fetch, fetch_deltas
 from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.state_files import read_address
 from trinity_sync.weights.version import Version
 
 ANSWER_S = 60.0

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.snapshot.torch_private import get_change_count
-from trinity_sync.weights.group import WeightGroup, weight_group_of
+from trinity_sync.weights.process_group import WeightGroup, weight_group_of
 
 BUCKET = 64 << 20
 PACKED = 64

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
-from trinity_sync.storage.durable import look_anew
-from trinity_sync.storage.iteration import read_iteration
-from trinity_sync.storage.mounts import mount_of
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.runs import Run
 from trinity_sync.weights.committed import newest_version, version_of_step
 from trinity_sync.weights.version import Version

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from trinity_sync.errors import Abandoned, CommitError, FormatError
+from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.layout import step_folder
+from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import refuse_abandoned
-from trinity_sync.storage.steps import committed_steps, require_committed
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
         try:
             refuse_abandoned(root, manifest.run, "", manifest.step)
             yield require_committed(root, manifest.step)
-        except Abandoned:
+        except SupersededError:
             continue
         except CommitError as error:
             logger.warning("%s", error)
@@ -49,7 +49,7 @@ def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
     try:
         manifest = require_committed(root, step)
         refuse_abandoned(root, manifest.run, "", step)
-    except (Abandoned, CommitError, FormatError):
+    except (SupersededError, CommitError, FormatError):
         return None
     if "state_dict" not in manifest.kinds or not _has_model(manifest, role):
         return None

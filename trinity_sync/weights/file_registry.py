@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trinity_sync.fs.clock import file_time
+from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.published import published_path
 from trinity_sync.snapshot.spool import JobSpool, require_own
-from trinity_sync.storage.file_time import file_time
-from trinity_sync.storage.mounts import mount_of
+from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.storage.runs import Run, all_runs, began_after
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import SCAN_S, CommitMark, CommitNotification
-from trinity_sync.weights.copies import Copy, delta_between
 from trinity_sync.weights.delta import Array
+from trinity_sync.weights.object_store import Copy, delta_between
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import Gone, ImageRef, Version
 

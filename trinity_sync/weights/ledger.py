@@ -16,8 +16,8 @@ from trinity_sync.errors import TrinitySyncError
 from trinity_sync.storage.runs import Run, all_runs
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import CommitNotification
-from trinity_sync.weights.files import read_state, write_state
 from trinity_sync.weights.parties import Parties
+from trinity_sync.weights.state_files import read_state, write_state
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)

@@ -26,16 +26,16 @@ from typing import Any, Protocol
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.weights.assemble import Slice
-from trinity_sync.weights.base import Base
 from trinity_sync.weights.committed import newest_version
-from trinity_sync.weights.copies import Copy
 from trinity_sync.weights.delta import Array
+from trinity_sync.weights.delta_cache import Base
 from trinity_sync.weights.file_registry import FileRegistry
-from trinity_sync.weights.held import Held, Holder, Target
+from trinity_sync.weights.object_store import Copy
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.unshard import Slice
 from trinity_sync.weights.version import Gone, Version
+from trinity_sync.weights.version_view import Held, Holder, Target
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.weights.book import Book, Reader
-from trinity_sync.weights.files import read_address, read_state
+from trinity_sync.weights.state_files import read_address, read_state
 from trinity_sync.weights.version import Version
 
 

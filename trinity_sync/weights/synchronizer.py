@@ -19,14 +19,19 @@ from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
 from trinity_sync.weights.book import Reader
 from trinity_sync.weights.committed import model_path
-from trinity_sync.weights.copies import Copies
-from trinity_sync.weights.files import Address, address_file, read_address, write_address
 from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.ledger import Ledger, known_root
+from trinity_sync.weights.object_store import Copies
 from trinity_sync.weights.offers import Offers
 from trinity_sync.weights.parties import Status
 from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
 from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.state_files import (
+    Address,
+    address_file,
+    read_address,
+    write_address,
+)
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Gone, Source, Version
 

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.export.step import grant
-from trinity_sync.request import SaveRequest
+from trinity_sync.formats.hf_export import grant
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.export_requests import wishes
 from trinity_sync.storage.placement import await_shares
-from trinity_sync.storage.wishes import wishes
 
 
 class CommitsHere(SaveTrigger):

@@ -29,7 +29,7 @@ from trinity_sync.errors import WeightSyncError
 from trinity_sync.fsdp.broadcast import whole_parameters
 from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.group import join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import join_weight_group, weight_group_address
 
 TIMEOUT_S = 180.0
 STRATEGIES = ("fsdp1", "fsdp1 with original parameters", "fsdp2")

@@ -18,13 +18,13 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
 from tests.integration.weights.conftest import ray_node as ray_node
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailed
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.fsdp.engine import fsdp_save_state_dict, fsdp_upload_state_dict, use_trinity_sync
 from trinity_sync.layout import step_folder
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.reading import locked
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.snapshot.slot_lock import locked
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.reader import WeightReader
@@ -124,7 +124,7 @@ def test_a_sync_that_could_not_be_staged_is_not_said_to_be_handed_over(
         (slot,) = saves.spool.folder.glob("actor.model.*.slot")
         with locked(slot):
             sync(2)
-        with pytest.raises(SaveFailed, match="step 2"):
+        with pytest.raises(SaveFailedError, match="step 2"):
             saves.wait_all()
     assert "weights of step 1 handed over" in caplog.text
     assert "weights of step 2" not in caplog.text

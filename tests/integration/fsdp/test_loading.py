@@ -21,7 +21,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.fsdp.manager import FSDPCheckpointManager
     from trinity_sync.settings import Settings
 

@@ -9,7 +9,7 @@ from verl.trainer.config import CheckpointConfig
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, copied, differences
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ImageError
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.layout import shard_file, step_folder

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.models import Trained, differences
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.convert.from_dcp import from_dcp
-from trinity_sync.convert.to_dcp import to_dcp
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.formats.from_dcp import from_dcp
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.fsdp.reshard import derived_rng
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.claims import leases
-from trinity_sync.storage.dcp import SavedComponent
 
 STEP = 3
 
@@ -61,7 +61,7 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
 
     for name in names:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tests.integration.fsdp.merged import merged
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.export.step import export_step
+from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.storage.discovery import require_committed
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
@@ -56,7 +56,7 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.coordinator import CheckpointCoordinator
+    from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.fsdp.manager import FSDPCheckpointManager
     from trinity_sync.settings import Settings
     from trinity_sync.storage.manifest import is_committed

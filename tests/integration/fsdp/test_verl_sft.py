@@ -18,19 +18,19 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailed
-from trinity_sync.integrations.verl_driver import finding
-from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
-from trinity_sync.integrations.verl_sft import ending, finding_together, handing_over
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError, SaveFailedError
+from trinity_sync.integrations.verl.driver import finding
+from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+from trinity_sync.integrations.verl.sft import ending, finding_together, handing_over
 from trinity_sync.layout import step_folder
-from trinity_sync.request import SaveRequest
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.runs import all_runs
 
 
 class Handler(CheckpointHandler):
-    """veRL's, as `integrations.verl` changes it."""
+    """veRL's, as `integrations.verl.switch` changes it."""
 
     save_checkpoint = handing_over(CheckpointHandler.save_checkpoint)
     _find_latest_checkpoint = finding_together(CheckpointHandler._find_latest_checkpoint)
@@ -107,7 +107,7 @@ def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
 def test_the_trainer_ends_with_the_failure_of_a_save(start: Start) -> None:
     with start(trigger=FailsToCommit()) as handler:
         train_to(handler, 3)
-        with pytest.raises(SaveFailed, match="the disk is full"):
+        with pytest.raises(SaveFailedError, match="the disk is full"):
             end()
 
 

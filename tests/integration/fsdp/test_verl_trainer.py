@@ -21,13 +21,13 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailed
-from trinity_sync.integrations.verl_driver import finding, fitting, launching, saving
-from trinity_sync.integrations.verl_manager import TrainerCheckpointManager
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import SaveFailedError
+from trinity_sync.integrations.verl.driver import finding, fitting, launching, saving
+from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.request import SaveRequest
-from trinity_sync.storage.iteration import read_iteration
+from trinity_sync.storage.latest_pointer import read_iteration
 
 DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
 
@@ -141,7 +141,7 @@ def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) ->
 
 @pytest.fixture
 def resuming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers look for checkpoints with ours, as `integrations.verl` has them do."""
+    """The trainers look for checkpoints with ours, as `integrations.verl.switch` has them do."""
     found = finding(find_latest_ckpt_path)
     monkeypatch.setattr(trainer_base, "find_latest_ckpt_path", found)
 
@@ -304,7 +304,7 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
         def submit(self, request: SaveRequest) -> None:
             self._failed[request.key] = "the disk is full"
 
-    with pytest.raises(SaveFailed, match="the disk is full"):
+    with pytest.raises(SaveFailedError, match="the disk is full"):
         fitting(train)(start(trigger=Fails()))
 
 

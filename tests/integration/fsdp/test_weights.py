@@ -77,8 +77,8 @@ def _upload_all(root: Path, spool: Path) -> list[str]:
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.coordinator import CheckpointCoordinator
-    from trinity_sync.fsdp.collect import model_state
+    from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync.fsdp.state_dict import model_state
     from trinity_sync.settings import Settings
 
     coordinator = CheckpointCoordinator.of_process_group(

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 
 from tests.waiting import until
-from trinity_sync.coordinator import CheckpointCoordinator
-from trinity_sync.orchestration import daemon, parts
-from trinity_sync.orchestration.daemon import Daemon
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.stack import daemon, services
+from trinity_sync.stack.daemon import Daemon
+from trinity_sync.stack.services import StackState
 from trinity_sync.storage.placement import places_of
 
 MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -39,7 +39,7 @@ def joined(
     if own_disk:
         mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
         command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
-    env = parts.environment(there, stack)
+    env = services.environment(there, stack)
     log = settings.home / f"logs/{name}-{spool.name}.log"
     node = daemon.start(command, env=env, cwd=settings.home, log=log)
     try:

@@ -17,10 +17,10 @@ import torch
 from tests.conftest import environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration import daemon, stack
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
-from trinity_sync.storage.steps import require_committed
+from trinity_sync.stack import daemon, embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import require_committed
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setting
 def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     settings, _ = machines
     with environment({}):
-        state = stack.up(settings, num_cpus=1)
+        state = embedded.up(settings, num_cpus=1)
     yield state
-    processes = processes_of(stack.find(settings) or state)
+    processes = processes_of(embedded.find(settings) or state)
     with environment({}):
-        stack.down(settings)
+        embedded.down(settings)
     assert not left_of(processes)
 
 
@@ -62,15 +62,15 @@ def joined(
     invitation = tmp_path_factory.mktemp("copied") / "join.json"
     shutil.copy(first.home / "join.json", invitation)
     with environment({}):
-        state = stack.join(second, invitation, num_cpus=1)
+        state = embedded.join(second, invitation, num_cpus=1)
     yield state
-    state = stack.find(second) or state
+    state = embedded.find(second) or state
     processes = processes_of(state)
     with environment({}):
-        stack.down(second)
+        embedded.down(second)
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert (stack.find(machines[0]) or head).lives
+    assert (embedded.find(machines[0]) or head).lives
 
 
 def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
@@ -111,8 +111,8 @@ def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
     joined: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     with environment({}):
-        assert stack.up(machines[1]) == joined
-        found = stack.status(machines[1])
+        assert embedded.up(machines[1]) == joined
+        found = embedded.status(machines[1])
     assert [part.state for part in found.parts] == ["external", "running", "running"]
     assert found.workers_online == 2
 
@@ -121,7 +121,7 @@ def test_a_home_with_a_stack_of_its_own_joins_no_other(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     with pytest.raises(StackError, match="has a stack already"):
-        stack.join(machines[0], machines[0].home / "join.json")
+        embedded.join(machines[0], machines[0].home / "join.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"url": "x"})])
@@ -129,8 +129,8 @@ def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, tex
     (tmp_path / "join.json").write_text(text)
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="no invitation"):
-        stack.join(settings, tmp_path / "join.json")
-    assert stack.find(settings) is None
+        embedded.join(settings, tmp_path / "join.json")
+    assert embedded.find(settings) is None
 
 
 def test_who_could_not_join_has_not_joined(
@@ -141,14 +141,14 @@ def test_who_could_not_join_has_not_joined(
     (tmp_path / "join.json").write_text(json.dumps(away))
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="does not answer"):
-        stack.join(settings, tmp_path / "join.json")
-    assert stack.find(settings) is None
+        embedded.join(settings, tmp_path / "join.json")
+    assert embedded.find(settings) is None
 
 
 def test_a_head_that_ran_is_mended_where_it_was_whatever_the_shell_says(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
-    before = stack.find(machines[0])
+    before = embedded.find(machines[0])
     assert before
     assert before.server
     os.kill(before.server.pid, signal.SIGKILL)
@@ -156,8 +156,8 @@ def test_a_head_that_ran_is_mended_where_it_was_whatever_the_shell_says(
     elsewhere = machines[0].model_copy(update={"host": "127.0.0.3"})
     with environment({}):
         with pytest.raises(StackError, match=r"is reached at 127\.0\.0\.2"):
-            stack.up(elsewhere)
-        after = stack.up(machines[0].model_copy(update={"host": "127.0.0.1"}))
+            embedded.up(elsewhere)
+        after = embedded.up(machines[0].model_copy(update={"host": "127.0.0.1"}))
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
 
 
@@ -166,14 +166,14 @@ def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_i
 ) -> None:
     first, second = machines
     with environment({}):
-        assert stack.down(first)
+        assert embedded.down(first)
         with pytest.raises(StackError, match=r"join with its join\.json of now"):
-            stack.up(second)
-        state = stack.up(first, num_cpus=1)
+            embedded.up(second)
+        state = embedded.up(first, num_cpus=1)
         assert (state.api_url, state.ray_address) == (head.api_url, head.ray_address)
         assert joined.ray
         daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
-        stack.up(second, num_cpus=1)
-        found = stack.status(second)
+        embedded.up(second, num_cpus=1)
+        found = embedded.status(second)
     assert [part.state for part in found.parts] == ["external", "running", "running"]
     assert found.workers_online

@@ -19,7 +19,7 @@ from tests.unit.job import Job
 from tests.unit.weights import digest, first, train, upload
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.weights.publish import Publisher
+from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer

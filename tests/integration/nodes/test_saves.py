@@ -13,11 +13,11 @@ from tests.integration.nodes.joined import (
     joined,
 )
 from tests.integration.prefect_api import Api, key_of, kind_of
-from trinity_sync.errors import SaveFailed
-from trinity_sync.orchestration.parts import StackState
+from trinity_sync.errors import SaveFailedError
 from trinity_sync.settings import Settings
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.restore import load_shards
-from trinity_sync.storage.steps import require_committed
 
 
 def state(rank: int) -> dict[str, torch.Tensor]:
@@ -63,8 +63,8 @@ def test_a_node_that_writes_to_a_disk_of_its_own_fails_the_save_and_is_named(
         for rank, saves in enumerate(ranks):
             saves.save(4, {"model": state(rank)})
         named = r"rank_1\.pt, which node alone wrote, is not in the root"
-        with pytest.raises(SaveFailed, match=named):
+        with pytest.raises(SaveFailedError, match=named):
             ranks[0].wait_all(120)
-        with pytest.raises(SaveFailed, match=named):
+        with pytest.raises(SaveFailedError, match=named):
             ranks[1].wait_all(120)
     assert not (root / "global_step_4/manifest.json").exists()

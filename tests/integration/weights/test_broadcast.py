@@ -22,7 +22,7 @@ from trinity_sync.weights.broadcast import (
     receive_weights,
     send_weights,
 )
-from trinity_sync.weights.group import (
+from trinity_sync.weights.process_group import (
     WeightGroup,
     _connected,
     _environment,

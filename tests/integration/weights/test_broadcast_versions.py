@@ -13,7 +13,7 @@ import torch
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.group import join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import join_weight_group, weight_group_address
 
 ASK_S = 60.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import CommitStep
-from trinity_sync.weights import files, ledger
+from trinity_sync.weights import ledger, state_files
 from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.version import Version
 
@@ -24,14 +24,14 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
 
         def slowly(*state: Any) -> None:
             asyncio.run_coroutine_threadsafe(others_go_first(), loop).result()
-            files.write_state(*state)
+            state_files.write_state(*state)
 
         async def told() -> int:
             assert await books.until(books.book.newest, None)
             return Ledger(str(root), "actor").number
 
         monkeypatch.setattr(ledger, "write_state", slowly)
-        files.write_address(root, "synchronizer-x", "test")
+        state_files.write_address(root, "synchronizer-x", "test")
         books = Ledger(str(root), "actor")
         waits = asyncio.create_task(told())
         await asyncio.sleep(0)

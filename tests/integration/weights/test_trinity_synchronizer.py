@@ -12,7 +12,7 @@ from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
 from tests.unit.weights import first, upload
 from tests.waiting import until
-from trinity_sync.integrations.trinity_synchronizer import TrinitySynchronizer
+from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
 
 ASK_S = 60.0

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
-from trinity_sync.orchestration.parts import StackState
 from trinity_sync.settings import Settings
-from trinity_sync.weights.files import address_file, write_address
+from trinity_sync.stack.services import StackState
 from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights.state_files import address_file, write_address
 from trinity_sync.weights.version import Version
 
 TRAINING = """
 import sys, time, ray, torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-from trinity_sync.coordinator import CheckpointCoordinator
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
 from trinity_sync.weights.synchronizer import Synchronizer
 

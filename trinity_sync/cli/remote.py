@@ -1,0 +1,87 @@
+"""Commands for copies in a store: replicate, fetch."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_sync.cli.app import AsJson, Root, app, existing, print_json, size, step_in
+from trinity_sync.cli.progress import bar
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.layout import parse_number
+
+Url = Annotated[
+    str,
+    typer.Argument(help="The job's folder in the store: s3://bucket/job, file:///copies/job."),
+]
+
+
+@app.command(
+    rich_help_panel="Copies in a store",
+    epilog="Credentials come from the environment, for S3: AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.\n\n"
+    "Examples:  [bold]trinity-sync replicate ckpts s3://bucket/job --step 40[/]  ·  "
+    "[bold]trinity-sync replicate ckpts file:///backup/job --newest --keep-last 5[/]",
+)
+def replicate(
+    root: Root,
+    url: Url,
+    step: Annotated[str | None, typer.Option(help="A committed step, or a tag of it.")] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest checkpoint.")] = False,
+    keep_last: Annotated[
+        int, typer.Option(min=0, help="Keep so many steps there, remove older ones; 0 keeps all.")
+    ] = 0,
+    read_back: Annotated[
+        bool, typer.Option("--read-back", help="Read what was sent again, and compare digests.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a committed step into a store, its manifest last; what is there is not sent again."""
+    from trinity_sync.remote.upload import replicate as carry_out
+    from trinity_sync.storage.discovery import newest as newest_in
+
+    if newest == (step is not None):
+        raise ConfigError("say which step: --step STEP or --newest, one of the two")
+    if step is None:
+        manifest = newest_in(existing(root))
+        if manifest is None:
+            raise CommitError(f"no checkpoint is committed in {root}")
+        number = manifest.step
+    else:
+        number = step_in(root, step)
+    with bar("sending") as meter:
+        done = carry_out(root, url, number, keep_last=keep_last, read_back=read_back, meter=meter)
+    if as_json:
+        print_json(asdict(done))
+        return
+    typer.echo(
+        f"step {number} is at {done.url}: {done.uploaded} files, {size(done.nbytes)} sent in "
+        f"{done.seconds:.1f} s"
+    )
+    if done.removed:
+        typer.echo(f"removed there: steps {', '.join(map(str, done.removed))}")
+
+
+@app.command(
+    rich_help_panel="Copies in a store",
+    epilog="Examples:  [bold]trinity-sync fetch s3://bucket/job 40 ckpts[/]  ·  "
+    "[bold]trinity-sync fetch s3://bucket/job newest ckpts[/]",
+)
+def fetch(
+    url: Url,
+    step: Annotated[str, typer.Argument(help="Number of the step, or newest.")],
+    root: Annotated[Path, typer.Argument(help="The job's folder; made if it is missing.")],
+) -> None:
+    """Download a step, compare every digest, and commit it here."""
+    from trinity_sync.remote.download import fetch as carry_out
+
+    number = parse_number(step)
+    if step != "newest" and number is None:
+        raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
+    with bar("fetching") as meter:
+        manifest, fetched = carry_out(url, number, root, meter=meter)
+    if fetched:
+        typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
+    else:
+        typer.echo(f"step {manifest.step} is in {root} already")

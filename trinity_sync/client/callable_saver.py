@@ -1,0 +1,102 @@
+"""Saves by a user's own function (Megatron, adapters, ``save_pretrained``), in threads.
+
+The function writes where it likes below the step's folder; a receipt in the spool tells the step's
+flow when it has ended, what it wrote, or why it failed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.fs.atomic import REMOVED_PREFIX, TEMPORARY_SUFFIX
+from trinity_sync.layout import DAMAGE_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
+from trinity_sync.snapshot.callable_status import Receipt, write_receipt
+from trinity_sync.snapshot.spool import JobSpool
+
+logger = logging.getLogger(__name__)
+
+OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, DAMAGE_MARK)
+
+
+class FunctionSaves:
+    """The save functions of one process, for the job at ``root``."""
+
+    def __init__(self, root: Path, spool: JobSpool) -> None:
+        self._root = root
+        self._spool = spool
+        self._threads: dict[str, threading.Thread] = {}
+        self._failures: list[str] = []
+
+    def start(self, name: str, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+        """Run ``save_fn`` in a thread, after an earlier one of the same name."""
+        write_receipt(self._spool, receipt)
+        previous = self._threads.get(name)
+
+        def run() -> None:
+            if previous:
+                previous.join()
+            try:
+                self._run(save_fn, receipt)
+            except Exception as error:
+                self._failures.append(f"save {name!r} of step {receipt.step}: {error!r}")
+                logger.exception("save %r of step %d failed", name, receipt.step)
+
+        thread = threading.Thread(target=run, name=f"save-{name}-step{receipt.step}")
+        self._threads[name] = thread
+        thread.start()
+
+    def call(self, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+        """Run ``save_fn`` in the calling thread; its errors are the caller's, too."""
+        write_receipt(self._spool, receipt)
+        self._run(save_fn, receipt)
+
+    def wait(self, deadline: float | None) -> list[str]:
+        """Join all threads until ``deadline`` (monotonic); returns what failed since the last call.
+
+        Raises:
+            SaveTimeoutError: a function still runs.
+        """
+        for name, thread in list(self._threads.items()):
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise SaveTimeoutError(
+                    f"save {name!r} still runs; call wait_all again to wait longer"
+                )
+            self._threads.pop(name)
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _run(self, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+        folder = step_folder(self._root, receipt.step)
+        try:
+            before = _files_below(folder)
+            start = time.monotonic()
+            save_fn()
+            seconds = time.monotonic() - start
+            after = _files_below(folder)
+            changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
+            finished = replace(receipt, state="finished", seconds=seconds, files=changed)
+            write_receipt(self._spool, finished)
+        except BaseException as error:
+            write_receipt(self._spool, replace(receipt, state="failed", error=repr(error)))
+            raise
+
+
+def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """What tells one content of each file from another; not the project's own files."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in folder.rglob("*"):
+        own = path.name in OWN_FILES or path.suffix == TEMPORARY_SUFFIX
+        try:
+            if not own and not path.name.startswith(REMOVED_PREFIX) and path.is_file():
+                seen = path.stat()
+                name = path.relative_to(folder).as_posix()
+                found[name] = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+        except FileNotFoundError:
+            continue  # renamed or removed meanwhile
+    return found

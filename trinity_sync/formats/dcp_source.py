@@ -1,0 +1,209 @@
+"""What a checkpoint of PyTorch's Distributed Checkpoint holds, a rank's part at a time.
+
+It may be somebody else's. Its index is unpickled with nothing but PyTorch's own index classes
+allowed, its values with ``weights_only``, and the files that it names must be below it.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.saved_component import chunk_of
+from trinity_sync.snapshot.torch_private import (
+    DCP_INDEX_CLASSES,
+    make_dtensor,
+    make_mesh,
+    unflatten_state_dict,
+)
+
+Paths = Mapping[str, tuple[Any, ...]]
+"""Where each entry of a checkpoint is in the state that was saved."""
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch": {"Size", *(str(v)[6:] for v in vars(torch).values() if isinstance(v, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+}
+"""What the index of a checkpoint is made of."""
+
+
+class Source(FileSystemReader):
+    """A checkpoint in a folder, whose index is read without trust.
+
+    Raises:
+        ConfigError: the folder is no DCP checkpoint, or its index is not to be trusted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.metadata = self.read_metadata()
+        self.paths: Paths = self.metadata.planner_data or {
+            name: (name,) for name in self.metadata.state_dict_metadata
+        }
+
+    @property
+    def top(self) -> list[str]:
+        """Keys at the top of the state that was saved, some of them."""
+        return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))[:8]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index; see the module."""
+        path = self.folder / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(
+                f"{self.folder} is no DCP checkpoint: it has no .metadata. Pass the folder that "
+                "dcp.save was given."
+            ) from error
+        except Exception as error:  # whatever a torn or foreign pickle does
+            raise ConfigError(
+                f"{path} is not the index of a DCP checkpoint, and was not trusted: {error}"
+            ) from error
+        for stored in (metadata.storage_data or {}).values():
+            if (
+                not (self.folder / stored.relative_path)
+                .resolve()
+                .is_relative_to(self.folder.resolve())
+            ):
+                raise ConfigError(
+                    f"{path} names {stored.relative_path}, which is outside of its folder; this is "
+                    "no checkpoint to be trusted"
+                )
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def below(self, key: str, *, but: str = "") -> Paths:
+        """Where entries are below a key of the saved state; without a key, all but those of one."""
+        if not key:
+            return {name: path for name, path in self.paths.items() if path[0] != but}
+        return {
+            name: path[1:] for name, path in self.paths.items() if path[0] == key and len(path) > 1
+        }
+
+    def require_optimizer(self, paths: Paths) -> None:
+        """See that the entries of an optimizer are those of a state dict that says whose they are.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        for path in paths.values():
+            if len(path) != 3 or path[0] not in ("state", "param_groups"):
+                raise ConfigError(
+                    f"{_joined(path)} in {self.folder} is not in the form of "
+                    "optimizer.state_dict() or get_optimizer_state_dict(); leave the optimizer "
+                    "out (--optim '')"
+                )
+
+    def read(
+        self,
+        paths: Paths,
+        rank: int,
+        world_size: int,
+        device_type: str,
+        whole: Sequence[str],
+        component: str,
+    ) -> dict[str, Any]:
+        """A rank's state of a component, as FSDP2 would have saved it there."""
+        mesh = make_mesh(device_type, rank, world_size)
+        flat: dict[str, Any] = {}
+        for name, path in paths.items():
+            meta = self.metadata.state_dict_metadata[name]
+            kept = component == "model" and any(fnmatch(_joined(path), each) for each in whole)
+            flat[name] = None  # a plain value takes its place
+            if isinstance(meta, TensorStorageMetadata):
+                flat[name] = _room(meta, mesh, rank, kept=kept)
+        planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with alone():
+                load(flat, storage_reader=self, planner=planner, no_dist=True)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever PyTorch makes of a file that is torn or missing
+            raise CommitError(
+                f"{self.folder} is damaged or not whole: {error!r}; take another checkpoint"
+            ) from error
+        if component == "model":
+            return {_joined(paths[name]): value for name, value in flat.items()}
+        return _numbered(unflatten_state_dict(flat, dict(paths)))
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = *_INDEX_CLASSES.get(module, ()), *DCP_INDEX_CLASSES.get(module, ())
+        if name not in known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+        return super().find_class(module, name)
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"{name} of the checkpoint is more than tensors and plain values, and was not "
+                f"unpickled ({error}); save it without, or leave the optimizer out (--optim '')"
+            ) from error
+
+
+def _room(meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, kept: bool) -> torch.Tensor:
+    """Memory for a rank's part of a tensor, as `fully_shard` would have made it."""
+    size, dtype = meta.size, meta.properties.dtype
+    if kept or not size:
+        return torch.empty(size, dtype=dtype)
+    _, length = chunk_of(size[0], mesh.size(), rank)
+    local = torch.empty((length, *size[1:]), dtype=dtype)
+    return make_dtensor(local, mesh, size)
+
+
+def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state with parameters numbered in the order of their groups, as optimizers save it."""
+    groups = optimizer.get("param_groups", [])
+    names = [str(name) for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state = optimizer.get("state", {})
+    if unknown := [name for name in state if name not in numbers]:
+        raise ConfigError(
+            f"the optimizer has a state of {unknown[0]}, which is in none of its param_groups; "
+            "leave the optimizer out (--optim '')"
+        )
+    return {
+        "state": {numbers[name]: state[name] for name in names if name in state},
+        "param_groups": [
+            {**group, "params": [numbers[str(name)] for name in group["params"]]}
+            for group in groups
+        ],
+    }
+
+
+def _joined(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,165 @@
+"""A checkpoint of PyTorch's Distributed Checkpoint (DCP) as a committed step of FSDP2 ranks.
+
+One rank's part of one component is in memory at a time: PyTorch plans what of the checkpoint makes
+it up, it is read, written, and let go of. Then the step is committed like any other.
+"""
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.dcp_source import Source
+from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
+from trinity_sync.storage.persist import Save, Written, discard, identity_of, temporary_name
+from trinity_sync.storage.runs import newest_run, open_run
+
+
+def from_dcp(
+    folder: str | Path,
+    root: str | Path,
+    step: int,
+    *,
+    world_size: int,
+    role: str = "actor",
+    model: str = "model",
+    optim: str = "optim",
+    device_type: str = "cuda",
+    whole: Sequence[str] = (),
+    metadata: str | Path | None = None,
+    meter: Meter = unmetered,
+) -> Manifest:
+    """Commit a step with model and optimizer of a DCP checkpoint, as ``world_size`` ranks save it.
+
+    Tensors are split along their first dimension, as ``fully_shard`` does it; scalars are whole.
+    veRL's loader reads the result with as many ranks, ``FSDPCheckpointManager`` with any number;
+    either without ``extra`` in ``checkpoint.load_contents``, of which DCP holds none.
+
+    Args:
+        folder: of the checkpoint.
+        root: a job's root; made if it is missing. Not that of a training that is under way.
+        step: a step that the job does not have.
+        world_size: ranks that are to load it.
+        role: whose state it becomes.
+        model: key of the model in the saved state; empty where its tensors are at the top.
+        optim: key of the optimizer, in the form of ``optimizer.state_dict()`` or of
+            ``torch.distributed.checkpoint.state_dict``; empty to leave it out.
+        device_type: of the ranks' device mesh: DTensors of another do not load.
+        whole: patterns of names of the model's tensors that every rank has whole: its buffers.
+        metadata: folder with ``fsdp_config.json`` and ``huggingface/``, for veRL's merger.
+        meter: is told how far it is.
+
+    Raises:
+        ConfigError: the folder is no DCP checkpoint, holds no such state or more than tensors and
+            plain values, or an argument cannot work.
+        CommitError: the job has such a step, or the checkpoint is damaged.
+        SaveError: the step cannot be written; nothing is left of it.
+    """
+    check_name("role", role)
+    if world_size < 1 or step < 0:
+        raise ConfigError(f"step {step} of {world_size} ranks cannot be: pass 0 or more, 1 or more")
+    source, base = Source(Path(folder)), Path(root).resolve()
+    parts = {"model": source.below(model, but=optim), "optim": source.below(optim) if optim else {}}
+    if not parts["model"]:
+        raise ConfigError(
+            f"{folder} has no tensors under {model!r} (at its top: {', '.join(source.top)}); say "
+            "which key holds the model, '' for none (--model)"
+        )
+    if optim and parts["optim"]:
+        source.require_optimizer(parts["optim"])
+    parts = {name: paths for name, paths in parts.items() if paths}
+    if step_folder(base, step).exists():
+        raise CommitError(
+            f"{step_folder(base, step)} is there already, and is left as it is; take another step "
+            "or another root"
+        )
+    make_folder(base)
+    run = newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
+    save = Save(str(base), run.number, step, "checkpoint", (role,), run.key)
+    shares = [(name, rank) for name in parts for rank in range(world_size)]
+    small = _small_files(Path(metadata)) if metadata else {}
+    components = (*parts, *(["metadata"] if small else []))
+    written: list[Written] = []
+    try:
+        for name, content in small.items():
+            record = FileRecord(f"{role}/{name}", 0, "", role, "metadata", 0, world_size)
+            written.append(_write(save, record, content, components))
+        for name, rank in shares:
+            state = source.read(parts[name], rank, world_size, device_type, whole, name)
+            path = f"{role}/{shard_file(name, world_size, rank)}"
+            record = FileRecord(path, 0, "", role, name, rank, world_size)
+            written.append(_write(save, record, state, components))
+            meter(1, len(shares))
+        return commit(save, written)
+    except OSError as error:
+        raise SaveError(
+            f"{save} is not committed: {error.filename or save.folder} cannot be written: "
+            f"{error.strerror}. Nothing is left of it; mend that and repeat."
+        ) from error
+    finally:
+        _tidy(save, written)
+
+
+def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
+    """Write a state, or bytes, under a temporary name, durably."""
+    final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
+    make_folder(final.parent)
+    temporary = temporary_name(final, attempt, image)
+    try:
+        with alone(), temporary.open("xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(final.parent)
+    found = FileRecord(
+        record.path,
+        temporary.stat().st_size,
+        digest_of(temporary),
+        record.role,
+        record.component,
+        record.rank,
+        record.world_size,
+    )
+    return Written(
+        found,
+        temporary=os.fspath(temporary),
+        identity=identity_of(temporary),
+        components=components,
+        seconds=0.0,
+    )
+
+
+def _small_files(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder with fsdp_config.json and huggingface/")
+    files: Iterator[Path] = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _tidy(save: Save, written: Sequence[Written]) -> None:
+    """Remove what was not committed; after a commit that is nothing."""
+    if own_manifest(save.root, save.run, save.step):
+        return
+    discard(written)
+    for file in written:
+        (save.folder / file.record.path).unlink(missing_ok=True)
+    for folder in (*sorted(save.folder.rglob("*"), reverse=True), save.folder):
+        with suppress(OSError):  # it holds something, or is no folder
+            folder.rmdir()

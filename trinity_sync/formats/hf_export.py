@@ -1,0 +1,307 @@
+"""The export of one role of a committed step, into its own folder or to another place.
+
+In place, the weights join the step: they are built beside it, renamed into
+``global_step_N/<role>/huggingface/`` and added to its manifest, under the commit lock. Elsewhere, a
+folder appears by one rename when it is whole, and is loaded by ``from_pretrained`` as it is.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.formats.hf_naming import adapter_config, naming_of, split_adapter
+from trinity_sync.formats.hf_target import one_export, put_in_place, usable
+from trinity_sync.formats.safetensors import (
+    Progress,
+    begun,
+    metas,
+    progress_of,
+    save_tensors,
+    write_model,
+)
+from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.export_requests import (
+    COMPONENT,
+    Wish,
+    exports_folder,
+    forget_wish,
+    give_up,
+)
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
+
+HUGGINGFACE = "huggingface"
+ADAPTER = "lora_adapter"
+
+_TORCH: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported."""
+
+    folder: Path
+    files: tuple[str, ...]
+    """Below the folder."""
+    nbytes: int
+
+
+def export_step(
+    root: str | Path,
+    step: int,
+    *,
+    to: Path | None = None,
+    role: str = "actor",
+    dtype: str = "keep",
+    max_shard_bytes: int = 5_000_000_000,
+    check: bool = True,
+    trust_remote_code: bool = False,
+    meter: Meter = unmetered,
+) -> Exported:
+    """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
+
+    Memory holds one file of the result at a time. One that breaks off is gone on with.
+
+    Args:
+        root: the job's folder.
+        step: a committed one.
+        to: a folder that is missing, empty, or an earlier export; by default the step's own.
+        role: whose model.
+        dtype: of the weights; ``keep`` as they were trained.
+        max_shard_bytes: of a file of weights.
+        check: compare the digests of the shards with the manifest before.
+        trust_remote_code: whether source files of the model may be imported.
+        meter: is told how far it is: bytes that were compared, then those that were written.
+
+    Raises:
+        CommitError: the step is not committed or damaged, or has no model of this role.
+        ConfigError: an argument cannot work.
+        ExportError: the shards are not those of a model that can be exported.
+        OSError: the disk is full or broken; what is written is used by the next try.
+    """
+    if dtype not in ("keep", *_TORCH):
+        raise ConfigError(f"dtype {dtype!r} is none of keep, {', '.join(_TORCH)}")
+    if to is None and dtype != "keep":
+        raise ConfigError(
+            "weights that join their step keep their dtype; export another one with --to DIR"
+        )
+    root = Path(root).resolve()
+    check_name("role", role)
+    manifest = require_committed(root, step)
+    source = {
+        "root": str(root),
+        "step": step,
+        "run": manifest.run,
+        "role": role,
+        "dtype": dtype,
+        "max_shard_bytes": max_shard_bytes,
+        "digests": [record.digest for record in _shards(root, manifest, role)],
+    }
+    folder = step_folder(root, step)
+    target = folder / role / HUGGINGFACE if to is None else usable(to, root)
+    if to is None:
+        scratch = exports_folder(root) / f"{folder.name}.{role}"
+    else:
+        scratch = target.with_name(f".{target.name}.partial")
+    with take_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S), one_export(root, scratch):
+        done = progress_of(scratch if to is None else target)
+        if done and done.source == source and done.files:
+            joined = {r.path: r.digest for r in require_committed(root, step).files}
+            if all(
+                joined.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
+                if to is None
+                else done.has(name)
+                for name, known in done.files.items()
+            ):
+                return _exported(target, done)
+        records = _shards(root, manifest, role)
+        compared = sum(record.nbytes for record in records) if check else 0
+        if check:
+            _check_digests(folder, records, lambda n: meter(n, 2 * compared))
+        progress = begun(scratch, source)
+        model = ShardedModel(tuple(folder / record.path for record in records))
+        try:
+            _build(
+                progress,
+                model,
+                folder / role,
+                max_bytes=max_shard_bytes,
+                trust_remote_code=trust_remote_code,
+                small=[] if to is None else _small_files(manifest, role),
+                meter=lambda n, written: meter(n, compared + written),
+            )
+        except FileNotFoundError:
+            require_unreplaced(root, manifest)  # or the other run has no such file
+            raise
+        require_unreplaced(root, manifest)  # all that was read is of one run
+        if to is None:
+            _join(root, manifest, role, progress)
+            forget_wish(root, step, role)
+        else:
+            put_in_place(scratch, target)
+    return _exported(target, progress)
+
+
+def grant(root: str | Path, wish: Wish) -> None:
+    """Export what was wished; its digests are fresh, so they are not compared again.
+
+    A step that was removed or replaced meanwhile takes its wish along.
+
+    Raises:
+        CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
+    """
+    manifest = read_manifest(root, wish.step)
+    if manifest and manifest.run == wish.run:
+        try:
+            export_step(
+                root,
+                wish.step,
+                role=wish.role,
+                check=False,
+                trust_remote_code=wish.trust_remote_code,
+            )
+        except Exception:
+            give_up(root, wish)
+            raise
+    forget_wish(root, wish.step, wish.role)
+
+
+def _build(
+    progress: Progress,
+    model: ShardedModel,
+    role_folder: Path,
+    *,
+    max_bytes: int,
+    trust_remote_code: bool,
+    small: list[str],
+    meter: Meter,
+) -> None:
+    wanted = _TORCH.get(progress.source["dtype"])
+
+    def dtype_of(trained: torch.dtype) -> torch.dtype:
+        return wanted if wanted and trained.is_floating_point else trained
+
+    base, adapter = split_adapter(model.names)
+    huggingface = role_folder / HUGGINGFACE
+    if base:
+        naming = naming_of(huggingface, list(base), trust_remote_code=trust_remote_code)
+        write_model(
+            progress, model, base, naming, dtype_of=dtype_of, max_bytes=max_bytes, meter=meter
+        )
+    if adapter:
+        shapes = {name: shape for name, (shape, _) in metas(model, adapter).items()}
+        config = json.dumps(adapter_config(shapes, role_folder), indent=2)
+        progress.write(
+            f"{ADAPTER}/adapter_model.safetensors",
+            lambda path: save_tensors(
+                path, {n: model.tensor(o, dtype_of(model.meta(o)[1])) for n, o in adapter.items()}
+            ),
+        )
+        progress.write(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
+    kinds = [dtype_of(d) for _, d in metas(model, base or adapter).values() if d.is_floating_point]
+    for name in small:
+        content = (huggingface / name).read_bytes()
+        if name == "config.json" and kinds:
+            content = _with_dtype(content, max(set(kinds), key=kinds.count))
+        progress.write(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """The model's config with the dtype that its weights are written in."""
+    body: dict[str, Any] = json.loads(config)
+    key = "torch_dtype" if "torch_dtype" in body else "dtype"
+    body[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(body, indent=2).encode() + b"\n"
+
+
+def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None:
+    """Put the weights into the step's folder, and into its manifest."""
+    step = manifest.step
+    folder = step_folder(root, step)
+    with one_change_at_a_time(root) as lock:
+        now = read_manifest(root, step)
+        if now is None or now.run != manifest.run:
+            raise CommitError(
+                f"step {step} in {root} was replaced or removed while it was exported; nothing of "
+                "it was changed. Export the step that is there now."
+            )
+        lock.require_ours()
+        records = []
+        # the index comes last: what it names is there
+        for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
+            path, known = f"{role}/{HUGGINGFACE}/{name}", progress.files[name]
+            make_folder((folder / path).parent)
+            (progress.folder / name).replace(folder / path)
+            sync_folder((folder / path).parent)
+            records.append(FileRecord(path, known.nbytes, known.digest, role, COMPONENT))
+        # files of an export before this one, in other pieces
+        stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
+        gone = {file.path for file in stale} - {record.path for record in records}
+        kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
+        lock.require_ours()
+        write_manifest(root, kept.joined(replace(now, files=tuple(records), receipts=())))
+        for path in gone:
+            (folder / path).unlink(missing_ok=True)
+
+
+def _exported(folder: Path, progress: Progress) -> Exported:
+    nbytes = sum(known.nbytes for known in progress.files.values())
+    return Exported(folder, tuple(sorted(progress.files)), nbytes)
+
+
+def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
+    """The model's files of a role, by rank.
+
+    Raises:
+        CommitError: there are none, or not all.
+    """
+    records = [f for f in manifest.files if (f.role, f.component) == (role, "model")]
+    if not records:
+        has = ", ".join(manifest.roles) or "none"
+        raise CommitError(
+            f"step {manifest.step} in {root} has no model of role {role} (roles: {has}); "
+            "trinity-sync show lists what it has"
+        )
+    world_size = records[0].world_size
+    by_path = {record.path: record for record in records}
+    wanted = [f"{role}/{shard_file('model', world_size, rank)}" for rank in range(world_size)]
+    folder = step_folder(root, manifest.step).resolve()
+    for path in wanted:
+        if path not in by_path:
+            raise CommitError(f"step {manifest.step} in {root} lacks {path}; export another step")
+        if not (folder / path).resolve().is_relative_to(folder):
+            raise CommitError(f"{folder / path} leads out of the step's folder; export another")
+    return [by_path[path] for path in wanted]
+
+
+def _small_files(manifest: Manifest, role: str) -> list[str]:
+    prefix = f"{role}/{HUGGINGFACE}/"
+    return [
+        record.path.removeprefix(prefix)
+        for record in manifest.files
+        if record.path.startswith(prefix) and record.component == "metadata"
+    ]
+
+
+def _check_digests(folder: Path, records: list[FileRecord], took: Callable[[int], object]) -> None:
+    for record in records:
+        if digest_file(folder / record.path, record.nbytes, took) != record.digest:
+            raise CommitError(
+                f"{folder / record.path} is damaged: its digest is not that of the manifest. "
+                "Export another step, or restore the file from a copy."
+            )

@@ -1,0 +1,69 @@
+"""Where an export may go, that one at a time goes there, and how it takes its place."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trinity_sync.errors import ConfigError, ExportError
+from trinity_sync.formats.safetensors import progress_of
+from trinity_sync.fs.atomic import sync_folder
+from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.export_requests import exports_folder
+
+
+def usable(to: Path, root: Path) -> Path:
+    """The folder to export to, absolute.
+
+    Raises:
+        ConfigError: it holds something else, or is part of the job.
+    """
+    target = to.absolute().resolve()
+    if target == root or target in root.parents or target.is_relative_to(root / PRIVATE_FOLDER):
+        raise ConfigError(f"{to} is or holds the job itself; export to another folder")
+    inside = target.relative_to(root).parts[0] if target.is_relative_to(root) else ""
+    if inside.startswith("global_step_"):
+        raise ConfigError(
+            f"{to} is part of a step; leave --to out to export into the step, or name another "
+            "folder"
+        )
+    if target.exists():
+        ours = target.is_dir() and progress_of(target) is not None
+        if not target.is_dir() or (any(target.iterdir()) and not ours):
+            raise ConfigError(
+                f"{to} is not empty and no earlier export; nothing was changed. Name another "
+                "folder, or remove it."
+            )
+    return target
+
+
+@contextmanager
+def one_export(root: Path, scratch: Path) -> Iterator[None]:
+    """Nobody else exports to the same place within such a block.
+
+    Raises:
+        ExportError: somebody does.
+    """
+    exports = exports_folder(root)
+    name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
+    lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
+    with file_lock_if_free(lock) as ours:
+        if not ours:
+            raise ExportError(
+                f"another export to the same place is under way ({scratch}); wait for its end"
+            )
+        yield
+
+
+def put_in_place(scratch: Path, target: Path) -> None:
+    """Give a finished export its name; an earlier one there is removed."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    scratch.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,232 @@
+"""A committed step as a folder that ``torch.distributed.checkpoint.load`` reads, from any code.
+
+The ranks' files are mapped and handed to PyTorch's writer part by part, so no tensor is put
+together here, and memory holds nothing but pages of the files, which the kernel takes back at will.
+The folder appears by one rename when it is whole.
+"""
+
+import io
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.layout import check_name, step_folder
+from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.manifest import FileRecord, Manifest
+from trinity_sync.storage.restore import require_digest
+
+COMPONENTS = ("model", "optim")
+"""What a checkpoint for everybody holds; the rest is of this job and its ranks."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    folder: Path
+    components: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    """Bytes of the folder's files."""
+
+
+def to_dcp(
+    root: str | Path,
+    step: int,
+    folder: str | Path,
+    *,
+    role: str = "actor",
+    components: Sequence[str] = (),
+    meter: Meter = unmetered,
+) -> Converted:
+    """Write model and optimizer of a step as a DCP checkpoint ``{"model": ..., "optim": ...}``.
+
+    Keys are those of ``model.state_dict()`` and ``optimizer.state_dict()`` (which numbers
+    parameters). Load it with ``dcp.load({"model": model.state_dict()}, checkpoint_id=folder)``,
+    with any number of ranks, or none.
+
+    Args:
+        root: the job's folder.
+        step: a committed one.
+        folder: of the checkpoint; missing or empty.
+        role: whose.
+        components: of ``model`` and ``optim``; those that the step has if empty.
+        meter: is told how far it is: each byte counts twice, once compared and once written.
+
+    Raises:
+        CommitError: the step is not committed or damaged, lacks a component, or ranks differ where
+            they should have saved the same.
+        ConfigError: an argument cannot work, or tensors are laid out in a way that DCP cannot say.
+        SaveError: the folder cannot be written; nothing is left of it.
+    """
+    check_name("role", role)
+    base, target = Path(root).resolve(), Path(folder).absolute().resolve()
+    if target.is_relative_to(base) or base.is_relative_to(target):
+        raise ConfigError(f"{folder} is part of the job, or holds it; name another folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{folder} is not empty; nothing was changed. Name another folder.")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    with take_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
+        manifest = require_committed(base, step)
+        shards = _shards(base, manifest, role, components)
+        records = [record for each in shards.values() for record in each]
+        whole = 2 * sum(record.nbytes for record in records)
+        for record in records:
+            path = step_folder(base, step) / record.path
+            found = digest_file(path, record.nbytes, lambda n: meter(n, whole))
+            require_digest(path, record, found)
+        saved = {
+            name: SavedComponent(step_folder(base, step) / role, name, len(each))
+            for name, each in shards.items()
+        }
+        _require_convertible(saved)
+        require_unreplaced(base, manifest)  # of what is opened later, the same is asked below
+        try:
+            make_folder(partial)
+            _save(partial, _Planner(saved, lambda n: meter(n, whole)))
+            require_unreplaced(base, manifest)
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+            sync_folder(target.parent)
+        except OSError as error:
+            raise SaveError(
+                f"step {step} in {root} is not converted: {error.filename or target} cannot be "
+                f"written: {error.strerror}. Nothing is left of it; mend that and repeat."
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    tensors = sum(len(component.tensors) for component in saved.values())
+    return Converted(target, tuple(saved), tensors, nbytes)
+
+
+class _Planner(DefaultSavePlanner):
+    """Says what lies where, in the place of a process group's ranks; each part is its file's."""
+
+    def __init__(self, saved: Mapping[str, SavedComponent], took: Callable[[int], object]) -> None:
+        super().__init__()
+        self._saved, self._took = saved, took
+        self.first = {name: dict(component.open(0)) for name, component in saved.items()}
+        self._opened: dict[tuple[str, int], Mapping[Any, Any]] = {}
+        self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Every part of every tensor; the rest, plain values, as the first rank has it."""
+        names = {
+            f"{c}.{name}": (saved, name)
+            for c, saved in self._saved.items()
+            for name in saved.tensors
+        }
+        items, rest = [], {}
+        for key, value in self.state_dict.items():
+            saved, name = names.get(key, (None, ""))
+            meta = saved.tensors[name] if saved else None
+            if saved is None or meta is None:
+                rest[key] = value
+            elif not meta.chunks:  # a tensor without elements
+                rest[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
+            else:
+                for chunk in meta.chunks:
+                    index = MetadataIndex(key, chunk.offsets)
+                    self._parts[index] = saved, MetadataIndex(name, chunk.offsets)
+                    data = TensorWriteData(chunk, meta.properties, meta.size)
+                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.state_dict.update(rest)
+        items += create_default_local_save_plan(rest, is_coordinator=True).items
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The bytes of a part, still in the mapped file."""
+        if write_item.index not in self._parts:
+            return super().resolve_data(write_item)
+        saved, index = self._parts[write_item.index]
+        part = _alone(saved.part(self._open(saved, saved.rank_of(index)), index))
+        self._took(part.nbytes)
+        return part
+
+    def _open(self, saved: SavedComponent, rank: int) -> Mapping[Any, Any]:
+        key = saved.component, rank
+        if key not in self._opened:
+            self._opened[key] = saved.open(rank)
+        return self._opened[key]
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """The part over a storage that ends where it does: the writer copies, and keeps, others."""
+    if not part.is_contiguous():
+        return part
+    start = part.storage_offset() * part.element_size()
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return torch.empty(0, dtype=part.dtype).set_(storage, 0, part.shape, part.stride())
+
+
+def _save(folder: Path, planner: _Planner) -> None:
+    with alone():
+        save(planner.first, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    sync_folder(folder)
+
+
+def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
+    """See that the tensors say where they belong, as the flat ones of FSDP1's optimizer do not."""
+    model, optim = saved["model"], saved.get("optim")
+    flat = [name for name, meta in optim.tensors.items() if len(meta.size)] if optim else []
+    if optim and optim.world_size > 1 and model.sharded and flat and not optim.sharded:
+        raise ConfigError(
+            f"optim in {optim.folder} is the flat state of FSDP1 ({flat[0]}), which does not say "
+            "to which parameters it belongs; convert the model alone (--component model)"
+        )
+    for component in saved.values():
+        component.require_same_whole()
+
+
+def _shards(
+    root: Path, manifest: Manifest, role: str, components: Sequence[str]
+) -> dict[str, list[FileRecord]]:
+    """Files of the components that are wanted, or of those that there are."""
+    if unknown := set(components) - set(COMPONENTS):
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))} cannot be converted; only model and optim can"
+        )
+    found = {
+        name: [f for f in manifest.files if (f.role, f.component) == (role, name) and f.is_shard]
+        for name in components or COMPONENTS
+    }
+    lacking = [name for name, records in found.items() if not records]
+    if "model" in lacking or (components and lacking):
+        has = ", ".join(manifest.roles) or "none"
+        raise CommitError(
+            f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
+            f"trinity-sync show {root} {manifest.step} lists what it has"
+        )
+    for name, records in found.items():
+        ranks = {record.rank for record in records}
+        if records and ranks != set(range(records[0].world_size)):
+            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}; take another")
+    return {name: records for name, records in found.items() if records}

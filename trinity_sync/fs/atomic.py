@@ -1,0 +1,147 @@
+"""Files that are whole or absent after a power cut."""
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
+"""What file systems without hard links answer, and two that a link cannot join."""
+REMOVED_PREFIX = ".nfs"
+"""Of the name by which NFS keeps a file that was removed while a process of this node has it open,
+until it is closed."""
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+
+
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Write ``content`` so that a reader, or a reboot, finds the old file or the new one whole.
+
+    Args:
+        path: the file.
+        content: all that it will hold.
+        mode: its permissions from the first byte on, whatever the old file's are, less the umask.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        _write_synced(temporary, content, mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def create_file(path: Path, content: str | bytes) -> bool:
+    """As `replace_file`, but only if there is no file yet; False if there is one."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        _write_synced(temporary, content)
+        _give_free_name(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def link_or_copy(path: Path, name: Path) -> None:
+    """Give a file another name, which was free; without hard links, give it to a copy."""
+    try:
+        os.link(path, name)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(path, name)
+        with name.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders at one instant; False where the file system cannot.
+
+    Raises:
+        OSError: it can, and it failed.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, flag = -100, 2
+    if renameat2 is None:
+        return False
+    if not renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), flag):
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(one))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_anew(path: Path) -> bytes:
+    """The content of a file that another node may have made or replaced just now.
+
+    Raises:
+        OSError: as ``Path.read_bytes``.
+    """
+    look_anew(path.parent.parent)
+    look_anew(path.parent)
+    return path.read_bytes()
+
+
+def look_anew(folder: Path) -> None:
+    """Let names in ``folder``, if it is there, be looked up as they are now.
+
+    An NFS client goes for up to a minute (``acdirmax``) by what it has seen of a folder, also by a
+    name that was not there. When a folder is opened, it asks the server (close-to-open, nfs(5)).
+    """
+    with suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def names_anew(folder: Path, pattern: str) -> list[Path]:
+    """What is in a folder that another node may have made or filled just now, sorted."""
+    look_anew(folder.parent.parent)
+    look_anew(folder.parent)
+    return sorted(folder.glob(pattern))  # opens the folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and the missing ones above it, each durable in the one that holds it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def _give_free_name(temporary: Path, path: Path) -> None:
+    """Let a file have a name that no other has; FileExistsError if one has."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        from trinity_sync.fs.locks import file_lock  # which makes folders by what is here
+
+        with file_lock(path.parent / ".names.lock"):
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
+            temporary.replace(path)
+
+
+def _write_synced(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,46 @@
+"""Whether any other process uses a file, asked of the kernel by a write lease."""
+
+import fcntl
+import os
+import signal
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0
+"""Of Linux's fcntl.h: who is told of what becomes of an open file; a thread."""
+
+
+def is_ours_alone(path: Path) -> bool:
+    """Whether the file has no other name and nobody has it open or mapped: a lease needs that."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_nlink > 1:
+            return False
+        with ThreadPoolExecutor(1, "lease") as thread:
+            return thread.submit(_can_be_leased, fd).result()
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _can_be_leased(fd: int) -> bool:
+    """Whether the kernel gives a write lease of the file; call it in a thread that then ends.
+
+    Whoever opens the file while it is leased has the kernel send a SIGIO, which ends a process that
+    does not expect one. It goes to this thread alone, which blocks it and takes it along.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
+    owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
+    fcntl.fcntl(fd, _F_SETOWN_EX, owner)  # else the lease makes the process the owner
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True

@@ -1,0 +1,84 @@
+"""Whether a folder holds a checkpoint that this run can load; if not, why, before veRL tries."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fs.atomic import look_anew
+from trinity_sync.layout import (
+    FULL_CHECKPOINT_MARK,
+    MANIFEST,
+    PRIVATE_FOLDER,
+    shard_file,
+    split_role_path,
+)
+from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
+
+_SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
+
+
+def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
+    """See that ``role_folder`` is committed and complete; by how many ranks it was saved.
+
+    Folders of jobs that trinity_sync never saved are asked for their files only, and so is one that
+    the iteration file names without a manifest: another system saved it into this job.
+
+    Args:
+        role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
+        world_size: number of ranks that want to load.
+        components: what they want to load.
+
+    Returns:
+        ``world_size`` where the folder has shards of as many ranks, else the number that it has.
+
+    Raises:
+        CommitError: the step was never committed, or a component or a rank's part is missing.
+        ConfigError: the folder is missing.
+    """
+    if not role_folder.is_dir():
+        raise ConfigError(f"there is no checkpoint folder {role_folder}; check the path to resume")
+    names = _committed(role_folder)
+    if names is None:
+        names = [path.name for path in role_folder.iterdir()]
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    sizes: dict[str, set[int]] = {component: set() for component in components}
+    for shard in shards:
+        if shard["component"] in sizes:
+            sizes[shard["component"]].add(int(shard["world_size"]))
+    for component, found in sizes.items():
+        if not found:
+            raise CommitError(
+                f"{role_folder} holds no {component!r}, so it cannot be loaded; resume from a "
+                "step that latest_checkpointed_iteration.txt names, or take the component out of "
+                "checkpoint.load_contents"
+            )
+    common = set.intersection(*sizes.values()) if sizes else {world_size}
+    if not common:
+        raise CommitError(
+            f"{role_folder} holds no two components of the same number of ranks; take another step"
+        )
+    saved_by = world_size if world_size in common else max(common)
+    missing = {shard_file(name, saved_by, rank) for name in components for rank in range(saved_by)}
+    missing.difference_update(names)
+    if missing:
+        raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; take another")
+    return saved_by
+
+
+def _committed(role_folder: Path) -> list[str] | None:
+    """Names of the role's committed files; None where trinity_sync did not save the step."""
+    try:
+        root, step, role = split_role_path(role_folder)
+    except ConfigError:
+        return None
+    look_anew(role_folder.parent)  # another node may have committed it just now
+    if not (role_folder.parent / MANIFEST).exists():
+        marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
+        theirs = not marked and read_iteration(root, "checkpoint") == step
+        if theirs or not (root / PRIVATE_FOLDER).exists():
+            return None  # ours is pointed at after manifest and mark are there, and never before
+    prefix = f"{role}/"
+    files = require_committed(root, step).files
+    return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

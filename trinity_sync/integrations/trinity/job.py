@@ -1,0 +1,126 @@
+"""What a Trinity config means for us: a job's settings by Trinity's names, and what is refused."""
+
+import functools
+import json
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl.driver import passed_on
+from trinity_sync.settings import Settings
+
+POSITION = "trainer_meta.json"
+"""Name under which the trainer's position in its data is committed with a step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What trainer and workers have in common; it travels to the workers."""
+
+    root: str
+    """``checkpoint_job_dir``, as an absolute path."""
+    run_key: str
+    roles: tuple[str, ...]
+    save_strategy: str
+    """``trainer.save_strategy``; ours have the same names."""
+    keep: int
+    """``trainer.max_checkpoints_to_keep``; 0 keeps all."""
+    position: str
+    """The file in which Trinity's trainer keeps its position in its data."""
+
+    @classmethod
+    def of(cls, config: Any, *, critic: bool) -> "Job":
+        """That of a new run.
+
+        Args:
+            config: Trinity's, checked by itself.
+            critic: whether a critic is trained.
+
+        Raises:
+            ConfigError: as `require_supported`.
+        """
+        require_supported(config)
+        root, trainer = Path(config.checkpoint_job_dir).resolve(), config.trainer
+        return cls(
+            root=str(root),
+            run_key=passed_on().get("TRINITY_SYNC_RUN") or uuid.uuid4().hex,
+            roles=("actor", "critic") if critic else ("actor",),
+            save_strategy=trainer.save_strategy.value,
+            keep=max(0, trainer.max_checkpoints_to_keep or 0),
+            position=str(root / f"{trainer.name}_meta.json"),
+        )
+
+    def coordinator(self) -> CheckpointCoordinator:
+        """A rank's; all ranks of the default process group call it together."""
+        settings = Settings().model_copy(update={"save_strategy": self.save_strategy})
+        return CheckpointCoordinator.of_process_group(
+            self.root, run_key=self.run_key, roles=self.roles, settings=settings
+        )
+
+
+def require_supported(config: Any) -> None:
+    """See that what the config asks for can be had.
+
+    Raises:
+        ConfigError: it cannot; all that is in the way is named.
+    """
+    trainer, rollout = config.trainer, config.explorer.rollout_model
+    from_disk = config.synchronizer.sync_method.value == "checkpoint"
+    asked = {
+        f"trainer.trainer_type: {trainer.trainer_type}": trainer.trainer_type != "verl",
+        f"trainer.trainer_strategy: {trainer.trainer_strategy}": not str(
+            trainer.trainer_strategy
+        ).startswith("fsdp"),
+        "model.lora_configs": bool(config.model.lora_configs),
+        "explorer.rollout_model.engine_type: sglang with synchronizer.sync_method: checkpoint": (
+            rollout.engine_type == "sglang" and from_disk
+        ),
+    }
+    if unable := [name for name, wanted in asked.items() if wanted]:
+        raise ConfigError(
+            f"{config.checkpoint_job_dir}: trinity_sync does not save with "
+            f"{', '.join(unable)}; change that, or unset TRINITY_PLUGIN_DIRS and Trinity saves by "
+            "itself"
+        )
+
+
+def launching(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:
+    """Trinity's environment of all its Ray processes, with what ours need in it."""
+
+    @functools.wraps(original)
+    def get_envs(config: Any) -> dict[str, str]:
+        return original(config) | passed_on()
+
+    return get_envs
+
+
+_newest: list[weakref.ref[Any]] = []
+"""The sample strategy that was made last in this process, which is the trainer's."""
+
+
+def remembering(original: Callable[..., None]) -> Callable[..., None]:
+    """Trinity's ``SampleStrategy.__init__``, for `position` to find the trainer's.
+
+    The trainer is a Ray actor, whose methods nobody can change any more when plugins are loaded.
+    """
+
+    @functools.wraps(original)
+    def __init__(strategy: Any, *args: Any, **kwargs: Any) -> None:
+        _newest[:] = [weakref.ref(strategy)]
+        original(strategy, *args, **kwargs)
+
+    return __init__
+
+
+def position(step: int) -> bytes | None:
+    """The trainer's place in its data, as Trinity writes it down; None if it is not known here."""
+    strategy = _newest[0]() if _newest else None
+    if strategy is None:
+        return None
+    state = {"latest_iteration": step, "sample_strategy_state": strategy.state_dict()}
+    return json.dumps(state, indent=2).encode()

@@ -1,0 +1,74 @@
+"""The switch for Trinity-RFT 0.6: one variable, no fork.
+
+::
+
+    export TRINITY_PLUGIN_DIRS="$(python -m trinity_sync.integrations.trinity.switch)"
+    trinity run --config my.yaml
+
+Trinity's launcher, trainer and explorers load the plugins of that folder first of all, and the one
+in it imports this module, which is the switch. A few names of Trinity's modules become ours
+(`CHANGES`), each right after Trinity has imported the module; this module itself imports nothing
+heavy. The trainer's worker processes need no switch: they are started with classes of ours. Nor do
+those that serve the model: they look the Synchronizer up under Trinity's name, which ours has.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+
+PLUGINS = Path(__file__).parent / "plugin"
+
+
+def _launch(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity.job import launching
+
+    module.Config.get_envs = launching(module.Config.get_envs)
+
+
+def _synchronizer(module: ModuleType) -> None:
+    def get_actor(config: object = None, namespace: str | None = None) -> object:
+        from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
+
+        return TrinitySynchronizer.get_actor(config, namespace)
+
+    module.Synchronizer.get_actor = staticmethod(get_actor)
+
+
+def _position(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity.job import remembering
+
+    module.SampleStrategy.__init__ = remembering(module.SampleStrategy.__init__)
+
+
+def _engine(module: ModuleType) -> None:
+    from trinity_sync.integrations.trinity import engine, workers
+
+    names = vars(module)
+    names["VERLTrainer"] = engine.Engine
+    names["CheckpointMonitor"] = engine.NoMonitor
+    names["TrinityActorRolloutRefWorker"] = workers.ActorWorker
+    names["TrinityCriticWorker"] = workers.CriticWorker
+
+
+def _resume(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import finding
+
+    ours = finding(module.find_latest_ckpt_path)
+    rebind(module, "find_latest_ckpt_path", ours, within=["verl", "trinity"])
+
+
+CHANGES: dict[str, Change] = {
+    "trinity.algorithm.sample_strategy.sample_strategy": _position,
+    "trinity.common.config": _launch,
+    "trinity.manager.synchronizer": _synchronizer,
+    "trinity.trainer.verl.trainer": _engine,
+    "verl.utils.checkpoint.checkpoint_manager": _resume,
+}
+"""What is done to a module of Trinity or veRL, once it has been imported."""
+
+
+if __name__ == "__main__":
+    print(PLUGINS)
+else:
+    change_after_import(CHANGES)

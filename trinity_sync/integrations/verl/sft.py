@@ -1,0 +1,114 @@
+"""What veRL's SFT trainer does around a checkpoint, with ours in its place.
+
+Each of its ranks has a handler, which writes the dataloader's position after the engine's save, and
+on rank 0 the iteration file after that. As in `verl_driver`, the position comes first here, and the
+iteration file is left to the commit.
+
+`switch` puts these into veRL while the modules concerned are imported. The trainer is not among
+those: as ``-m verl.trainer.sft_trainer`` it is the program itself. So its end is taken to be where
+it gives the process group up.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import step_folder
+
+logger = logging.getLogger(__name__)
+
+_saving: list[Any] = []
+"""Managers of this process that were handed a step."""
+
+
+def handing_over(original: Callable[..., None]) -> Callable[..., None]:
+    """A handler's ``save_checkpoint``: the dataloader's position first, the engine's save last."""
+
+    @functools.wraps(original)
+    def save_checkpoint(handler: Any, step: int) -> None:
+        from trinity_sync.integrations.verl.manager import position_file
+
+        if not _is_ours(handler):
+            return original(handler, step)
+        manager = handler.engine.checkpoint_manager
+        if manager not in _saving:
+            _saving.append(manager)
+            if handler.default_hdfs_dir and handler.rank == 0:
+                logger.warning(
+                    "nothing is copied to trainer.default_hdfs_dir=%s, since a step is committed "
+                    "only later; for copies of committed steps set TRINITY_SYNC_REPLICATE_TO",
+                    handler.default_hdfs_dir,
+                )
+        folder = step_folder(handler.default_local_dir, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        if handler.is_mp_src_rank_with_outputs:
+            position = folder / position_file(handler.dp_rank)
+            if step % len(handler.train_dataloader):
+                torch.save(handler.train_dataloader.state_dict(), position)
+            else:  # at the end of an epoch: resumed from there, veRL would skip the next one
+                position.unlink(missing_ok=True)
+        dist.barrier()  # with sequence parallelism, the file that a rank attaches is another's
+        handler.engine.save_checkpoint(
+            local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
+        )
+
+    return save_checkpoint
+
+
+def finding_together(original: Callable[..., str | None]) -> Callable[..., str | None]:
+    """A handler's ``_find_latest_checkpoint``: rank 0 looks, and tells the others.
+
+    It looks also where there is no folder yet, since steps may be in a store.
+    """
+
+    @functools.wraps(original)
+    def _find_latest_checkpoint(handler: Any) -> str | None:
+        from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+        from trinity_sync.fsdp.collective import told_by_rank_0
+
+        if not _is_ours(handler):
+            return original(handler)
+        root = Path(handler.default_local_dir)
+        return told_by_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
+
+    return _find_latest_checkpoint
+
+
+def ending(original: Callable[[], None]) -> Callable[[], None]:
+    """veRL's ``destroy_global_process_group``, once all saves are committed.
+
+    One that is not is raised as `SaveFailedError`.
+    """
+
+    @functools.wraps(original)
+    def destroy_global_process_group() -> None:
+        while _saving:
+            _saving.pop().wait_on_save_thread()
+        original()
+
+    return destroy_global_process_group
+
+
+def _is_ours(handler: Any) -> bool:
+    """Whether the handler is that of a rank whose engine saves with us.
+
+    Raises:
+        ConfigError: it is that of ``verl.trainer.sft_trainer_ray``, whose workers are Ray's.
+    """
+    from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+
+    if handler.mode.name == "RAY":
+        raise ConfigError(
+            f"the steps in {handler.default_local_dir} cannot be saved or found: "
+            "verl.trainer.sft_trainer_ray does not work with trinity_sync; train with torchrun -m "
+            "verl.trainer.sft_trainer, or unset VERL_USE_EXTERNAL_MODULES"
+        )
+    manager = getattr(handler.engine, "checkpoint_manager", None)
+    return isinstance(manager, TrainerCheckpointManager)

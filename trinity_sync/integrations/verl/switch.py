@@ -1,0 +1,107 @@
+"""The switch for veRL's own PPO, GRPO and SFT trainers: one variable, no fork.
+
+::
+
+    export VERL_USE_EXTERNAL_MODULES=trinity_sync.integrations.verl.switch
+    python -m verl.trainer.main_ppo ...
+
+veRL imports what the variable names in each of its processes, before anything else of its own, and
+importing this module is the switch. A few names of veRL's modules become ours (`CHANGES`), each
+right after veRL has imported the module; this module itself imports nothing heavy. What the names
+do is in `verl_driver`, `verl_sft` and `verl_manager`.
+"""
+
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+
+with from_extra("verl"):
+    from packaging.version import Version
+
+    VERL = Version(version("verl"))
+
+THIS = "trinity_sync.integrations.verl.switch"
+
+
+def _resume(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import finding
+
+    ours = finding(module.find_latest_ckpt_path)
+    rebind(module, "find_latest_ckpt_path", ours, within=["verl"])
+
+
+def _save(module: ModuleType) -> None:
+    def manager(*arguments: Any, **named: Any) -> Any:  # importing it imports this module of veRL
+        from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
+
+        return TrainerCheckpointManager(*arguments, **named)
+
+    module.FSDPCheckpointManager = manager  # type: ignore[attr-defined]
+
+
+def _launch(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import launching
+
+    ours = launching(module.get_ppo_ray_runtime_env, THIS)
+    rebind(module, "get_ppo_ray_runtime_env", ours, within=["verl"])
+
+
+def _workers(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import add_waiting
+
+    add_waiting(module.TrainingWorker)
+    add_waiting(module.ActorRolloutRefWorker)
+
+
+def _trainer(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import saving
+
+    trainer = module.RayPPOTrainer  # its fit waits for saves by itself
+    trainer._save_checkpoint = saving(trainer._save_checkpoint)
+
+
+def _trainer_v1(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.driver import fitting, saving
+
+    trainer = module.PPOTrainer
+    trainer._save_checkpoint = saving(trainer._save_checkpoint)
+    trainer.fit = fitting(trainer.fit)
+
+
+def _handler(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.sft import finding_together, handing_over
+
+    handler = module.CheckpointHandler
+    handler.save_checkpoint = handing_over(handler.save_checkpoint)
+    handler._find_latest_checkpoint = finding_together(handler._find_latest_checkpoint)
+
+
+def _end(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl.sft import ending
+
+    ours = ending(module.destroy_global_process_group)
+    rebind(module, "destroy_global_process_group", ours, within=["verl"])
+
+
+CHANGES: dict[str, Change] = {
+    "verl.utils.checkpoint.checkpoint_manager": _resume,
+    "verl.utils.checkpoint.checkpoint_handler": _handler,
+    "verl.utils.distributed": _end,
+    "verl.workers.engine.fsdp.transformer_impl": _save,
+    "verl.trainer.constants_ppo": _launch,
+    "verl.workers.engine_workers": _workers,
+    "verl.trainer.ppo.ray_trainer": _trainer,
+    "verl.trainer.ppo.v1.trainer_base": _trainer_v1,
+}
+"""What is done to a module of veRL, once it has been imported."""
+
+
+if Version("0.9.1") > VERL:
+    raise ConfigError(
+        f"the switch for veRL's trainers needs veRL 0.9.1, and this is {VERL}; install "
+        "it, or unset VERL_USE_EXTERNAL_MODULES"
+    )
+change_after_import(CHANGES)

@@ -1,0 +1,112 @@
+"""The process around a warm worker: join Ray once, serve until told to stop."""
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_WORKER_HEARTBEAT_SECONDS,
+    PREFECT_WORKER_QUERY_SECONDS,
+    temporary_settings,
+)
+
+from trinity_sync.errors import StackError, TrinitySyncError
+from trinity_sync.layout import COMPONENTS
+from trinity_sync.orchestration.flow_loader import load_flow
+from trinity_sync.orchestration.metrics import METRICS
+from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def serve(settings: Settings) -> None:
+    """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
+
+    Raises:
+        StackError: the cluster cannot be joined, its workers cannot import the tasks, or metrics
+            cannot be served.
+    """
+    import ray
+
+    if not settings.ray_address:
+        raise StackError("TRINITY_SYNC_RAY_ADDRESS is not set. Start: trinity-sync worker")
+    if settings.metrics_port:
+        METRICS.serve(settings)
+    load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
+    started_in = Path.cwd()
+    os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
+    address = settings.ray_address
+    there = {"py_executable": settings.ray_python} if settings.ray_python else None
+    try:
+        ray.init(address=address, namespace="prefect", log_to_driver=False, runtime_env=there)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())  # Ray names both versions, on several lines
+        raise StackError(
+            f"the Ray cluster at TRINITY_SYNC_RAY_ADDRESS={address} cannot be joined: {why}. Start "
+            "it, or correct the address; Ray and Python must be of the same versions here and there"
+        ) from error
+    os.chdir(started_in)
+    try:
+        try:
+            ray.get([ray.remote(num_cpus=0)(_import_tasks).remote() for _ in COMPONENTS])
+        except ray.exceptions.RayError as error:
+            raise StackError(
+                f"the workers of the Ray cluster at {address} cannot import the stack's tasks: "
+                f"{str(error).strip().splitlines()[-1]}. Set TRINITY_SYNC_RAY_PYTHON to the path "
+                "of the stack's Python on its nodes"
+            ) from error
+        asyncio.run(_until_stopped(settings))
+    finally:
+        ray.shutdown()
+
+
+def _import_tasks() -> None:
+    """Bring a Ray worker process to the point where a task's own work begins."""
+    importlib.import_module("flows.save")
+
+
+async def _until_stopped(settings: Settings) -> None:
+    await _require_let_in()
+    pace = {PREFECT_WORKER_QUERY_SECONDS: settings.poll_s, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, scope.cancel)
+        with temporary_settings(pace):
+            await TrinitySyncWorker(work_pool_name=settings.work_pool).start()
+
+
+async def _require_let_in() -> None:
+    """See that the server lets this worker in; one that is away is waited for later on.
+
+    Raises:
+        StackError: it does not.
+    """
+    try:
+        async with get_client() as client:
+            await client.hello()
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in (401, 403):
+            raise StackError(
+                f"the Prefect server at {PREFECT_API_URL.value()} lets nobody in without a "
+                "password: set PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) to the server's."
+            ) from error
+    except (httpx.HTTPError, RuntimeError, OSError) as error:
+        logger.debug("the server cannot be asked yet: %r", error)
+
+
+if __name__ == "__main__":
+    try:
+        serve(Settings())
+    except TrinitySyncError as error:
+        sys.exit(f"trinity-sync: {error}")

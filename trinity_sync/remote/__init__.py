@@ -1,0 +1,1 @@
+"""Copies of committed steps behind an fsspec URL: upload, download, and required copies."""

@@ -1,0 +1,247 @@
+"""Which steps to keep, as values: what a policy sees is a list of steps, and nothing else.
+
+Policies know no files and no clock, so they can be tried on any history. They only ever add: a
+step stays if any of them says so. Their short form, in settings, flow parameters and on the command
+line, is a list of words: ``last=3,every=100,hourly=24,best=2:reward:max``.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import Kind
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+PERIODS = {"hourly": 3600, "daily": 86400, "weekly": 7 * 86400}
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What policies know of a committed step."""
+
+    step: int
+    run: int
+    kinds: tuple[Kind, ...]
+    committed_at: float
+    """Seconds since the epoch."""
+    nbytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    """Why nobody may remove it, whatever a policy says: pins, tags, leases, pointers."""
+    damage: str = ""
+    """What is wrong with its files; such a step is neither counted nor removed."""
+    superseded_by: int = 0
+    """Number of the run that began at step 0 although the step was there, and that training goes on
+    from; 0 for a step of that training itself."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Orders steps as `storage.discovery.newest` does: by run, then by step."""
+        return self.run, self.step
+
+
+class Policy(Protocol):
+    """One reason to keep steps; ``str`` gives its short form."""
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """The steps that it keeps, each with the reason.
+
+        Args:
+            steps: whole steps of one sort (checkpoints, or syncs), oldest first.
+            now: seconds since the epoch.
+        """
+
+
+@dataclass(frozen=True)
+class All:
+    """Every step."""
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        return {each.step: "all are kept" for each in steps}
+
+    def __str__(self) -> str:
+        return "all"
+
+
+@dataclass(frozen=True)
+class LastN:
+    """The newest so many."""
+
+    count: int
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        return {each.step: f"one of the last {self.count}" for each in steps[-self.count :]}
+
+    def __str__(self) -> str:
+        return f"last={self.count}"
+
+
+@dataclass(frozen=True)
+class EveryN:
+    """Those whose number is a multiple."""
+
+    interval: int
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        chosen = (each for each in steps if each.step % self.interval == 0)
+        return {each.step: f"a multiple of {self.interval}" for each in chosen}
+
+    def __str__(self) -> str:
+        return f"every={self.interval}"
+
+
+@dataclass(frozen=True)
+class OnePer:
+    """The first of each hour, day or the like, for the last ``count`` of these that have a step.
+
+    What it keeps does not change with what else is removed, so it may be asked again at any time.
+    """
+
+    seconds: float
+    count: int
+    word: str
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        first: dict[int, StepInfo] = {}
+        for each in sorted(steps, key=lambda each: each.committed_at):
+            first.setdefault(int(each.committed_at // self.seconds), each)
+        chosen = list(first.values())[-self.count :]
+        return {each.step: f"one of the last {self.count} {self.word}" for each in chosen}
+
+    def __str__(self) -> str:
+        return f"{self.word}={self.count}"
+
+
+@dataclass(frozen=True)
+class NewerThan:
+    """Those that were committed within so many seconds."""
+
+    seconds: float
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        chosen = (each for each in steps if each.committed_at > now - self.seconds)
+        return {each.step: f"newer than {_duration(self.seconds)}" for each in chosen}
+
+    def __str__(self) -> str:
+        return f"newer={_duration(self.seconds)}"
+
+
+@dataclass(frozen=True)
+class BestK:
+    """Those with the best values of a metric, and those newer than the last that has one.
+
+    The newer ones wait for theirs, since an evaluation takes its time. A value that is no number is
+    worse than all others.
+    """
+
+    count: int
+    metric: str
+    mode: Literal["min", "max"]
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`.
+
+        Raises:
+            ConfigError: no step has the metric.
+        """
+        rated = [each for each in steps if self.metric in each.metrics]
+        if not rated and steps:
+            known = ", ".join(sorted({name for each in steps for name in each.metrics}))
+            raise ConfigError(
+                f"policy {self}: no step has the metric {self.metric!r} (there are: "
+                f"{known or 'none'}). Record it with coordinator.record_metrics, or correct the "
+                "policy; nothing was removed."
+            )
+        numbers = [each for each in rated if not math.isnan(each.metrics[self.metric])]
+        sign = -1 if self.mode == "max" else 1
+        best = sorted(numbers, key=lambda each: sign * each.metrics[self.metric])[: self.count]
+        kept = {
+            each.step: f"one of the best {self.count}, {self.metric} {each.metrics[self.metric]:g}"
+            for each in best
+        }
+        for each in steps:
+            if each.age > rated[-1].age:
+                kept[each.step] = f"waits for its {self.metric}"
+        return kept
+
+    def __str__(self) -> str:
+        return f"best={self.count}:{self.metric}:{self.mode}"
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """What any of its policies keeps."""
+
+    policies: tuple[Policy, ...]
+
+    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+        """See `Policy`."""
+        kept: dict[int, str] = {}
+        for policy in self.policies:
+            for step, why in policy.keeps(steps, now).items():
+                kept[step] = f"{kept[step]}; {why}" if step in kept else why
+        return kept
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.policies))
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that a short form says, e.g. ``last=3,every=100,hourly=24,best=2:reward:max``.
+
+    ``all``, and a bare ``0`` as in Trinity's ``max_checkpoints_to_keep``, keep everything; any
+    other bare number is that of ``last``.
+
+    Raises:
+        ConfigError: a word or value is not known; the message lists what is.
+    """
+    policies = tuple(_parse_word(word.strip(), text) for word in text.split(","))
+    if any(isinstance(policy, All) for policy in policies):
+        return All()
+    return policies[0] if len(policies) == 1 else AnyOf(policies)
+
+
+def _parse_word(word: str, text: str) -> Policy:
+    name, _, value = word.partition("=") if "=" in word or word == "all" else ("last", "", word)
+    if name == "all" and not value:
+        return All()
+    if name == "last":
+        return LastN(_count(value, word, text)) if value != "0" else All()
+    if name == "every":
+        return EveryN(_count(value, word, text))
+    if name in PERIODS:
+        return OnePer(PERIODS[name], _count(value, word, text), name)
+    if name == "newer" and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)):
+        return NewerThan(float(found[1]) * UNITS[found[2]])
+    if name == "best" and (best := re.fullmatch(r"(\d+):([^:=]+):(min|max)", value)):
+        return BestK(_count(best[1], word, text), best[2], "max" if best[3] == "max" else "min")
+    raise _unknown(word, text)
+
+
+def _count(value: str, word: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]*[1-9][0-9]*", value):
+        raise _unknown(word, text)
+    return int(value)
+
+
+def _unknown(word: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"retention policy {text!r}: {word!r} is not understood. Words are all, last=3, every=100, "
+        "hourly=24, daily=7, weekly=4, newer=2d (s, m, h, d) and best=2:reward:max (or min), with "
+        "commas between them."
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit in ("d", "h", "m"):
+        if seconds >= UNITS[unit] and seconds % UNITS[unit] == 0:
+            return f"{seconds / UNITS[unit]:g}{unit}"
+    return f"{seconds:g}s"

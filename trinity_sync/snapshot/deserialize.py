@@ -1,0 +1,180 @@
+"""The bytes of a ``.pt`` file in memory, back into the state; the mirror of ``image``.
+
+``torch.load`` rebuilds the state as it always does, with one difference: where it would read a
+storage from the file into memory of its own, the unpickler that it is given answers with the part
+of the memory that holds that storage already. So nothing is copied, and what was shared in the
+file (tied tensors, views) is shared in the state, because the parts belong to storages.
+"""
+
+import io
+import logging
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.safe_load import only_plain
+from trinity_sync.snapshot.torch_private import (
+    FakeTensorMode,
+    get_file_offset,
+    make_typed_storage,
+)
+
+
+def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
+    """The state in the bytes of the file at ``path``, as `state_of`; plain unless it is trusted.
+
+    Args:
+        image: as in `state_of`.
+        path: for messages.
+        trusted: what ``trust.is_trusted`` said of the open file that the bytes were read from.
+
+    Raises:
+        CommitError: it is not trusted, and holds more than tensors and plain values.
+        ImageError: as `state_of`.
+    """
+    if trusted:
+        return state_of(image)
+    with only_plain(path):
+        return state_of(image, plain=True)
+
+
+def state_of(image: memoryview, *, plain: bool = False) -> Any:
+    """What ``torch.load(..., map_location="cpu", weights_only=plain)`` gives for these bytes.
+
+    Like any unpickling without ``weights_only`` it runs what the bytes say: see ``trust``. veRL
+    loads its checkpoints in the same way.
+
+    Args:
+        image: a whole ``.pt`` file, in memory that may be written and that nobody else uses. The
+            tensors of the state, all on the CPU, are this memory, and keep it alive.
+        plain: take nothing but tensors and plain values, by a copy. To be called in `only_plain`.
+
+    Raises:
+        ImageError: the bytes are no ``.pt`` file, or one that is compressed or legacy.
+    """
+    try:
+        data = _records(image)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes are no file of torch.save: {error}"
+        ) from error
+    if plain:
+        return torch.load(_File(image), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    memory = torch.frombuffer(image, dtype=torch.uint8).untyped_storage()
+    pickle_module = SimpleNamespace(__name__="pickle", Unpickler=_unpickler(memory, data))
+    return torch.load(
+        _File(image),  # type: ignore[arg-type]
+        map_location="cpu",
+        pickle_module=pickle_module,
+        weights_only=False,
+    )
+
+
+def outline_of(image: memoryview) -> Any:
+    """The state in these bytes with tensors that have no data, only a place in ``image``.
+
+    Nothing but tensors and plain values is unpickled (``weights_only``), and no process group is
+    needed for DTensors. See `place_of` for the places.
+
+    Raises:
+        ImageError: as `state_of`, or there is more in the bytes than tensors and plain values.
+    """
+    meshes = logging.getLogger("torch.distributed.device_mesh")
+    meshes.addFilter(_no_warning)  # of process groups that a reader has no need of
+    try:
+        with FakeTensorMode():
+            return torch.load(_File(image), weights_only=True)  # type: ignore[arg-type]
+    except (pickle.UnpicklingError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ImageError(
+            f"these {len(image):,} bytes hold no weights that can be read: {error}"
+        ) from error
+    finally:
+        meshes.removeFilter(_no_warning)
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Byte at which the first element of a tensor of `outline_of` lies."""
+    start = get_file_offset(tensor.untyped_storage())
+    return int(start + tensor.storage_offset() * tensor.element_size())
+
+
+def _no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
+
+
+def _records(image: memoryview) -> dict[str, int]:
+    """Where the data of each storage starts, by the key that the pickle knows the storage by."""
+    with zipfile.ZipFile(_File(image)) as archive:
+        entries = archive.infolist()
+    records = {}
+    for entry in entries:
+        folder, _, key = entry.filename.rpartition("/data/")
+        if not folder or "/" in folder:
+            continue
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
+        # the entry's own header may be longer than the directory's: it holds the padding
+        name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
+        records[key] = entry.header_offset + 30 + name + extra
+    return records
+
+
+def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pickle.Unpickler]:
+    """An unpickler whose storages are parts of ``memory``."""
+    storages: dict[str, torch.TypedStorage] = {}
+
+    class ViewingUnpickler(pickle.Unpickler):
+        @property
+        def persistent_load(self) -> Any:  # torch.load wants to set one that reads
+            return _take
+
+        @persistent_load.setter
+        def persistent_load(self, _: Any) -> None:
+            pass
+
+    def _take(name: tuple[str, Any, str, str, int]) -> torch.TypedStorage:
+        _, storage_type, key, _, numel = name
+        if key not in storages:
+            dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+            start, nbytes = records[key], numel * dtype.itemsize
+            if start + nbytes > len(memory):
+                raise ImageError(f"storage {key} ends beyond the end of the file")
+            storages[key] = make_typed_storage(memory[start : start + nbytes], dtype)
+        return storages[key]
+
+    return ViewingUnpickler
+
+
+class _File(io.RawIOBase):
+    """The bytes as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        part = self._content[self._at : self._at + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, distance: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}
+        self._at = max(0, start[whence] + distance)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

@@ -1,0 +1,179 @@
+"""The pickle that ``torch.save`` writes, with a note of the storages and of where the floats are.
+
+Floats are what changes in a state from save to save beside tensors: the learning rate of a
+schedule, for one. In a pickle each is an opcode and eight bytes, whatever its value, and nothing
+refers to it, so where they are is where those of the same structure are. No pickler tells; so each
+float is written as a persistent reference to one that no state holds, and put back afterwards.
+"""
+
+import io
+import pickle
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.layout_key import is_plain, packed
+from trinity_sync.snapshot.torch_private import (
+    HASHED,
+    get_new_dtypes,
+    get_spec_and_shard,
+    get_untyped_storage,
+    reduce_plain_tensor,
+    reduce_without_hash,
+    replace_shard,
+)
+
+_PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
+_NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
+"""Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
+
+_MARK = struct.unpack(">d", b"\x3f" + secrets.token_bytes(7))[0]
+_MARKED = pickle.BINFLOAT + struct.pack(">d", _MARK) + pickle.BINPERSID
+
+
+class Noting:
+    """A pickle module for one ``torch.save``, and what was noted meanwhile.
+
+    Args:
+        pickled: called when the pickle is complete, before ``torch.save`` goes on to the storages.
+
+    The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
+    own way to the same result costs as much as all the rest of a layout.
+    """
+
+    __name__ = "pickle"
+
+    def __init__(self, pickled: Callable[[], object]) -> None:
+        self.pickled = pickled
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        """By the key that torch gives them, in the order of their numbers."""
+        self.content = b""
+        self.floats = b""
+        """All that are in ``content``, in the order of their places, `packed`."""
+        self.places: list[int] = []
+        self.Pickler = _pickler(self)
+
+    def take(self, marked: bytes, floats: Sequence[float]) -> bytes:
+        """Put the floats into the places of their marks, and note both.
+
+        Raises:
+            ImageError: there are other marks than those of floats.
+        """
+        first, *rest = marked.split(_MARKED)
+        if len(rest) != len(floats):
+            raise ImageError("the state happens to hold bytes that mark floats; save it again")
+        self.floats = packed(floats)
+        content = bytearray(first)
+        for number, after in enumerate(rest):
+            self.places.append(len(content) + 1)
+            content += pickle.BINFLOAT + self.floats[8 * number : 8 * number + 8] + after
+        self.content = bytes(content)
+        return self.content
+
+    def forget(self) -> None:
+        """Let go of the state: the pickler, a class, lives until a garbage collection."""
+        vars(self).clear()
+
+
+def _pickler(noted: Noting) -> type[pickle.Pickler]:
+    newer = get_new_dtypes()  # float8 and the like have another form
+
+    class NotingPickler(pickle.Pickler):
+        def __init__(self, file: IO[bytes], protocol: int) -> None:
+            self._file, self._marked = file, io.BytesIO()
+            self._floats: list[float] = []
+            self._alike: dict[tuple[Any, ...], Any] = {}
+            super().__init__(self._marked, protocol)
+
+        def __init_subclass__(cls) -> None:
+            name_storage = cls.persistent_id
+
+            def persistent_id(self: NotingPickler, obj: Any) -> Any:
+                kind = type(obj)
+                if kind in _NO_STORAGE:
+                    return None
+                if kind is float:
+                    self._floats.append(obj)
+                    return _MARK
+                name = name_storage(self, obj)
+                if name is not None:
+                    noted.storages.setdefault(name[2], get_untyped_storage(obj))
+                return name
+
+            cls.persistent_id = persistent_id  # type: ignore[assignment,method-assign]
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            self._file.write(noted.take(self._marked.getvalue(), self._floats))
+            noted.pickled()
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
+                return reduce_plain_tensor(obj)
+            if type(obj) is OrderedDict and not obj and not obj.__dict__:
+                return OrderedDict, ()
+            if type(obj) in HASHED:
+                return reduce_without_hash(obj)
+            if type(obj) is not DTensor or obj.__dict__:
+                return NotImplemented
+            # those of one spec, which is kept while this lives, differ in their shards only
+            spec, shard = get_spec_and_shard(obj)
+            like = id(spec), obj.requires_grad, obj.dtype, obj.device
+            if like not in self._alike:
+                self._alike[like] = obj.__reduce_ex__(2)
+            rebuild, (*same, (attributes, slots)) = self._alike[like]
+            return rebuild, (*same, (attributes, replace_shard(slots, shard)))
+
+    return NotingPickler
+
+
+def path_of_failure(state: Any) -> str:
+    """Path of the innermost value in nested dicts, lists and tuples that cannot be pickled.
+
+    Empty if that is ``state`` itself, or if no single item fails.
+    """
+    path = ""
+    for _ in range(_DEPTH):  # each level pickles what is below it, and a state may hold itself
+        failing = (item for item in _items(state) if not _can_be_pickled(item[1]))
+        key, state = next(failing, (None, None))
+        if key is None:
+            break
+        path += key
+    return path.removeprefix(".")
+
+
+_DEPTH = 16
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return ((f".{key}", item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ((f"[{number}]", item) for number, item in enumerate(value))
+    return iter(())
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        _Trying(_Nowhere(), 2).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+class _Trying(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "" if isinstance(obj, torch.TypedStorage) or torch.is_storage(obj) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, content: Any) -> int:
+        return len(content)

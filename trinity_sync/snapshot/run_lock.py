@@ -1,0 +1,40 @@
+"""The lock of a flow run on a node: held while a worker of the node executes the run."""
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+from trinity_sync.fs.locks import open_lock_file
+from trinity_sync.snapshot.spool import own_folder
+
+
+@contextmanager
+def run_lock_if_free(spool: Path, run_id: UUID) -> Iterator[bool]:
+    """Acquire the lock of a flow run on this node without waiting; yields whether it was free.
+
+    The worker that executes a run holds its lock from before it takes the run until the run's end
+    is reported, so a lock that is free means that no process of this node executes the run, and
+    that none begins to within the block.
+
+    Args:
+        spool: of this node.
+        run_id: of the flow run.
+
+    Raises:
+        SpoolError: the spool is not a folder of this user alone, or cannot be made.
+    """
+    own_folder(spool)
+    with open_lock_file(spool / ".runs.lock") as lock:
+        # one byte of one file for each run: unlike a file for each, a process that is killed
+        # leaves nothing behind. The lock is the descriptor's (OFD), not the process's as in lockf.
+        byte = (fcntl.F_WRLCK, os.SEEK_SET, run_id.int % 2**62, 1, 0)
+        try:
+            fcntl.fcntl(lock.fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", *byte))
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free

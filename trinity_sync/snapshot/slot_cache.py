@@ -1,0 +1,50 @@
+"""A note beside a free slot: which committed file its bytes still are.
+
+A commit frees a slot, and the image in it stays until the slot is filled again. The note, which the
+commit leaves and the next filling removes before it writes the first byte, lets a trainer that is
+started again find the image. It only says where to look: whoever reads such a slot holds its lock
+and compares the digest of the bytes with the one in the step's manifest.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.fs.records import STACK, read_note, write_note
+
+KEPT_SUFFIX = ".kept"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the bytes of a free slot are."""
+
+    step: int
+    path: str
+    """File below the step's folder."""
+    nbytes: int
+    file_digest: str
+    """As in the step's manifest."""
+
+
+def kept_path(slot: Path) -> Path:
+    """Where the note of ``slot`` is, or will be."""
+    return slot.with_name(slot.name + KEPT_SUFFIX)
+
+
+def keep(slot: Path, kept: Kept) -> None:
+    """Leave the note; call it under the slot's lock."""
+    write_note(kept_path(slot), kept)
+
+
+def kept_in(slot: Path) -> Kept | None:
+    """What the slot's note says; None without one, and with one that is torn or altered.
+
+    Raises:
+        FormatError: another release has written it.
+    """
+    return read_note(kept_path(slot), Kept, writer=STACK)
+
+
+def forget(slot: Path) -> None:
+    """Remove the note; call it under the slot's lock, before the bytes change."""
+    kept_path(slot).unlink(missing_ok=True)

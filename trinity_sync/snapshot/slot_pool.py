@@ -1,0 +1,208 @@
+"""Which slot the next image of a component goes into, so that training hardly ever waits.
+
+A free slot is taken first, that of the newest published version last. Where readers hold all that
+are free, a slot is added, so that training never waits for a reader. Where images wait in all of
+them, one whose save failed or that nobody writes gives way. An image that another release of
+trinity-sync has sealed is left alone, and another slot is added in the place of its own.
+"""
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.layout import Kind, SaveStrategy
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket, ticket_path
+from trinity_sync.snapshot.version_tag import published_in
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who saves what: the part of a ticket that all images of one hand-over share."""
+
+    root: str
+    run: int
+    run_key: str
+    step: int
+    kind: Kind
+    role: str
+    roles: tuple[str, ...]
+    rank: int
+    world_size: int
+    keep: int = 0
+    """Checkpoints that are left once this one is committed; 0 for all."""
+    export: Export = ""
+    strategy: SaveStrategy = "unrestricted"
+    """How many are written at once."""
+
+
+class Slots:
+    """The slots of one process, by role, component and rank; kept mapped between saves.
+
+    Args:
+        spool: the job's folder on this node.
+        count: slots that a component has; readers that are slow may make it more.
+        wait_s: as ``slot_wait_s`` of the `Stager`.
+        clock: as of the `Stager`.
+    """
+
+    def __init__(
+        self, spool: JobSpool, count: int, wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._spool = spool
+        self._count = count
+        self._wait_s = wait_s
+        self._clock = clock
+        self._slots: dict[tuple[str, str, int], list[Slot]] = {}
+
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on wait no longer than this for a slot."""
+        self._wait_s = min(self._wait_s, seconds)
+
+    def close(self) -> None:
+        """Unmap all slots and delete those in which no image waits."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.close(remove=True)
+        self._slots.clear()
+
+    def of(self, role: str, component: str, rank: int) -> list[Slot]:
+        """The slots of a rank's component, with those that an earlier process added."""
+        self._spool.make()
+        key = (role, component, rank)
+        if key not in self._slots:
+            slots = []
+            for number in itertools.count():
+                path = self._spool.slot(*key, number)
+                if number >= self._count and not path.exists():
+                    break
+                slots.append(Slot(path))
+            self._slots[key] = slots
+        return self._slots[key]
+
+    def hold_image(self, origin: Origin, component: str) -> Slot | None:
+        """The slot with the image that this process staged at this step, locked as for reading.
+
+        None if there is none, or another trainer has overwritten it.
+        """
+        for slot in self._slots.get((origin.role, component, origin.rank), ()):
+            if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
+                if _is_of(slot.holds, origin):  # otherwise another trainer has filled the slot
+                    return slot
+                slot.unlock()
+        return None
+
+    def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
+        """A locked slot without an image, and the seconds that it took to get it."""
+        slots = self.of(origin.role, component, origin.rank)
+        start, may_add = time.monotonic(), True
+        while True:
+            waited = time.monotonic() - start
+            free = sorted((slot for slot in slots if slot.free), key=_published_last)
+            for slot in free:
+                if slot.try_lock():
+                    if slot.free:
+                        return slot, waited
+                    slot.unlock()
+            ages = {slot: self._age_s(slot) for slot in slots if slot not in free}
+            others = [slot for slot, age in ages.items() if age < 0]
+            lacks = not free and 0 < len(others) > len(slots) - self._count
+            if may_add and (lacks or any(slot.published for slot in free)):
+                if added := self._add_slot(origin, component, nbytes):
+                    return added, waited
+                may_add = False
+            for slot in sorted(ages, key=lambda slot: -ages[slot]):
+                if not self._may_give_way(slot, ages[slot]) or not slot.try_lock():
+                    continue
+                if slot.free:  # its commit freed it just now
+                    return slot, waited
+                age = self._age_s(slot)
+                if self._may_give_way(slot, age):
+                    self._give_way(slot, origin, age)
+                    return slot, waited
+                slot.unlock()  # another trainer has sealed an image there just now
+            if waited >= self._wait_s:
+                if others:
+                    read_ticket(others[0].path)  # raises what to upgrade
+                raise SpoolError(
+                    f"step {origin.step}, role {origin.role}, rank {origin.rank}: {component} is "
+                    f"not saved, because every slot is still being written out, or read, after "
+                    f"{waited:.0f} s. Is the storage hanging? Later saves try again."
+                )
+            time.sleep(0.002)
+
+    def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
+        """One slot more, locked, since others have all that are free; None without the room."""
+        slots = self.of(origin.role, component, origin.rank)
+        path = self._spool.slot(origin.role, component, origin.rank, len(slots))
+        slot = Slot(path)
+        if slot.try_lock() and slot.free:
+            try:
+                slot.image(nbytes)
+            except SpoolFullError as error:
+                logger.warning("one more slot cannot be had: %s", error)
+            else:
+                slots.append(slot)
+                return slot
+        slot.close(remove=True)
+        return None
+
+    def _age_s(self, slot: Slot) -> float:
+        """Seconds since the image in ``slot`` was sealed.
+
+        Infinite if nobody can save it, and negative if another release has sealed it.
+        """
+        try:
+            ticket = read_ticket(slot.path)
+        except TicketError:
+            return math.inf
+        except FormatError:
+            return -math.inf
+        return ticket.age_s(self._clock()) if ticket else 0.0
+
+    def _may_give_way(self, slot: Slot, age: float) -> bool:
+        """Whether the image in a slot may be dropped; that of another release never is."""
+        return age >= self._wait_s or (slot.failed and age >= 0)
+
+    def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
+        """Drop the image in ``slot``, which was not saved in time."""
+        if slot.failed:
+            why = "its save failed"
+        elif math.isinf(age):
+            why = "its ticket is torn, or of before a reboot,"
+        else:
+            why = f"nobody wrote it within {age:.0f} s"
+        logger.warning(
+            "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
+            "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
+            slot.path,
+            origin.step,
+            why,
+        )
+        ticket_path(slot.path).unlink(missing_ok=True)
+        failure_path(slot.path).unlink(missing_ok=True)
+
+
+def _published_last(slot: Slot) -> tuple[int, int]:
+    """Order in which free slots are taken: the newest version that readers know of comes last."""
+    try:
+        published = published_in(slot.path) if slot.published else None
+    except FormatError as error:
+        return error.run or 0, error.step or 0
+    return (published.run, published.step) if published else (0, 0)
+
+
+def _is_of(image: Ticket | None, origin: Origin) -> bool:
+    """Whether an image is of this run and step."""
+    return image is not None and (image.run, image.run_key, image.step) == (
+        origin.run,
+        origin.run_key,
+        origin.step,
+    )

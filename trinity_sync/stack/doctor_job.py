@@ -1,0 +1,203 @@
+"""What `doctor` says of one job: what its root can do, its store, its disk, its steps and pointers.
+
+Nothing is changed: what is tried out in the root is removed at once.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from trinity_sync.errors import FormatError, RootError, TrinitySyncError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.fs.capabilities import Abilities, probe
+from trinity_sync.fs.direct_writer import write_file
+from trinity_sync.fs.root_records import of_other_releases
+from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.block_reuse import recycles
+from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.placement import placement
+from trinity_sync.storage.required_remote import must_be_sent, store_of
+from trinity_sync.storage.runs import newest_run
+
+PROBE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One answer."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    todo: str = ""
+
+
+def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
+    """All checks of a job, each as soon as it is known."""
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        found = f"{root} cannot be read and written by this user"
+        yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
+        return
+    try:
+        yield from _abilities(probe(root), settings)
+    except RootError as error:
+        yield Check("root", "fail", str(error), "see docs/roots.md")
+        return
+    yield from _store(root)
+    yield _records(root)
+    try:
+        latest = newest(root)
+    except FormatError:  # said below
+        latest = None
+    yield _disk(root, latest.nbytes if latest else 0)
+    yield _write_speed(root)
+    if latest and settings.spool.is_dir():
+        spool = JobSpool(settings.spool / job_id(root))
+        yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
+    yield _steps(root)
+    for kind in KINDS:
+        try:
+            best, named = newest(root, kind), read_iteration(root, kind)
+        except FormatError as error:
+            yield Check(f"latest {kind}", "fail", str(error), "nothing is resumed from until then")
+            continue
+        step = best.step if best else None
+        found = f"names {'nothing' if named is None else f'step {named}'}"
+        if step != named:
+            found += f", and the newest is {'none' if step is None else f'step {step}'}"
+        todo = "" if step == named else f"run: trinity-sync reconcile {root}"
+        state: Literal["ok", "warn"] = "ok" if step == named else "warn"
+        yield Check(f"latest {kind}", state, found, todo)
+
+
+def _records(root: Path) -> Check:
+    """Whether another release works in the root, whose records this one cannot read."""
+    others = of_other_releases(root)
+    if not others:
+        return Check("records", "ok", f"format {ROOT_FORMAT}")
+    more = f", as {len(others) - 1} more" if others[1:] else ""
+    found = f"{others[0]}{more}"
+    return Check("records", "fail", found, "steps that they may be about are not removed")
+
+
+def _disk(root: Path, step_bytes: int) -> Check:
+    room = os.statvfs(root)
+    free = room.f_bavail * room.f_frsize
+    fit = f", {free // step_bytes} checkpoints like the newest" if step_bytes else ""
+    state: Literal["ok", "warn", "fail"] = "ok"
+    if step_bytes and free < 3 * step_bytes:
+        state = "warn" if free >= step_bytes else "fail"
+    todo = "" if state == "ok" else "remove old steps, or move the job to a larger disk"
+    return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
+
+
+def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
+    """What the root's file system can do, and what is done where it cannot."""
+    mount = found.mount
+    locks, late = mount.keeps_locks_here, mount.sees_late
+    wrong = f"; the option {locks} keeps locks on this node" if locks else ""
+    wrong += f"; with the option {late}, what other nodes change is seen late" if late else ""
+    yield Check(
+        "file system",
+        "warn" if wrong else "ok",
+        f"{mount}, {'which other nodes may see' if mount.shared else 'of this node alone'}{wrong}",
+        "mount it without that option before ranks are on several nodes" if wrong else "",
+    )
+    for each in found.each:
+        state: Literal["ok", "fail"] = "fail" if each.why_not and each.needed else "ok"
+        answer = f"no ({each.why_not}): {each.without}" if each.why_not else "yes"
+        todo = "take another file system for the root, see docs/roots.md"
+        yield Check(each.name, state, answer, todo if state == "fail" else "")
+    used = recycles(found.root, settings.recycle) and found.has("leases")
+    why = "" if used else " (TRINITY_SYNC_RECYCLE; a file system of this node alone, with leases)"
+    yield Check("recycled files", "ok", ("yes" if used else "no") + why)
+
+
+def _store(root: Path) -> Iterator[Check]:
+    """Whether the store in which steps count, if there is one, can be reached, and has them."""
+    try:
+        if not (url := store_of(root)):
+            return
+        from trinity_sync.remote.remote_root import Remote
+
+        there = [step.step for step in Remote(url).steps() if step.state == "whole"]
+        lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
+    except TrinitySyncError as error:
+        yield Check("store", "fail", str(error), "mend that; saves fail until then")
+        return
+    found = f"{len(there)} whole steps at {url}"
+    if lacking:
+        yield Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
+    else:
+        yield Check("store", "ok", found)
+
+
+def _write_speed(root: Path) -> Check:
+    path = root / f".doctor.{uuid4().hex}{TEMPORARY_SUFFIX}"
+    content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # at a page boundary, as direct I/O wants it
+    try:
+        start = time.perf_counter()
+        write_file(path, content)
+        speed = PROBE_BYTES / (time.perf_counter() - start) / 1e9
+    except OSError as error:
+        found = f"a file of {PROBE_BYTES >> 20} MiB cannot be written: {error.strerror}"
+        return Check("write speed", "fail", found, "make room, or mend the disk")
+    finally:
+        path.unlink(missing_ok=True)
+    slow = speed < 0.1
+    found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB"
+    todo = "a faster disk, or fewer saves" if slow else ""
+    return Check("write speed", "warn" if slow else "ok", found, todo)
+
+
+def _share_of_ranks(root: Path, settings: Settings) -> float:
+    """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
+    try:
+        run = newest_run(root)
+        if run is None:
+            return 1.0
+        found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
+    except FormatError:  # said elsewhere
+        return 1.0
+    places = [place for of_role in found for place in of_role]
+    here = sum(len(place.ranks) for place in places if place.node == settings.node)
+    return here / sum(len(place.ranks) for place in places) if here else 1.0
+
+
+def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
+    """Whether the slots of this node's ranks fit."""
+    need = settings.slots * step_bytes
+    room = os.statvfs(settings.spool)
+    mine = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
+    have = room.f_bavail * room.f_frsize + mine
+    found = f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {have / 1e9:.1f} GB to be had"
+    if have >= need:
+        return Check("room for images", "ok", found)
+    todo = "enlarge /dev/shm (--shm-size of a container), or TRINITY_SYNC_SLOTS=1"
+    return Check("room for images", "warn", found, todo)
+
+
+def _steps(root: Path) -> Check:
+    whole, wrong, others = 0, list[int](), list[FormatError]()
+    for step in steps_on_disk(root):
+        try:
+            require_committed(root, step)
+            whole += 1
+        except FormatError as error:
+            others.append(error)
+        except TrinitySyncError:
+            wrong.append(step)
+    if others:
+        return Check("steps", "fail", f"{whole} whole; {others[0]}", f"see: trinity-sync ls {root}")
+    if wrong:
+        todo = f"see: trinity-sync ls {root}"
+        return Check("steps", "warn", f"{whole} whole; not committed or damaged: {wrong}", todo)
+    return Check("steps", "ok", f"{whole} whole")

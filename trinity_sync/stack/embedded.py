@@ -1,0 +1,517 @@
+"""A whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
+
+What is named already (``PREFECT_API_URL``, ``TRINITY_SYNC_RAY_ADDRESS``) is used and never touched;
+only what is missing is started. ``home/stack.json`` says what was, so that any later process can
+look at it, mend it or stop it. ``RAY_ADDRESS`` names the cluster of a training, which has nothing
+to do with the stack's: neither gets the other's.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.client.prefect_api import STACK_FILE
+from trinity_sync.errors import StackError
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.locks import file_lock
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.safe_load import is_own
+from trinity_sync.stack import daemon, services
+from trinity_sync.stack.daemon import Daemon, Patience
+from trinity_sync.stack.services import StackState
+
+INVITATION = "join.json"
+"""Beside the state file: what another machine needs to know to join the stack, secrets included."""
+INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
+API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
+WORKER_S = 60.0
+"""Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `status` found out about one part."""
+
+    name: str
+    state: Literal["running", "dead", "external", "away", "absent"]
+    """Of our own: running or dead; of somebody else's: external if it answers, or away."""
+    url: str = ""
+    pid: int | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class StackStatus:
+    """All parts, and what Prefect says of the work pool."""
+
+    parts: tuple[Part, ...]
+    pool: str
+    workers_online: int | None
+    """None if there is no Prefect server that answers."""
+    waiting_runs: int | None
+    """Runs of the pool that no worker has taken yet; None as above."""
+    problem: str = ""
+    """Why the Prefect server does not answer."""
+    elsewhere: tuple[str, ...] = ()
+    """A sentence for each part in whose place this environment names another."""
+
+
+def up(
+    settings: Settings | None = None,
+    *,
+    num_cpus: int | None = None,
+    object_store_mb: int = 80,
+    worker: bool = True,
+    timeout_s: float = 180.0,
+    joining: StackState | None = None,
+) -> StackState:
+    """Start what is missing, and return when all of it works.
+
+    A living stack is returned as it is; a part of it that died is started again, the server at its
+    old URL. Deployments are applied whenever anything was started.
+
+    Args:
+        settings: ``home`` holds database, logs and state file; the worker gets all of them.
+        num_cpus: CPUs of the Ray node; all of the machine's by default. Saves take none of them.
+        object_store_mb: MB of shared memory for Ray's objects; saves need next to nothing.
+        worker: whether to start the flow worker, too.
+        timeout_s: seconds that all of it may take; the flow worker, which is last, has 60 of its
+            own if less is left.
+        joining: the stack of another machine that this one takes part in from now on.
+
+    Raises:
+        StackError: a part did not start, or one that was given cannot be reached. What this call
+            had started is stopped again.
+    """
+    settings = settings or Settings()
+    patience = Patience(timeout_s)
+    with _locked(settings.home):
+        before = now = _read(settings.home) or StackState()
+        if joining:
+            if before.daemons:
+                raise StackError(
+                    f"home {settings.home} has a stack already. Run trinity-sync down first, or "
+                    "set TRINITY_SYNC_HOME to a folder of this machine's own"
+                )
+            now = replace(joining, host=settings.host)
+        settings = _where_it_is(settings, now)
+        try:
+            if now.joined:
+                now = _join_ray(settings, now, num_cpus, object_store_mb, patience)
+            else:
+                now = _start_both(settings, now, num_cpus, object_store_mb)
+                if now == before and now.lives and _works(now):
+                    return now
+                now = _await_both(settings, now, patience)
+            moved = any(
+                getattr(now, name) != getattr(before, name)
+                for name in ("api_url", "ray_address", "ray_auth", "ray")
+            )
+            if worker and (moved or not before.worker or not before.worker.lives):
+                _end(before.worker)
+                now = _start_worker(settings, now, patience)
+            _write(settings.home, now)
+            _write_invitation(settings, now)
+        except BaseException:
+            for started in (_read(settings.home), now):
+                _stop(started or StackState(), keep=before)
+            _write(settings.home, before)
+            raise
+    return now
+
+
+def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
+    """Have this machine take part in the stack of another one: a Ray node and a flow worker.
+
+    Further ``arguments`` go to `up`, which starts them, now and whenever it is called again.
+
+    Args:
+        settings: of this machine; its ``home`` has no stack yet.
+        invitation: a copy of `INVITATION` of the other machine's home.
+
+    Raises:
+        StackError: as `up`; or there is a stack here, or the file is no invitation.
+    """
+    try:
+        joining = _invited(invitation)
+    except (OSError, ValueError) as error:
+        raise StackError(
+            f"{invitation} is no invitation of a stack ({error}). Pass a copy of {INVITATION} in "
+            "the home of the stack that this machine is to join"
+        ) from error
+    return up(settings, joining=joining, **arguments)
+
+
+def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
+    """Stop what `up` started, and remove Ray's temporary folder; True if there was anything.
+
+    Only daemons of this stack are ended, known by pid and start time. Database and logs stay in
+    ``home``, images that are not saved yet in the spool. May be repeated.
+    """
+    settings = settings or Settings()
+    if find(settings) is None:
+        return False
+    with _locked(settings.home):
+        state = _read(settings.home)
+        if state:
+            _stop(state, timeout_s=timeout_s)
+        _write(settings.home, StackState())
+    return state is not None
+
+
+def status(settings: Settings | None = None) -> StackStatus:
+    """How each part is, seen from here and from the Prefect server."""
+    settings = settings or Settings()
+    state = find(settings) or StackState()
+    found = (
+        _part("server", state.server, state.api_url or _named_server()),
+        _part("ray", state.ray, state.ray_address or settings.ray_address),
+        _part("worker", state.worker, ""),
+    )
+    online = waiting = None
+    problem = ""
+    if found[0].state in ("running", "external", "away"):
+        from trinity_sync.orchestration.prefect_queries import (
+            heartbeats,
+            server_client,
+            waiting_runs,
+        )
+
+        try:
+            with server_client(found[0].url, state.api_auth) as client:
+                online = len(heartbeats(client, settings.work_pool))
+                waiting = waiting_runs(client, settings.work_pool)
+        except StackError as error:
+            problem = str(error)
+    elsewhere = tuple(_named_elsewhere(state, settings))
+    return StackStatus(found, settings.work_pool, online, waiting, problem, elsewhere)
+
+
+def find(settings: Settings | None = None) -> StackState | None:
+    """The stack that `up` left in ``home``, running or not; None if there is none.
+
+    Raises:
+        StackError: its state file is damaged, or not this user's alone.
+    """
+    return _read((settings or Settings()).home)
+
+
+@contextmanager
+def running(settings: Settings | None = None, **arguments: Any) -> Iterator[StackState]:
+    """A stack for the length of a ``with`` block; one that ran before is used and left running.
+
+    Further ``arguments`` go to `up`. The caller's environment is left alone; see
+    `StackState.environment` for what to put there.
+    """
+    settings = settings or Settings()
+    before = find(settings)
+    ours = before is None or not before.lives
+    state = up(settings, **arguments)
+    try:
+        yield state
+    finally:
+        if ours:
+            down(settings)
+
+
+def _end(part: Daemon | None) -> None:
+    """End a part before the next one of its kind, and all that it has left if it was killed.
+
+    Ray's workers outlive a raylet that was killed, and ask the next one, at the same address, for
+    their place again and again: six of them took a core and a half.
+    """
+    if part:
+        daemon.stop(part, 15.0)
+
+
+def _where_it_is(settings: Settings, state: StackState) -> Settings:
+    """The settings, with the host at which the stack has been reached so far, if there is one.
+
+    Raises:
+        StackError: they name another, or none at which a machine can be reached.
+    """
+    if settings.host in ("0.0.0.0", "::"):
+        raise StackError(
+            f"TRINITY_SYNC_HOST is {settings.host}, where other machines would look for the stack "
+            "on themselves. Set it to an address of this one; hostname -I lists them"
+        )
+    if not state.host:
+        return settings
+    if settings.host not in (state.host, Settings.model_fields["host"].default):
+        raise StackError(
+            f"TRINITY_SYNC_HOST is {settings.host}, but the stack in {settings.home} is reached at "
+            f"{state.host}. Unset it, or run trinity-sync down first"
+        )
+    return settings.model_copy(update={"host": state.host})
+
+
+def _start_both(
+    settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
+) -> StackState:
+    """Start server and Ray node, unless they run or are given."""
+    now = before if before.daemons else _where_it_was(settings.home)
+    url = _given(API_URL, _named_server(), before.server, before.api_url, settings)
+    address = _given(RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings)
+    if url:
+        now = replace(now, api_url=url)
+    elif not before.server or not before.server.lives:
+        _end(before.server)
+        now = services.start_server(settings, now)
+        _note(settings.home, now)
+    if address:
+        now = replace(now, ray_address=address)
+    elif not before.ray or not before.ray.lives:
+        _end(before.ray)
+        now = services.start_ray(settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb)
+        _note(settings.home, now)
+    return now
+
+
+def _join_ray(
+    settings: Settings,
+    before: StackState,
+    num_cpus: int | None,
+    object_store_mb: int,
+    patience: Patience,
+) -> StackState:
+    """Start a Ray node of another machine's cluster, unless it runs."""
+    for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
+        if not services.accepts(there):
+            raise StackError(
+                f"the {what} of the stack that this machine has joined does not answer at {there}. "
+                f"Start that stack, or leave it (trinity-sync down) and join with its {INVITATION} "
+                "of now"
+            )
+    if before.ray and before.ray.lives:
+        return before
+    _end(before.ray)
+    now = services.join_ray(settings, before, num_cpus=num_cpus, object_store_mb=object_store_mb)
+    _note(settings.home, now)
+    ray = now.ray
+    assert ray is not None  # just started
+    daemon.await_ready("the Ray node", ray, lambda: services.ray_has_joined(ray), patience)
+    return now
+
+
+def _works(state: StackState) -> bool:
+    return bool(state.server and state.ray and state.worker) and services.server_answers(state)
+
+
+def _await_both(settings: Settings, state: StackState, patience: Patience) -> StackState:
+    """Until server and Ray work and the deployments are there; returns their final URLs."""
+    if state.server:
+        daemon.await_ready(
+            "the Prefect server", state.server, lambda: services.server_answers(state), patience
+        )
+    _deploy(settings, state, patience)
+    if state.ray:
+        daemon.await_ready(
+            "the Ray node", state.ray, lambda: bool(services.ray_answers(state)), patience
+        )
+        return replace(state, ray_address=services.ray_answers(state) or "")
+    return state
+
+
+def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
+    """Apply prefect.yaml in a process of its own.
+
+    The caller may be a user's script, with a ``flows`` and ``tasks`` of its own; and it must not
+    have imported Ray before it knows the token of the stack's.
+    """
+    command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
+    env = services.environment(settings, state)
+    try:
+        with patience.spent_on("the deployments"):
+            done = subprocess.run(
+                command,
+                env=env,
+                cwd=settings.home,
+                capture_output=True,
+                text=True,
+                errors="replace",  # libraries write what they are given
+                timeout=patience.left,
+            )
+    except subprocess.TimeoutExpired:
+        raise StackError(
+            f"the deployments were not registered at {state.api_url} in time "
+            f"({patience.in_words()}); look at that server, or try again with a longer time-out."
+        ) from None
+    if done.returncode:
+        raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
+
+
+def _start_worker(settings: Settings, state: StackState, patience: Patience) -> StackState:
+    from trinity_sync.orchestration.prefect_queries import heartbeats, server_client
+
+    with server_client(state.api_url, state.api_auth) as client:
+        before = heartbeats(client, settings.work_pool).keys()
+
+        def is_online() -> bool:  # each start has a name of its own
+            return bool(heartbeats(client, settings.work_pool).keys() - before)
+
+        state = services.start_worker(settings, state)
+        _note(settings.home, state)
+        assert state.worker is not None  # just started
+        daemon.await_ready(
+            "the flow worker", state.worker, is_online, patience, at_least_s=WORKER_S
+        )
+    return state
+
+
+def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float = 20.0) -> None:
+    """Stop the daemons of ``state`` that are not in ``keep``."""
+    for part in state.daemons:
+        if keep is None or part not in keep.daemons:
+            daemon.stop(part, timeout_s)
+    if keep is None or state.ray_folder != keep.ray_folder:
+        services.remove_ray_folder(state)
+
+
+def _named_server() -> str:
+    return os.environ.get(API_URL, "")
+
+
+def _given(
+    variable: str, value: str, own: Daemon | None, url: str, settings: Settings
+) -> str | None:
+    """What a variable says to use instead of a part of our own.
+
+    Raises:
+        StackError: nothing answers there, or there is one of our own that is another.
+    """
+    if value and own and value != url:
+        raise StackError(
+            f"{variable} is {value}, but the stack in {settings.home} has one of its own at {url}. "
+            f"Unset {variable}, or run trinity-sync down first."
+        )
+    if not value or own:
+        return None
+    if not services.accepts(value):
+        raise StackError(
+            f"nothing answers at {variable}={value}. Start it there, or unset {variable} to have "
+            "one started here."
+        )
+    return value
+
+
+def _named_elsewhere(state: StackState, settings: Settings) -> Iterator[str]:
+    """What is started from this environment uses instead of the stack's parts."""
+    for variable, named, url in (
+        (API_URL, _named_server(), state.api_url),
+        (RAY_ADDRESS, settings.ray_address, state.ray_address),
+    ):
+        if url and named and named.rstrip("/") != url:
+            yield (
+                f"{variable} is {named}, so what is started from here uses that and not this "
+                f"stack, whose is {url}. Unset it, or run trinity-sync down."
+            )
+
+
+def _part(name: str, process: Daemon | None, url: str) -> Part:
+    if process:
+        return Part(name, "running" if process.lives else "dead", url, process.pid, process.log)
+    if not url:
+        return Part(name, "absent")
+    return Part(name, "external" if services.accepts(url) else "away", url)
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One `up` or `down` at a time.
+
+    Raises:
+        StackError: the home cannot be used.
+    """
+    try:
+        services.own_home(home)
+        with file_lock(home / "stack.lock"):
+            yield
+    except OSError as error:
+        raise StackError(
+            f"home {home} of the stack cannot be used: {error}. Set TRINITY_SYNC_HOME to a folder "
+            "that can be written."
+        ) from error
+
+
+def _read(home: Path) -> StackState | None:
+    path = home / STACK_FILE
+    try:
+        with path.open("rb") as file:
+            if not is_own(file.fileno()):
+                raise StackError(
+                    f"state file {path} is another user's, or others may write it, so what it "
+                    "names is not touched. Use the stack as the user that started it, or set "
+                    "TRINITY_SYNC_HOME to a folder of your own."
+                )
+            os.fchmod(file.fileno(), 0o600)
+            body = json.loads(file.read())
+        for name in ("server", "ray", "worker"):
+            body[name] = body[name] and Daemon(**body[name])
+        return StackState(**body)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise StackError(
+            f"state file {path} cannot be read: {error.strerror}. Use the stack as the user that "
+            "started it, or set TRINITY_SYNC_HOME to a folder of your own."
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise StackError(
+            f"state file {path} is damaged, or of another release. Run trinity-sync down of that "
+            "release, or stop the processes that its logs name by hand and remove it"
+        ) from error
+
+
+def _write_invitation(settings: Settings, state: StackState) -> None:
+    """Write what another machine needs to know to join, if it can reach this one; see `join`."""
+    if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
+        return
+    auth = dict(state.ray_auth or {})
+    if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
+        auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
+    body = {name: getattr(state, name) for name in INVITED} | {"ray_auth": auth}
+    replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
+
+
+def _invited(invitation: Path) -> StackState:
+    """The stack that an invitation leads to.
+
+    Raises:
+        OSError, ValueError: it is none.
+    """
+    body = json.loads(invitation.read_text())
+    if not isinstance(body, dict) or body.keys() != {*INVITED}:
+        raise ValueError(f"it does not have {', '.join(INVITED)} and nothing else")
+    return StackState(**body, joined=True)
+
+
+def _where_it_was(home: Path) -> StackState:
+    """Where a stack that was stopped can be started again, for the machines that have joined it."""
+    try:
+        last = _invited(home / INVITATION)
+    except (OSError, ValueError):
+        return StackState()
+    return StackState(api_url=last.api_url, ray_address=last.ray_address)
+
+
+def _note(home: Path, state: StackState) -> None:
+    """Write down what was just started; what cannot be written down is stopped again."""
+    try:
+        _write(home, state)
+    except BaseException:
+        _stop(state, keep=_read(home) or StackState())
+        raise
+
+
+def _write(home: Path, state: StackState) -> None:
+    path = home / STACK_FILE
+    if state == StackState():
+        path.unlink(missing_ok=True)
+        return
+    replace_file(path, json.dumps(asdict(state), indent=1), mode=0o600)  # Ray's token may be in it

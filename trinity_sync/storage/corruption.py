@@ -1,0 +1,74 @@
+"""``global_step_N/damaged.json``: a verification found that files of the step are not whole.
+
+The mark lies beside the files and says what is wrong and when it was seen; the files are never
+touched. A marked step counts as one that cannot be loaded, everywhere, until a verification finds
+it whole again, say because the files were restored from a copy.
+"""
+
+import logging
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from trinity_sync.errors import FormatError
+from trinity_sync.fs.atomic import replace_file, sync_folder
+from trinity_sync.fs.records import STACK, make_record
+from trinity_sync.fs.root_records import from_text, to_text
+from trinity_sync.layout import DAMAGE_MARK, step_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a step."""
+
+    files: dict[str, str]
+    """What is wrong, by path below the step's folder."""
+    verified_at: float
+    """Seconds since the epoch."""
+
+    def __str__(self) -> str:
+        named = [f"{path} {wrong}" for path, wrong in sorted(self.files.items())]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        at = datetime.fromtimestamp(self.verified_at).astimezone().isoformat(timespec="seconds")
+        return f"{'; '.join(named[:3])}{more}, verified at {at}"
+
+
+def damage_of(root: str | Path, step: int) -> Damage | None:
+    """The mark of a step; None where it has none. One that cannot be read still counts."""
+    path = step_folder(root, step) / DAMAGE_MARK
+    try:
+        return make_record(Damage, from_text(path.read_bytes(), path, writer=STACK))
+    except FormatError as error:
+        return Damage({DAMAGE_MARK: f"is of another release: {error}"}, path.lstat().st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, OSError):
+        return Damage({DAMAGE_MARK: "is torn or edited"}, path.lstat().st_mtime)
+
+
+def require_own_release(root: str | Path, step: int) -> None:
+    """See that the mark of a step, if there is one, may be replaced or removed.
+
+    Raises:
+        FormatError: another release has made it.
+    """
+    path = step_folder(root, step) / DAMAGE_MARK
+    with suppress(ValueError, OSError):
+        from_text(path.read_bytes(), path, writer=STACK)
+
+
+def mark_damaged(root: str | Path, step: int, damage: Damage) -> None:
+    """Mark a step, durably. Call it under the commit lock, and move the iteration files after."""
+    replace_file(step_folder(root, step) / DAMAGE_MARK, to_text(asdict(damage), indent=1))
+    logger.error("step %d in %s is damaged: %s", step, root, damage)
+
+
+def unmark(folder: Path) -> None:
+    """Remove the mark from a step's folder, durably, if there is one."""
+    mark = folder / DAMAGE_MARK
+    if mark.exists():
+        mark.unlink()
+        sync_folder(folder)

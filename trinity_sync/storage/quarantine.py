@@ -1,0 +1,97 @@
+"""Where steps go that are in somebody's way and that nobody asked to remove.
+
+::
+
+    root/.trinity_sync/aside/20260102T030405Z/
+      global_step_50/                   as it was; rename it back to undo
+
+A rewind sets aside what is newer than the step that it goes back to, a folder a rewind. A run that
+began at step 0 although there were steps already sets aside what its own commits replace, in a
+folder of the time when it began: whoever started it may have forgotten to load, or named the root
+of another training. A run that loaded a step has said what it leaves behind; what that replaces is
+removed.
+"""
+
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from trinity_sync.errors import ManifestError
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
+from trinity_sync.storage.block_reuse import remove_folder
+from trinity_sync.storage.manifest import read_manifest, run_of
+from trinity_sync.storage.runs import began_anew
+
+logger = logging.getLogger(__name__)
+
+TIME_FORMAT = "%Y%m%dT%H%M%SZ"
+
+
+def aside_folder(root: str | Path) -> Path:
+    """Where all lies that was set aside, a folder a rewind or run."""
+    return Path(root) / PRIVATE_FOLDER / "aside"
+
+
+def replacing_folder(root: str | Path) -> Path:
+    """Where a step is made that is to replace another one, and where that one lies afterwards."""
+    return Path(root) / PRIVATE_FOLDER / "replacing"
+
+
+def fetching_folder(root: str | Path) -> Path:
+    """Where steps gather that are fetched from a store."""
+    return Path(root) / PRIVATE_FOLDER / "fetching"
+
+
+def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Set aside or remove what lies in `replacing_folder` of a step; under the commit lock.
+
+    Args:
+        root: the job's root.
+        step: which one.
+        keep: bytes of files to keep for the next saves, if it is removed.
+
+    Returns:
+        Where it lies now; None if it was removed.
+
+    Raises:
+        FormatError: another release has committed it; it stays.
+    """
+    folder = step_folder(replacing_folder(root), step)
+    require_own_release(replacing_folder(root), step)
+    before, now = run_of(replacing_folder(root), step), run_of(root, step)
+    if 0 < before < now and (began := began_anew(root, now)):
+        place = step_folder(_folder_of(root, began), step)
+        if not place.exists():
+            make_folder(place.parent)
+            for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # of the save that replaced it
+                path.unlink()
+            folder.rename(place)
+            sync_folder(place.parent)
+            return place
+    remove_folder(root, folder, keep=keep)
+    return None
+
+
+def fresh_folder(root: Path, now: float) -> Path:
+    """A new folder for what is set aside now."""
+    folder = _folder_of(root, now)
+    while folder.exists():
+        folder = folder.with_name(folder.name + "_")
+    make_folder(folder)
+    return folder
+
+
+def require_own_release(root: Path, step: int) -> None:
+    """See that this release can read what a step consists of, if it was committed.
+
+    Raises:
+        FormatError: another release has committed it.
+    """
+    with suppress(ManifestError):
+        read_manifest(root, step)
+
+
+def _folder_of(root: str | Path, at: float) -> Path:
+    return aside_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))

@@ -1,0 +1,100 @@
+"""Which store a job's steps have to reach before they count, and which of them it has.
+
+::
+
+    root/.trinity_sync/store.json           the store; written when a run of the job begins
+    root/.trinity_sync/stored/40.json       the store has the checkpoint of step 40, by this run
+
+The root says it, as it says where ranks are: so whoever commits, waits or removes on whatever node
+goes by the same store, and a worker without the setting cannot leave it out.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trinity_sync.errors import CommitError
+from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
+from trinity_sync.layout import PRIVATE_FOLDER, Kind
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.runs import all_runs, left_behind_by
+
+
+@dataclass(frozen=True)
+class _Store:
+    url: str
+
+
+@dataclass(frozen=True)
+class _Stored:
+    url: str
+    run: int
+    kinds: tuple[Kind, ...]
+
+
+def note_store(root: str | Path, url: str) -> None:
+    """From now on the steps of the root count when they are there; again costs a look."""
+    with suppress(CommitError):  # one that is torn is written anew
+        if store_of(root) == url:
+            return
+    make_folder(_store(root).parent)
+    replace_file(_store(root), to_text(asdict(_Store(url))))
+
+
+def store_of(root: str | Path) -> str:
+    """URL of the store of the root; empty where its steps count once they are in the root.
+
+    Raises:
+        CommitError: the file that says so is torn.
+        FormatError: another release has written it.
+    """
+    try:
+        return make_record(_Store, from_text(read_anew(_store(root)), _store(root))).url
+    except FileNotFoundError:
+        return ""
+    except ValueError as error:
+        raise CommitError(
+            f"{_store(root)} is torn, so nobody can tell where steps have to be; start the "
+            "training with TRINITY_SYNC_STORE, which writes it anew"
+        ) from error
+
+
+def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
+    """Write down that a store has a step."""
+    note = _note(root, manifest.step)
+    make_folder(note.parent)
+    replace_file(note, to_text(asdict(_Stored(url, manifest.run, manifest.kinds))))
+
+
+def is_stored(root: str | Path, manifest: Manifest) -> bool:
+    """Whether the store of the root has a checkpoint, or it is none, or there is no store.
+
+    Raises:
+        CommitError, FormatError: as `store_of`; also if another release has written that it has.
+    """
+    url = store_of(root)
+    if not url or "checkpoint" not in manifest.kinds:
+        return True
+    path = _note(root, manifest.step)
+    try:
+        note = make_record(_Stored, from_text(read_anew(path), path))
+    except (FileNotFoundError, ValueError):
+        return False
+    return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds
+
+
+def must_be_sent(root: str | Path, manifest: Manifest) -> bool:
+    """Whether the store of the root lacks a checkpoint that no later run has left behind."""
+    if is_stored(root, manifest):
+        return False
+    return left_behind_by(all_runs(root), manifest.run, manifest.step) is None
+
+
+def _store(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "store.json"
+
+
+def _note(root: str | Path, step: int) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "stored" / f"{step}.json"

@@ -1,0 +1,102 @@
+"""The Synchronizer's two small files, for those who look at it without Ray.
+
+::
+
+    root/.trinity_sync/weights/
+      synchronizer.json     who it is: written at each start of the actor
+      state.json            what it knows: written after each change
+
+They outlive the process and need not outlive the machine, which takes the images in memory with it;
+so they are replaced atomically and not synced, and nobody waits for a disk.
+"""
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, read_anew
+from trinity_sync.fs.process import process_home, process_lives, process_name
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
+from trinity_sync.layout import PRIVATE_FOLDER
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a job's Synchronizer is."""
+
+    name: str
+    """Of the Ray actor."""
+    namespace: str
+    """Its Ray namespace."""
+    host: str
+    """As `process_home` names it."""
+    process: str
+    """pid and start time."""
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether its process runs; None on another host than its own, or in another container."""
+        return process_lives(self.process) if self.host == process_home() else None
+
+
+def address_file(root: str | Path) -> Path:
+    """Where the Synchronizer of the job at ``root`` says who it is."""
+    return Path(root) / PRIVATE_FOLDER / "weights" / "synchronizer.json"
+
+
+def state_file(root: str | Path) -> Path:
+    """Where it keeps what it knows."""
+    return address_file(root).with_name("state.json")
+
+
+def write_address(root: str | Path, name: str, namespace: str) -> None:
+    """Say that this process is the Synchronizer of the job."""
+    address = Address(name, namespace, process_home(), process_name(os.getpid()))
+    make_folder(address_file(root).parent)
+    _replace(address_file(root), asdict(address))
+
+
+def read_address(root: str | Path) -> Address | None:
+    """Who the job's Synchronizer is; None if there is none.
+
+    Raises:
+        FormatError: it is of another release.
+    """
+    return _read(address_file(root), partial(make_record, Address))
+
+
+def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
+    """Replace what is known, atomically."""
+    _replace(state_file(root), state)
+
+
+def read_state(root: str | Path) -> dict[str, Any] | None:
+    """What `write_state` wrote last; None if there is nothing, or nothing whole.
+
+    Raises:
+        FormatError: a Synchronizer of another release has written it.
+    """
+    return _read(state_file(root), dict)
+
+
+def _replace(path: Path, body: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        temporary.write_text(to_text(dict(body)))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path, make: Callable[[Any], T]) -> T | None:
+    try:
+        return make(from_text(read_anew(path), path))
+    except (FileNotFoundError, ValueError):
+        return None
