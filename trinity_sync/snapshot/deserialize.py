@@ -1,9 +1,8 @@
-"""The bytes of a ``.pt`` file in memory, back into the state; the mirror of ``image``.
+"""Load the bytes of a ``.pt`` file in memory without a copy; the inverse of ``image``.
 
-``torch.load`` rebuilds the state as it always does, with one difference: where it would read a
-storage from the file into memory of its own, the unpickler that it is given answers with the part
-of the memory that holds that storage already. So nothing is copied, and what was shared in the
-file (tied tensors, views) is shared in the state, because the parts belong to storages.
+``torch.load`` rebuilds the state as usual, with one difference: where it would read a storage into
+new memory, the unpickler returns the part of the given memory that holds the storage. Nothing is
+copied, and tensors that shared a storage in the file (tied tensors, views) share it in the state.
 """
 
 import io
@@ -28,15 +27,15 @@ from trinity_sync.snapshot.torch_private import (
 
 
 def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
-    """The state in the bytes of the file at ``path``, as `state_of`; plain unless it is trusted.
+    """Load the state in the bytes of a file; tensors and plain values only unless it is trusted.
 
     Args:
         image: as in `state_of`.
         path: for messages.
-        trusted: what ``trust.is_trusted`` said of the open file that the bytes were read from.
+        trusted: result of `safe_load.is_trusted` for the open file that the bytes were read from.
 
     Raises:
-        CommitError: it is not trusted, and holds more than tensors and plain values.
+        CommitError: the file is not trusted, and holds more than tensors and plain values.
         ImageError: as `state_of`.
     """
     if trusted:
@@ -46,18 +45,17 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
 
 
 def state_of(image: memoryview, *, plain: bool = False) -> Any:
-    """What ``torch.load(..., map_location="cpu", weights_only=plain)`` gives for these bytes.
+    """Load bytes as ``torch.load(..., map_location="cpu", weights_only=plain)`` would.
 
-    Like any unpickling without ``weights_only`` it runs what the bytes say: see ``trust``. veRL
-    loads its checkpoints in the same way.
+    Without ``plain`` it runs code that the bytes name, as veRL's loading does: see `safe_load`.
 
     Args:
-        image: a whole ``.pt`` file, in memory that may be written and that nobody else uses. The
-            tensors of the state, all on the CPU, are this memory, and keep it alive.
-        plain: take nothing but tensors and plain values, by a copy. To be called in `only_plain`.
+        image: a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
+            state, on the CPU, are views of this memory and keep it alive.
+        plain: load tensors and plain values only, by a copy; call it within `only_plain`.
 
     Raises:
-        ImageError: the bytes are no ``.pt`` file, or one that is compressed or legacy.
+        ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
     """
     try:
         data = _records(image)
@@ -78,16 +76,16 @@ def state_of(image: memoryview, *, plain: bool = False) -> Any:
 
 
 def outline_of(image: memoryview) -> Any:
-    """The state in these bytes with tensors that have no data, only a place in ``image``.
+    """Return the state in these bytes with tensors that have no data, only an offset in ``image``.
 
-    Nothing but tensors and plain values is unpickled (``weights_only``), and no process group is
-    needed for DTensors. See `place_of` for the places.
+    Only tensors and plain values are unpickled (``weights_only``), and DTensors need no process
+    group. `place_of` gives the offsets.
 
     Raises:
-        ImageError: as `state_of`, or there is more in the bytes than tensors and plain values.
+        ImageError: as `state_of`, or the bytes hold more than tensors and plain values.
     """
     meshes = logging.getLogger("torch.distributed.device_mesh")
-    meshes.addFilter(_no_warning)  # of process groups that a reader has no need of
+    meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
     try:
         with FakeTensorMode():
             return torch.load(_File(image), weights_only=True)  # type: ignore[arg-type]
@@ -100,7 +98,7 @@ def outline_of(image: memoryview) -> Any:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Byte at which the first element of a tensor of `outline_of` lies."""
+    """Return the offset in bytes of the first element of a tensor of `outline_of`."""
     start = get_file_offset(tensor.untyped_storage())
     return int(start + tensor.storage_offset() * tensor.element_size())
 
@@ -110,7 +108,7 @@ def _no_warning(record: logging.LogRecord) -> bool:
 
 
 def _records(image: memoryview) -> dict[str, int]:
-    """Where the data of each storage starts, by the key that the pickle knows the storage by."""
+    """Return the offset of each storage's data, by the storage's key in the pickle."""
     with zipfile.ZipFile(_File(image)) as archive:
         entries = archive.infolist()
     records = {}
@@ -120,19 +118,19 @@ def _records(image: memoryview) -> dict[str, int]:
             continue
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ImageError(f"record {entry.filename} is compressed; torch.save writes none so")
-        # the entry's own header may be longer than the directory's: it holds the padding
+        # the local header may be longer than the directory's: it holds the padding
         name, extra = struct.unpack_from("<HH", image, entry.header_offset + 26)
         records[key] = entry.header_offset + 30 + name + extra
     return records
 
 
 def _unpickler(memory: torch.UntypedStorage, records: dict[str, int]) -> type[pickle.Unpickler]:
-    """An unpickler whose storages are parts of ``memory``."""
+    """Return an unpickler class whose storages are parts of ``memory``."""
     storages: dict[str, torch.TypedStorage] = {}
 
     class ViewingUnpickler(pickle.Unpickler):
         @property
-        def persistent_load(self) -> Any:  # torch.load wants to set one that reads
+        def persistent_load(self) -> Any:  # torch.load sets one that reads from the file
             return _take
 
         @persistent_load.setter

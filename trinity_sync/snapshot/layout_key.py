@@ -1,9 +1,9 @@
-"""What decides the headers of an image: keys, shapes, dtypes, sharing and plain values.
+"""The cache key of a layout: keys, shapes, dtypes, sharing and plain values of a state.
 
-Two states of equal structure are laid out in the same way, so only their tensor data has to be
-copied, and their floats, which are told apart: they are what differs from save to save. A state
-with a value that cannot be compared cheaply and surely (a large NumPy array, an object of a user's
-class, a tensor that carries attributes) has no structure here and is laid out afresh.
+Two states with equal keys have the same layout, so only their tensor data has to be copied, and
+their floats, which are kept apart because they differ from save to save. A state with a value that
+cannot be compared cheaply and reliably (a large NumPy array, an object of a user's class, a tensor
+with attributes) has no key, and is laid out again at each save.
 """
 
 import struct
@@ -24,14 +24,14 @@ from trinity_sync.snapshot.torch_private import (
 
 
 class Undetached(dict[str, Any]):
-    """A ``state_dict(keep_vars=True)``, which is laid out and staged as ``state_dict()`` would be.
+    """A ``state_dict(keep_vars=True)`` that is laid out and staged as ``state_dict()`` is.
 
-    To detach a DTensor takes 10 µs, which a save of thousands would pay each time for nothing: only
-    the first layout needs tensors that carry neither gradients nor attributes.
+    Detaching a DTensor takes 10 µs. Only the first layout needs tensors without gradients and
+    attributes, so later saves of thousands of tensors skip it.
     """
 
     def detached(self) -> dict[str, Any]:
-        """What is saved."""
+        """Return the state dict that is saved."""
         return {
             name: value.detach() if isinstance(value, torch.Tensor) else value
             for name, value in self.items()
@@ -39,22 +39,22 @@ class Undetached(dict[str, Any]):
 
 
 Structure = list[Any]
-"""All that decides the headers but the values of floats, flat, in the order of a pickle."""
+"""Everything that determines the headers except the floats' values, flat, in pickle order."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a walk over a state finds."""
+    """The result of a walk over a state."""
 
     structure: Structure
     floats: bytes
-    """`packed`, in the order of a pickle."""
+    """`packed`, in pickle order."""
     storages: list[torch.UntypedStorage]
-    """Those that are not empty, each once."""
+    """Non-empty storages, each once."""
 
 
 def packed(floats: Sequence[float]) -> bytes:
-    """Floats as they are in a pickle, eight bytes each: tells -0.0 from 0.0, and nan equals nan."""
+    """Return floats as a pickle has them, eight bytes each; nan equals nan, -0.0 is not 0.0."""
     return struct.pack(f">{len(floats)}d", *floats)
 
 
@@ -66,11 +66,11 @@ _CONTAINERS = frozenset((dict, OrderedDict, Undetached, list, tuple))
 
 
 _ARRAY = 16 << 10
-"""Bytes of a NumPy array up to which it is compared; a random state has 2.5 KB."""
+"""Largest NumPy array in bytes that is compared; a random state has 2.5 KB."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a ``torch.Tensor`` is a strided view of a storage and no more than that."""
+    """Return whether a ``torch.Tensor`` is a strided view of a storage and nothing more."""
     return (
         (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
@@ -84,17 +84,17 @@ def _is_small(array: "np.ndarray[Any, Any]") -> bool:
 
 
 class _NotComparable(Exception):
-    """The state holds a value whose equality says nothing about its pickle."""
+    """The state has a value whose equality does not imply an equal pickle."""
 
 
 def structure_of(state: Any) -> Read | None:
-    """Read what decides the headers of ``state``; None if it has to be laid out afresh."""
+    """Walk over ``state`` and return its key; None if it has to be laid out again."""
     found: Structure = []
     floats: list[float] = []
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
     seen: dict[int, int] = {}
-    # local names: this walk is all that a known state costs
+    # local names: this walk is the whole cost of a known state
     note, note_all = found.append, found.extend
     strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
     attributes_count = type(state) is not Undetached
@@ -147,7 +147,7 @@ def structure_of(state: Any) -> Read | None:
         elif kind not in _CONTAINERS and not (kind is np.ndarray and _is_small(value)):
             raise _NotComparable
         elif (address := id(value)) in seen:
-            note(~seen[address])  # a pickle, too, has it once
+            note(~seen[address])  # a pickle also has it once
         else:
             seen[address] = len(seen)
             if kind is np.ndarray:

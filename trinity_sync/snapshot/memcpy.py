@@ -1,8 +1,8 @@
-"""Copies of many tensors at memcpy speed, also while the cores are busy with training.
+"""Copy many tensors at memcpy speed, also while the cores are busy with training.
 
-A parallel ``Tensor.copy_`` meets its threads at a barrier for every tensor, which costs a state of
-hundreds of tensors several times the copy as soon as one thread has to wait for its core. Here each
-thread takes the next piece until none is left, and they meet once.
+A parallel ``Tensor.copy_`` joins its threads at a barrier for every tensor. With hundreds of
+tensors that costs several times the copy as soon as one thread waits for its core. Here each thread
+takes the next piece until none is left, and the threads join once.
 """
 
 import ctypes
@@ -20,20 +20,22 @@ import torch
 from trinity_sync.errors import ImageError
 
 PIECE = 4 << 20
+"""Bytes that a thread copies at a time."""
 SMALL = 32 << 10
+"""Bytes up to which the calling thread copies a storage itself."""
 
 Piece = tuple[int, int, int]
-"""Address to copy to, address to copy from, bytes."""
+"""Target address, source address, number of bytes."""
 Copy = Callable[[int, int, int], object]
-"""Copies one."""
+"""Copies one `Piece`."""
 
 
 Computed = Mapping[torch.device, torch.Event]
-"""For each GPU, the event at which what is to be copied is computed."""
+"""For each GPU, the event after which the storages to copy are computed."""
 
 
 def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
-    """What the current streams of the storages' GPUs have been given to compute until now."""
+    """Record an event on the current stream of each GPU that holds one of the storages."""
     return {
         device: torch.accelerator.current_stream(device).record_event()
         for device in {storage.device for storage in storages}
@@ -42,9 +44,10 @@ def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
 
 
 def on_device(computed: Computed) -> AbstractContextManager[object]:
-    """Let this thread work on the GPU that holds what is to be copied.
+    """Return a context that makes the GPU with the storages this thread's current device.
 
-    A new thread's GPU is the first one, on which CUDA would make a context of hundreds of MB.
+    The current device of a new thread is the first GPU, where CUDA would create a context of
+    hundreds of MB.
     """
     gpus = [device for device in computed if device.type == "cuda"]
     return torch.cuda.device(gpus[0]) if gpus else nullcontext()
@@ -52,9 +55,9 @@ def on_device(computed: Computed) -> AbstractContextManager[object]:
 
 @cache
 def staging_stream(device: torch.device) -> torch.Stream:
-    """The stream on which a GPU's storages are copied, the same one for good.
+    """Return the stream on which a GPU's storages are copied, always the same.
 
-    torch gives some 32 streams out in turn, so further ones would be those of collectives.
+    torch hands out some 32 streams in turn, so another stream would be shared with collectives.
     """
     return torch.Stream(device)
 
@@ -70,17 +73,18 @@ def copy_into(
     """Copy each storage to its offset in ``image``.
 
     Args:
-        image: ``uint8`` tensor on the CPU that has room for all of them.
-        parts: offsets, bytes, and what belongs there. Storages on a GPU are copied on a stream of
-            their own, and waited for once, at the end.
-        computed: when that stream may begin; by default after what the current stream was given.
-        threads: how many copy storages on the CPU; 0 for as many as torch uses for one operation.
-        file: descriptor of the file that ``image`` maps. Given it, storages on the CPU may be freed
-            or resized meanwhile by others: the kernel reads them then, for which memory that is
-            gone is an error and no crash. It takes about twice the time.
+        image: ``uint8`` tensor on the CPU with room for all storages.
+        parts: (offset in bytes, length in bytes, storage). Storages on a GPU are copied on a
+            separate stream, which is synchronized once, at the end.
+        computed: events that this stream waits for; by default the work submitted to the current
+            stream so far.
+        threads: number of threads that copy storages on the CPU; 0 for torch's intra-op threads.
+        file: descriptor of the file that ``image`` maps. With it, another thread may free or resize
+            storages on the CPU during the copy: the kernel reads them, which fails with an error
+            where memory is gone instead of crashing. It takes about twice the time.
 
     Raises:
-        ImageError: with ``file``, the memory of a storage is gone.
+        ImageError: with ``file``, the memory of a storage was freed.
     """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
@@ -102,13 +106,18 @@ def copy_into(
                 continue
             _cut(pieces, small, (base + offset, storage.data_ptr(), nbytes))
         _copy_all(pieces, small, threads, copy)
-    finally:  # whatever happens, nothing is copied into the image any more when this returns
+    finally:  # no copy into the image outlives this call
         for stream in streams:
             stream.synchronize()
 
 
 def copy_pieces(whole: Iterable[Piece], *, threads: int = 0) -> None:
-    """Copy between addresses, of any length each; ``threads`` as in `copy_into`."""
+    """Copy between addresses.
+
+    Args:
+        whole: what to copy, each of any length.
+        threads: as in `copy_into`.
+    """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
     for each in whole:
@@ -147,11 +156,12 @@ def equal_bytes(
     sample: int = 0,
     threads: int = 0,
 ) -> bool:
-    """Whether each storage, on the CPU, has the bytes at its offset in ``image``.
+    """Return whether each storage, on the CPU, equals the bytes at its offset in ``image``.
 
     Args:
-        image, parts, threads: as in `copy_into`.
-        sample: bytes in the middle of a large storage that are compared; 0 for all of it.
+        image, threads: as in `copy_into`.
+        parts: (offset in bytes, storage).
+        sample: number of bytes in the middle of a large storage to compare; 0 for all of it.
     """
     pieces: deque[Piece] = deque()
     small: list[Piece] = []
@@ -175,7 +185,7 @@ def equal_bytes(
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage as a ``uint8`` tensor."""
+    """Return the storage as a ``uint8`` tensor, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -189,12 +199,12 @@ def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:
 
 
 def memory_at(address: int, nbytes: int) -> Any:
-    """The memory for a system call, which fails with ``EFAULT`` where nothing is mapped."""
+    """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
 def _writing_to(file: int, base: int) -> Copy:
-    """How to copy to addresses of a mapping of ``file``, which begins at ``base``."""
+    """Return a copy function for targets in a mapping of ``file`` that starts at ``base``."""
 
     def copy(target: int, source: int, nbytes: int) -> None:
         done = 0
@@ -224,13 +234,13 @@ def _memmove(library: ctypes.CDLL) -> Copy:
 
 
 _compare = _memcmp(ctypes.CDLL(None))
-"""Of two addresses; 0 if so many bytes are the same there. Other Python threads run meanwhile."""
+"""memcmp without the GIL."""
 _compare_at_once = _memcmp(ctypes.PyDLL(None))
-"""The same, while none does."""
+"""memcmp with the GIL held: quicker for small pieces."""
 _copy = _memmove(ctypes.CDLL(None))
-"""From one address to another, while other Python threads run."""
+"""memmove without the GIL."""
 _copy_at_once = _memmove(ctypes.PyDLL(None))
-"""The same for what is copied before another thread could have taken over."""
+"""memmove with the GIL held: quicker for small pieces."""
 
 
 @lru_cache(maxsize=1)
@@ -238,4 +248,4 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="staging")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads

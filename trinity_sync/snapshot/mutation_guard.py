@@ -1,15 +1,15 @@
-"""What overlapped staging may copy later, and whether it kept still until then.
+"""Detect tensors that change while overlapped staging copies them.
 
-Parameters and optimizer states change when the optimizer steps, so they may be copied while the
-next forward and backward pass runs. All else is copied at the call: small tensors, which may be
-buffers that a forward pass changes, and whatever cannot be watched. PyTorch counts the in-place
-changes of a tensor, but not those of a DTensor's shard, so some bytes of each storage are kept,
-too, and where its memory is. A count that moved, other bytes or another place when the copy is done
-tell of a torn image, which is then not saved.
+Parameters and optimizer states change in the optimizer's step only, so they can be copied during
+the next forward and backward pass. Everything else is copied at the call: small tensors, which may
+be buffers that a forward pass changes, and tensors that cannot be watched. PyTorch counts the
+in-place changes of a tensor, but not those of a DTensor's shard, so a sample of the bytes of each
+storage and its address are kept as well. If a count, a sample or an address differs after the copy,
+the image is torn and is not saved.
 
-Without a digest taken at the call this does not see all: not a change of few elements that PyTorch
-does not count, nor an operation that is under way when the copy ends, which counts once it is done,
-nor memory that is freed, given back at the same address and filled as before.
+Without a digest taken at the call, three changes are missed: one of a few elements that PyTorch
+does not count, an operation still running when the copy ends, which is counted at its end, and
+memory that is freed, allocated again at the same address and filled with the same bytes.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from trinity_sync.snapshot.torch_private import get_change_count, get_shard, get
 SMALL = 64 << 10
 """Bytes up to which a storage is copied at the call."""
 SAMPLE = 256
-"""Bytes of a larger one that are kept to compare with: a step of an optimizer changes them all."""
+"""Bytes of a larger storage that are compared: an optimizer's step changes all of them."""
 
 
 _WAY_OUT = (
@@ -39,14 +39,14 @@ _WAY_OUT = (
 
 
 class Watch:
-    """The tensors of a state between the call and the end of the copy.
+    """The tensors of a state, watched between the call and the end of the copy.
 
     Args:
-        state: what is staged.
-        storages: its storages, as laid out.
-        layout: where they go.
-        check: take a digest of all that is not copied now, to compare the image with. It costs
-            a pass over the state at the call, and finds all changes, whoever makes them.
+        state: the state to stage.
+        storages: its storages, as `lay_out` returned them.
+        layout: their places in the image.
+        check: digest everything that is copied later, and compare the image with it. It costs a
+            pass over the state at the call, and finds every change.
     """
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
@@ -62,7 +62,7 @@ class Watch:
             storage if get_storage_id(storage) in watched else storage.clone()
             for storage in storages
         ]
-        """What to copy from: the live storages that keep still, and copies of the others."""
+        """Storages to copy from: live ones that are watched, and clones of all others."""
         kept = [storage for storage in storages if get_storage_id(storage) in watched]
         self._memory = [(storage, storage.data_ptr(), storage.nbytes()) for storage in kept]
         devices = {storage.device for storage in kept}
@@ -71,19 +71,19 @@ class Watch:
         self._digests = [_digest(bytes_of(storage.cpu())) for storage in kept] if check else []
 
     def fill(self, image: torch.Tensor, file: int, what: str, **how: Any) -> None:
-        """Fill ``image``, the mapping of ``file``, with the state at the call.
+        """Fill ``image``, a mapping of ``file``, with the state as it was at the call.
 
         Args:
-            image, file: as in `copy_into`; the storages may be freed or resized meanwhile.
-            what: the image in words.
+            image, file: as in `copy_into`; storages may be freed or resized during the copy.
+            what: name of the image, for messages.
             how: further arguments of `image.fill`.
 
         Raises:
-            ImageError: something changed before it was copied; the message names it.
+            ImageError: a tensor changed before it was copied; the message names it.
         """
         try:
             fill(image, self._layout, self.storages, file=file, **how)
-        except (ImageError, RuntimeError) as error:  # the latter for a GPU's storage of other size
+        except (ImageError, RuntimeError) as error:  # torch's, if a storage on a GPU was resized
             self._require_unchanged(image, what)
             raise ImageError(f"{what} is not saved: {error}. {_WAY_OUT}") from error
         self._require_unchanged(image, what)
@@ -96,7 +96,7 @@ class Watch:
         if not moved:
             for samples in self._samples:
                 changed += map(self._name_of, samples.changed())
-            moved = self._moved()  # what was sampled may have been the memory of something else
+            moved = self._moved()  # a storage may have moved while it was sampled
         changed += [*map(self._name_of, moved), *self._differing(image)]
         if changed:
             names = ", ".join(dict.fromkeys(changed[:5])) + (", ..." if changed[5:] else "")
@@ -106,7 +106,7 @@ class Watch:
             )
 
     def _moved(self) -> list[torch.UntypedStorage]:
-        """Storages that were freed, resized or given other memory."""
+        """Return the storages that were freed, resized or moved."""
         return [
             storage
             for storage, address, nbytes in self._memory
@@ -130,10 +130,10 @@ class Watch:
 
 
 class _Samples:
-    """Bytes from the middle of each of the large storages on a device.
+    """Bytes from the middle of each large storage of a device.
 
-    On a GPU they stay there, are taken all at once, and are compared on the staging stream, so that
-    the comparison waits for the copy alone, and not for what training has given the GPU to do.
+    On a GPU they stay on the device, are gathered in one operation, and are compared on the staging
+    stream: the comparison waits for the copy, not for the work that training has submitted.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -142,7 +142,7 @@ class _Samples:
         self._at_the_call = self._taken(_read)
 
     def changed(self) -> list[torch.UntypedStorage]:
-        """Storages whose bytes are others now."""
+        """Return the storages whose bytes have changed."""
         if self._device.type == "cpu":
             with _surviving() as read:
                 now = self._taken(read)
@@ -166,7 +166,7 @@ def _read(address: int) -> bytes:
 
 @contextmanager
 def _surviving() -> Iterator[Callable[[int], bytes]]:
-    """As `_read`, but memory that is gone meanwhile has no bytes instead of ending the process."""
+    """Yield a function as `_read` that returns no bytes for freed memory instead of crashing."""
     source, sink = os.pipe()
 
     def read(address: int) -> bytes:
@@ -183,22 +183,22 @@ def _surviving() -> Iterator[Callable[[int], bytes]]:
 
 
 def sampled(storages: Storages) -> torch.Tensor:
-    """``SAMPLE`` bytes of each storage, a row each, on their device."""
+    """Return a ``[len(storages), SAMPLE]`` tensor of bytes of the storages, on their device."""
     middles = ((bytes_of(s), s.nbytes() // 2) for s in storages)
     return torch.cat([content[at : at + SAMPLE] for content, at in middles]).view(-1, SAMPLE)
 
 
 def rows_equal(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
-    """Which rows are; waits for the current stream, once."""
+    """Return for each row whether it is equal; synchronizes the current stream once."""
     return (before == now).all(1).tolist()
 
 
 def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in nested dicts, lists and tuples, with their paths; of a DTensor, its shard."""
+    """Return the tensors in nested dicts, lists and tuples with their paths; a DTensor's shard."""
     found: list[tuple[str, torch.Tensor]] = []
     entered = set[int]()
     left = [("", state)]
-    while left:  # a state may be deeper than calls, and hold itself
+    while left:  # a state may be nested deeper than the stack allows, and contain itself
         name, value = left.pop()
         if isinstance(value, torch.Tensor):
             found.append((name, get_shard(value)))
@@ -221,7 +221,7 @@ def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """Address of a tensor's storage; sparse tensors and uninitialized parameters have none."""
+    """Return the address of a tensor's storage; None for sparse and uninitialized tensors."""
     try:
         return get_storage_id(tensor.untyped_storage())
     except (RuntimeError, ValueError):  # of which NotImplementedError is one

@@ -1,11 +1,10 @@
-"""The reader's side of a slot: its bytes while its lock is held, and its release.
+"""Read a slot under its lock, and free it.
 
-Any number of readers share a slot's lock: who writes it out, who restores from it, who loads the
-weights in it. The stager alone takes it for itself. What only one may do at a time with an image,
-writing it out and freeing it, is done under the lock of its ticket, so that a slow reader holds up
-neither.
+Readers share a slot's lock: the task that persists the image, a restore, a weight reader. Only the
+stager takes it exclusively. Persisting and freeing an image are exclusive among themselves by the
+lock of its ticket, so a slow reader delays neither.
 
-It does not need torch, and so spares the processes that write images the seconds of its import.
+The module does not import torch, which saves the processes that persist images seconds of import.
 """
 
 import math
@@ -19,14 +18,16 @@ from trinity_sync.snapshot.slot_cache import Kept, keep
 from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
 
 FILL_S = 600.0
-"""Seconds in which a trainer has filled a slot that it had begun to fill."""
+"""Seconds within which a trainer has filled a slot."""
 
 
 @contextmanager
 def held(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
-    """A descriptor of a slot's file while nobody may change its bytes.
+    """Yield a descriptor of a slot's file, whose bytes cannot change within the block.
 
-    Waits for the lock, ``limit_s`` seconds at most: a trainer holds it no longer than a copy takes.
+    Args:
+        path: of the slot.
+        limit_s: seconds to wait for the lock, which a trainer holds for the length of a copy.
 
     Raises:
         FileNotFoundError: there is no such slot.
@@ -38,7 +39,7 @@ def held(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[memoryview]:
-    """The bytes of a slot, read-only, while nobody may change them; as `held` else."""
+    """Yield the bytes of a slot, read-only; waits and raises as `held`."""
     with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
         size = os.fstat(lock.fd).st_size
         # unmapped with the last view of it: a slice may outlive the block, the lock does not
@@ -47,10 +48,10 @@ def locked(path: Path) -> Iterator[memoryview]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """The sealed image in the slot at ``path`` is this thread's to write out, or to free.
+    """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
 
-    Waits for whoever has claimed it, however long that writes. The image may have given way
-    meanwhile: look at its ticket again, under the slot's lock too, which is taken after this one.
+    Waits for another holder without a limit. The image may have been evicted meanwhile: read its
+    ticket again, under the slot's lock as well, which is acquired after this one.
 
     Raises:
         FileNotFoundError: no image is sealed there.
@@ -75,15 +76,15 @@ def release(path: Path, image: str, digest: str = "") -> None:
     Args:
         path: of the slot.
         image: as in its ticket.
-        digest: of the file that the image was committed as; it is noted, so that the file can be
-            read from the slot as long as nothing else fills it.
+        digest: of the committed file. It is recorded beside the slot, so that the file can be read
+            from the slot until another image fills it.
     """
     try:
         with claimed(path), held(path):
             ticket = read_ticket(path)
             if ticket and ticket.image == image:
                 if digest and ticket.form == "file":
-                    with suppress(OSError):  # without room it is read from the disk
+                    with suppress(OSError):  # without the record, the file is read from disk
                         keep(path, Kept(ticket.step, ticket.path, ticket.nbytes, digest))
                 ticket_path(path).unlink(missing_ok=True)
                 failure_path(path).unlink(missing_ok=True)

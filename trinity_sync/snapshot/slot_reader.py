@@ -1,10 +1,10 @@
-"""The weights' reader's side of a slot: mapped once, locked for each version that it copies.
+"""A slot as a weight reader uses it: mapped once, locked for each version that is copied.
 
-A new mapping costs more than the copy from one that is there, and slots are used again and again,
-so a reader keeps the mapping and takes the lock. The lock is shared with other readers, and never
-waited for: who fills the slot has it alone, and then the version that was looked for is gone.
+A new mapping costs more than a copy from an existing one, and slots are reused, so a reader keeps
+the mapping and acquires the lock for each read. The lock is shared with other readers and is never
+waited for: while a trainer fills the slot, the version that the reader looks for is gone.
 
-A child that is forked has no part in the lock (see ``flock``), and keeps what it has mapped.
+A forked child does not share the lock (see ``fs.locks``), and keeps its mappings.
 """
 
 import os
@@ -18,21 +18,21 @@ from trinity_sync.snapshot.version_tag import Published, published_in
 
 
 class MappedSlot:
-    """The file at ``path``, mapped read-only as soon as it is read."""
+    """The file at ``path``, mapped read-only at the first read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """The bytes; not to be written to, and those of a version under the lock only."""
+        """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
         self._file: LockFile | None = None
         self._readings: list[LockFile] = []
-        """The file of each reading: a reader may read within a reading."""
+        """The file of each read in progress; reads may nest."""
 
     def try_lock(self, image: str) -> Published | None:
-        """Share the lock if the slot holds ``image``; what its note says, None if it is gone.
+        """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
 
         Raises:
-            FormatError: another release has written the note.
+            FormatError: another release has written the tag.
         """
         try:
             file = self._open()
@@ -52,32 +52,32 @@ class MappedSlot:
         return published
 
     def unlock(self) -> None:
-        """Give the lock back; the file is unlocked by its last reading."""
+        """Release the lock of one read; the last one unlocks the file."""
         file = self._readings.pop()
-        if file not in self._readings:  # those of a parent are of its file
+        if file not in self._readings:  # a parent process has its own
             file.release()
 
     def close(self) -> None:
-        """Let go of the file, and so of its lock; the memory goes with its last view."""
+        """Close the file and release its lock; the memory is unmapped with its last view."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._file:
             self._file.close()
             self._file = None
 
     def _open(self) -> LockFile:
-        """Open the file that has the slot's name now: a trainer may have removed the old one."""
+        """Open the file that has the slot's name now: a trainer may have replaced it."""
         found = self.path.lstat()
         known = self._file
         if known and known.fd >= 0 and os.path.samestat(found, os.fstat(known.fd)):
-            return known  # else it is the parent's, or another one
+            return known  # otherwise it is the parent's, or was replaced
         self.close()
         self._file = LockFile(self.path, os.O_RDONLY)
         return self._file
 
     def _map(self, file: LockFile, nbytes: int) -> bool:
-        """Whether the file has ``nbytes`` bytes; it is mapped again if it has grown."""
+        """Return whether the file has ``nbytes`` bytes, and map it again if it has grown."""
         size = os.fstat(file.fd).st_size
-        if size < nbytes:  # it was cut short: to read what is mapped beyond is a bus error
+        if size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
             return False
         if len(self.memory) < nbytes:
             self.memory = read_only(memoryview(file.map(size, populate=True)))
@@ -85,7 +85,7 @@ class MappedSlot:
 
 
 def read_only(content: memoryview) -> torch.Tensor:
-    """Bytes that nobody may write to, as a ``uint8`` tensor."""
+    """Return read-only bytes as a ``uint8`` tensor, without a copy."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that it could not hinder anybody
+        warnings.simplefilter("ignore")  # torch warns that the tensor is not writable
         return torch.frombuffer(content, dtype=torch.uint8)
