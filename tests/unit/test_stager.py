@@ -93,7 +93,7 @@ def test_an_image_whose_save_failed_gives_way_at_once_and_loudly(
     job.stage(2, {"model": {"w": torch.zeros(3)}})
     with caplog.at_level(logging.WARNING):
         staged = job.stage(3, {"model": {"w": torch.ones(3)}})
-    assert "UNSAVED IMAGE GIVES WAY" in caplog.text
+    assert "Evicting unsaved image" in caplog.text
     assert staged.waited_s < 0.1
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
@@ -130,7 +130,7 @@ def test_a_wall_clock_that_is_set_forward_evicts_no_fresh_image(
     job.stage(3, {"model": {"w": torch.zeros(3)}})
     committer.join()
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
-    assert "GIVES WAY" not in caplog.text
+    assert "Evicting" not in caplog.text
 
 
 def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) -> None:
@@ -259,7 +259,7 @@ def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
     for step in (1, 2, 3):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
-    assert "GIVES WAY" not in caplog.text
+    assert "Evicting" not in caplog.text
 
 
 def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:

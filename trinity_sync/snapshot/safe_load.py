@@ -1,13 +1,13 @@
-"""Whose files are unpickled as they are, and from whose nothing but tensors and values is taken.
+"""The unpickling policy: which files are unpickled in full, and which as plain values only.
 
-Unpickling runs what the bytes say. So does loading a checkpoint that holds objects of a user's own
-classes, and a job must be able to load its own. A file is trusted if it is this user's and nobody
-else may write it, or if it lies below a folder that ``TRINITY_SYNC_TRUSTED`` names (several are
-separated by ``:``). From all others PyTorch takes what ``weights_only`` allows, and NumPy's arrays
-besides, of which veRL's random state consists.
+Unpickling runs code that the bytes name, and a job must be able to load its own checkpoints with
+objects of a user's classes. A file is trusted if this user owns it and no other user may write it,
+or if it lies below a folder that ``TRINITY_SYNC_TRUSTED`` names (several are separated by ``:``).
+Other files are loaded with ``weights_only``, plus NumPy's arrays, which veRL's random state
+consists of.
 
-Others may write the folder that a file is in, or one above it, and give its name to another file at
-any moment. So it is the open file that is trusted or not, and the bytes are read from that.
+Other users may be able to write a folder on the path, and to give the file's name to another file
+at any moment. So the open file is checked, and the bytes are read from it.
 """
 
 import os
@@ -23,7 +23,7 @@ TRUSTED = "TRINITY_SYNC_TRUSTED"
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file that others may have put there: no link is followed, and no pipe waited for.
+    """Open a file of an unknown owner: no link is followed, and no pipe is waited for.
 
     Raises:
         OSError: it cannot be opened, or is a link.
@@ -33,16 +33,16 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def is_own(fd: int) -> bool:
-    """Whether an open file is this user's and nobody else may write it.
+    """Return whether this user owns an open file and no other user may write it.
 
-    Look before the first byte is read: whoever may write it then may do so while it is read.
+    Call it before the first byte is read: another writer may change the file during the read.
     """
     found = os.fstat(fd)
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def is_trusted(fd: int) -> bool:
-    """Whether an open file may be unpickled as it is; see the module, and `is_own` for when."""
+    """Return whether an open file may be unpickled in full; call it when `is_own` may be called."""
     real = Path(f"/proc/self/fd/{fd}").readlink()
     named = filter(None, os.environ.get(TRUSTED, "").split(os.pathsep))
     return is_own(fd) or any(real.is_relative_to(Path(folder).resolve()) for folder in named)
@@ -50,13 +50,16 @@ def is_trusted(fd: int) -> bool:
 
 @contextmanager
 def only_plain(path: Path) -> Iterator[None]:
-    """Within it, ``torch.load(weights_only=True)`` of a file takes NumPy's arrays, too.
+    """Let ``torch.load(weights_only=True)`` load NumPy's arrays as well within the block.
+
+    Args:
+        path: of the file that is loaded, for the message.
 
     Raises:
-        CommitError: what is loaded within is more than tensors, arrays and plain values.
+        CommitError: the file holds more than tensors, arrays and plain values.
     """
     import torch
-    import torch.distributed.tensor  # DTensor is plain once it is known
+    import torch.distributed.tensor  # registers DTensor as safe
 
     with torch.serialization.safe_globals(_numpy()):
         try:
@@ -71,7 +74,11 @@ def only_plain(path: Path) -> Iterator[None]:
 
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:
-    """The state in a file of ``torch.save``, on the CPU; whole if it is trusted, else plain.
+    """Load a file of ``torch.save`` on the CPU: in full if it is trusted, otherwise plain values.
+
+    Args:
+        path: of the file.
+        mmap: map the file instead of reading it.
 
     Raises:
         CommitError: as `only_plain`.
@@ -80,7 +87,7 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
     import torch
 
     with open_file(path) as file:
-        opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps what has a name, nothing else
+        opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps files by name only
         if is_trusted(file.fileno()):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
         with only_plain(path):

@@ -1,17 +1,18 @@
-"""The trainer's side of a slot: a reusable place for one image in shared memory.
+"""A slot as a trainer uses it: a reusable place for one image in shared memory.
 
-Touching fresh shared memory costs fifty times a copy into memory that is mapped already, so a slot
-only ever grows, is never truncated, and stays mapped as long as its process lives. Whoever fills a
-slot holds its lock alone, whoever reads it shares it: nobody sees an image that changes under them,
-and a trainer never waits for a lock of a process that died.
+Touching fresh shared memory costs fifty times a copy into mapped memory, so a slot only grows, is
+never truncated, and stays mapped as long as its process lives. The trainer fills it under the
+exclusive lock, readers share the lock: no reader sees an image change, and the lock of a process
+that died is released by the kernel.
 
-A job that is started again uses the slots of the process before, which may not have ended yet. So
-whoever keeps a slot shares a second lock on its file, and only the last of them removes it. For the
-same reason the last bytes of the file name the last filling. They are written before any other byte
-changes, and compared under the lock before a process uses anything that it remembers of the slot.
+A job that is started again uses the slots of its previous process, which may not have ended yet. So
+each process that uses a slot shares a second lock on its file, and only the last one removes the
+file. For the same reason the last bytes of the file name the image that fills it. They are written
+before any other byte changes, and are compared under the lock before a process relies on what it
+knows of the slot.
 
-The file may also be removed or cut short by something that takes no lock. So under the lock it is
-compared with its name and its mapping; a file that is gone is made again.
+A program that takes no lock may remove or truncate the file. So the file is compared with its name
+and its mapping under the lock, and is created again if it is gone.
 """
 
 import errno
@@ -35,22 +36,22 @@ from trinity_sync.snapshot.version_tag import published_path, withdraw
 logger = logging.getLogger(__name__)
 
 REMOVE_S = 60.0
-"""Seconds in which another process has removed a slot that it had begun to remove."""
-_ROUND_TO = 2 << 20  # grow in 2 MiB pieces, so that small changes of a state need no new mapping
-_NAME = 64  # bytes at the end of the file for the name of its last filling
+"""Seconds to wait for another process that is removing the slot."""
+_ROUND_TO = 2 << 20  # grow by 2 MiB, so that a state that grows a little needs no new mapping
+_NAME = 64  # bytes at the end of the file for the name of the image
 
 
 class Slot:
-    """The file at ``path``, mapped and kept."""
+    """The slot file at ``path``, created if it is missing and kept mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.laid_out: Layout | None = None
-        """The layout whose headers are in place; valid under the lock."""
+        """Layout whose headers the slot holds; valid under the lock."""
         self.holds: Ticket | None = None
-        """Ticket of the image that this process laid out here, sealed or not; likewise."""
+        """Ticket of the image that this process laid out here; valid under the lock."""
         self._filled = b""
-        """Name of this process's last filling, as written to the end of the file."""
+        """Name of the last image of this process, as written to the end of the file."""
         self._image = torch.empty(0, dtype=torch.uint8)
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
@@ -58,7 +59,7 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether no sealed image waits in the slot."""
+        """Whether the slot holds no sealed image."""
         return not ticket_path(self.path).exists()
 
     @property
@@ -73,7 +74,7 @@ class Slot:
 
     @property
     def published(self) -> bool:
-        """Whether readers have been told of what the slot holds."""
+        """Whether the slot holds a published version of the weights."""
         return published_path(self.path).exists()
 
     @property
@@ -82,13 +83,13 @@ class Slot:
         return failure_path(self.path).exists()
 
     def try_lock(self, *, shared: bool = False) -> bool:
-        """Take the lock if nobody holds it, nor another thread of this process.
+        """Acquire the lock if no process and no other thread holds it; return whether it did.
 
-        `laid_out` and `holds` are dropped if another process has filled the slot since.
+        It resets `laid_out` and `holds` if another process has filled the slot since.
 
         Args:
-            shared: with the slot's readers, so that its bytes stay. A file that is gone is then not
-                made again.
+            shared: acquire it as readers do, so that the bytes cannot change. A file that is gone
+                is not created again.
         """
         if not self._ours.acquire(blocking=False):
             return False
@@ -105,7 +106,7 @@ class Slot:
             if self._file.fd < 0:
                 if shared:
                     return False
-                self._pinned = False  # in a forked child it was the parent's that was
+                self._pinned = False  # a forked child inherits no pinned memory
                 self._unmap()
                 self._file = _kept(self.path)
             if not self._file.try_acquire(shared=shared):
@@ -116,7 +117,7 @@ class Slot:
             self._lose_file()
 
     def _recall(self) -> None:
-        """Drop what this process remembers of the slot if another has filled or resized it."""
+        """Forget the slot's content if another process has filled or resized it."""
         fd, count = self._file.fd, len(self._filled)
         size = os.fstat(fd).st_size
         if len(self._image) != size:
@@ -125,20 +126,25 @@ class Slot:
             self.laid_out = self.holds = None
 
     def _lose_file(self) -> None:
-        """Close and unmap the file; `try_lock` opens the one that has the slot's name then."""
+        """Close and unmap the file; the next `try_lock` opens the one with the slot's name."""
         self._unmap()
         self._file.close()
         self.holds = None
 
     def unlock(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._file.release()
         self._ours.release()
 
     def begin(self, name: str, nbytes: int) -> torch.Tensor:
-        """As `image`, for a filling of this random name; call it under the exclusive lock.
+        """Return the memory as `image` does, to be filled with an image of this random name.
 
-        From here on no process uses what the slot held, also if this one dies at once.
+        Call it under the exclusive lock. From here on no process uses the earlier content, even if
+        this process dies at once.
+
+        Args:
+            name: random name of the image.
+            nbytes: its length in bytes.
         """
         self._take_back()
         self.holds = None
@@ -148,22 +154,22 @@ class Slot:
         return memory
 
     def _take_back(self) -> None:
-        """Remove the notes that say what the bytes are."""
+        """Remove the records of what the bytes are."""
         forget(self.path)
         withdraw(self.path)
 
     def image(self, nbytes: int) -> torch.Tensor:
-        """The slot's memory as a ``uint8`` tensor with room for an image of ``nbytes`` bytes.
+        """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
 
         Raises:
-            SpoolFullError: the spool has no room for so many bytes; nothing was changed.
+            SpoolFullError: the spool has no room for it; nothing was changed.
         """
         fd = self._file.fd
         size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
         if len(self._image) != size:
             allocate(fd, self.path, size)
             self._unmap()
-            # the view keeps its mapping alive; the old one goes with the old view
+            # a mapping lives as long as its last view
             memory = self._file.map(size, writable=True, populate=True)
             self._image = torch.frombuffer(memory, dtype=torch.uint8)
         return self._image
@@ -174,7 +180,7 @@ class Slot:
         self.laid_out = None
 
     def pin(self) -> None:
-        """Page-lock the mapped memory, once, so that CUDA copies into it at full speed."""
+        """Page-lock the mapped memory, once, for CUDA copies at full speed."""
         if self._pinned or self._cannot_pin:
             return
         address, size = self._image.data_ptr(), len(self._image)
@@ -184,7 +190,9 @@ class Slot:
                 "%s cannot be pinned (CUDA error %d); copies are slow", self.path, failed
             )
             self._cannot_pin = True
-            with suppress(RuntimeError):  # CUDA tells of it again at the next kernel: at this one
+            with suppress(
+                RuntimeError
+            ):  # CUDA reports the error again at the next kernel: at this one
                 torch.ones(1, device="cuda")
         self._pinned = not failed
 
@@ -194,14 +202,14 @@ class Slot:
             self._pinned = False
 
     def close(self, *, remove: bool) -> None:
-        """Unmap the slot; with ``remove``, delete its file too, if no sealed image is in it.
+        """Unmap the slot; with ``remove``, delete its file unless it holds a sealed image.
 
-        In a forked child the slot is the parent's, and stays.
+        In a forked child it does nothing: the slot is the parent's.
         """
         if self._file.fd < 0:
             return
         self._unmap()
-        # who reads it may do so to its end, and a process that was started meanwhile keeps it
+        # readers finish first, and a process that was started meanwhile keeps the file
         unused = remove and self._file.try_acquire(shared=True) and self.free
         if unused and _keep(self._file, fcntl.F_WRLCK) and self.has_file:
             self._take_back()
@@ -210,17 +218,17 @@ class Slot:
 
 
 def _kept(path: Path) -> LockFile:
-    """The file at ``path``, made if need be, with a share in the lock of those who keep it."""
+    """Open the file at ``path``, created if it is missing, and share the lock of its users."""
     while True:
         file = LockFile(path, os.O_RDWR | os.O_CREAT)
         file.wait(lambda file=file: _keep(file, fcntl.F_RDLCK), REMOVE_S)  # type: ignore[misc]
-        if _is_named(file, path):  # otherwise it was removed just now
+        if _is_named(file, path):  # otherwise it has just been removed
             return file
         file.close()
 
 
 def _is_named(file: LockFile, path: Path) -> bool:
-    """Whether the path leads to this open file."""
+    """Return whether the path leads to this open file."""
     try:
         return os.path.samestat(os.fstat(file.fd), path.lstat())
     except FileNotFoundError:
@@ -228,9 +236,9 @@ def _is_named(file: LockFile, path: Path) -> bool:
 
 
 def _keep(file: LockFile, how: int) -> bool:
-    """Take the lock of those who keep a slot, which has nothing to do with flock's; if it is free.
+    """Acquire the lock of a slot's users if it is free; return whether it did.
 
-    Like flock's it belongs to the open file.
+    It is an open file description lock, which is independent of flock's.
     """
     whole_file = struct.pack("hhqqi4x", how, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
     try:
@@ -241,7 +249,12 @@ def _keep(file: LockFile, how: int) -> bool:
 
 
 def allocate(fd: int, path: Path, size: int) -> None:
-    """Reserve ``size`` bytes for the slot, so that touching them cannot fail later.
+    """Reserve memory for the slot, so that touching it cannot fail later.
+
+    Args:
+        fd: descriptor of the slot's file.
+        path: of the slot, for messages.
+        size: length of the file in bytes.
 
     Raises:
         SpoolFullError: there is no room.

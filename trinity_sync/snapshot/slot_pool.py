@@ -1,9 +1,9 @@
-"""Which slot the next image of a component goes into, so that training hardly ever waits.
+"""Choose the slot for the next image of a component, so that training hardly ever waits.
 
-A free slot is taken first, that of the newest published version last. Where readers hold all that
-are free, a slot is added, so that training never waits for a reader. Where images wait in all of
-them, one whose save failed or that nobody writes gives way. An image that another release of
-trinity-sync has sealed is left alone, and another slot is added in the place of its own.
+A free slot is acquired first, the one with the newest published version last. If readers hold all
+free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, an
+image is evicted whose save failed or that was not persisted in time. An image that another release
+of trinity-sync sealed is never evicted; a slot is added instead.
 """
 
 import itertools
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """Who saves what: the part of a ticket that all images of one hand-over share."""
+    """The part of a ticket that all images of one save share."""
 
     root: str
     run: int
@@ -37,10 +37,10 @@ class Origin:
     rank: int
     world_size: int
     keep: int = 0
-    """Checkpoints that are left once this one is committed; 0 for all."""
+    """Number of checkpoints to keep once this one is committed; 0 for all."""
     export: Export = ""
     strategy: SaveStrategy = "unrestricted"
-    """How many are written at once."""
+    """Write concurrency."""
 
 
 class Slots:
@@ -48,7 +48,7 @@ class Slots:
 
     Args:
         spool: the job's folder on this node.
-        count: slots that a component has; readers that are slow may make it more.
+        count: slots of a component; slow readers may add to it.
         wait_s: as ``slot_wait_s`` of the `Stager`.
         clock: as of the `Stager`.
     """
@@ -63,18 +63,18 @@ class Slots:
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
 
     def wait_at_most(self, seconds: float) -> None:
-        """From now on wait no longer than this for a slot."""
+        """Lower the time in seconds that `acquire` waits for a slot."""
         self._wait_s = min(self._wait_s, seconds)
 
     def close(self) -> None:
-        """Unmap all slots and delete those in which no image waits."""
+        """Unmap all slots, and delete those without a sealed image."""
         for slots in self._slots.values():
             for slot in slots:
                 slot.close(remove=True)
         self._slots.clear()
 
     def of(self, role: str, component: str, rank: int) -> list[Slot]:
-        """The slots of a rank's component, with those that an earlier process added."""
+        """Return the slots of a rank's component, with those that an earlier process added."""
         self._spool.make()
         key = (role, component, rank)
         if key not in self._slots:
@@ -88,9 +88,9 @@ class Slots:
         return self._slots[key]
 
     def hold_image(self, origin: Origin, component: str) -> Slot | None:
-        """The slot with the image that this process staged at this step, locked as for reading.
+        """Return the slot with the image that this process staged at this step, locked for reading.
 
-        None if there is none, or another trainer has overwritten it.
+        None if there is none, or if another trainer has overwritten it.
         """
         for slot in self._slots.get((origin.role, component, origin.rank), ()):
             if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
@@ -100,7 +100,12 @@ class Slots:
         return None
 
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
-        """A locked slot without an image, and the seconds that it took to get it."""
+        """Return a locked slot without a sealed image, and the seconds spent waiting for it.
+
+        Raises:
+            SpoolError: no slot became free in time.
+            FormatError: another release has sealed the images in the slots.
+        """
         slots = self.of(origin.role, component, origin.rank)
         start, may_add = time.monotonic(), True
         while True:
@@ -119,15 +124,15 @@ class Slots:
                     return added, waited
                 may_add = False
             for slot in sorted(ages, key=lambda slot: -ages[slot]):
-                if not self._may_give_way(slot, ages[slot]) or not slot.try_lock():
+                if not self._may_evict(slot, ages[slot]) or not slot.try_lock():
                     continue
-                if slot.free:  # its commit freed it just now
+                if slot.free:  # its commit has just freed it
                     return slot, waited
                 age = self._age_s(slot)
-                if self._may_give_way(slot, age):
-                    self._give_way(slot, origin, age)
+                if self._may_evict(slot, age):
+                    self._evict(slot, origin, age)
                     return slot, waited
-                slot.unlock()  # another trainer has sealed an image there just now
+                slot.unlock()  # another trainer has just sealed an image there
             if waited >= self._wait_s:
                 if others:
                     read_ticket(others[0].path)  # raises what to upgrade
@@ -139,7 +144,7 @@ class Slots:
             time.sleep(0.002)
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
-        """One slot more, locked, since others have all that are free; None without the room."""
+        """Add a slot, locked, because all free slots are in use; None if there is no room."""
         slots = self.of(origin.role, component, origin.rank)
         path = self._spool.slot(origin.role, component, origin.rank, len(slots))
         slot = Slot(path)
@@ -147,7 +152,7 @@ class Slots:
             try:
                 slot.image(nbytes)
             except SpoolFullError as error:
-                logger.warning("one more slot cannot be had: %s", error)
+                logger.warning("cannot add a slot: %s", error)
             else:
                 slots.append(slot)
                 return slot
@@ -155,9 +160,9 @@ class Slots:
         return None
 
     def _age_s(self, slot: Slot) -> float:
-        """Seconds since the image in ``slot`` was sealed.
+        """Return the seconds since the image in ``slot`` was sealed.
 
-        Infinite if nobody can save it, and negative if another release has sealed it.
+        Infinite if it cannot be saved, negative if another release has sealed it.
         """
         try:
             ticket = read_ticket(slot.path)
@@ -167,21 +172,21 @@ class Slots:
             return -math.inf
         return ticket.age_s(self._clock()) if ticket else 0.0
 
-    def _may_give_way(self, slot: Slot, age: float) -> bool:
-        """Whether the image in a slot may be dropped; that of another release never is."""
+    def _may_evict(self, slot: Slot, age: float) -> bool:
+        """Return whether the image in a slot may be evicted; another release's never is."""
         return age >= self._wait_s or (slot.failed and age >= 0)
 
-    def _give_way(self, slot: Slot, origin: Origin, age: float) -> None:
-        """Drop the image in ``slot``, which was not saved in time."""
+    def _evict(self, slot: Slot, origin: Origin, age: float) -> None:
+        """Remove the ticket of the image in ``slot``, which was not persisted in time."""
         if slot.failed:
             why = "its save failed"
         elif math.isinf(age):
-            why = "its ticket is torn, or of before a reboot,"
+            why = "its ticket is corrupted or from before a reboot"
         else:
-            why = f"nobody wrote it within {age:.0f} s"
+            why = f"not persisted within {age:.0f} s"
         logger.warning(
-            "AN UNSAVED IMAGE GIVES WAY: %s is dropped for step %d, because %s and no slot is "
-            "free. Look at the flow runs of this job in the Prefect UI, or: trinity-sync status",
+            "Evicting unsaved image %s for step %d: %s, and no slot is free. Look at the flow runs "
+            "of this job in the Prefect UI, or run: trinity-sync status",
             slot.path,
             origin.step,
             why,
@@ -191,7 +196,7 @@ class Slots:
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:
-    """Order in which free slots are taken: the newest version that readers know of comes last."""
+    """Return a sort key of free slots: the one with the newest published version comes last."""
     try:
         published = published_in(slot.path) if slot.published else None
     except FormatError as error:
@@ -200,7 +205,7 @@ def _published_last(slot: Slot) -> tuple[int, int]:
 
 
 def _is_of(image: Ticket | None, origin: Origin) -> bool:
-    """Whether an image is of this run and step."""
+    """Return whether an image is of this run and step."""
     return image is not None and (image.run, image.run_key, image.step) == (
         origin.run,
         origin.run_key,

@@ -1,15 +1,15 @@
-"""A node's folder of slots and tickets, one folder a job in it.
+"""The spool: a node's folder of slots and tickets, with one folder for each job.
 
 ::
 
     /dev/shm/trinity_sync-1000/                 mode 0700, of one user
       ckpts-1a2b3c4d/                           one job
         actor.model.rank0.0.slot                memory, reused
-        actor.model.rank0.0.slot.ticket         sealed: waits to be committed
+        actor.model.rank0.0.slot.ticket         sealed: a save that is not committed yet
         actor.model.rank0.1.slot                free: has no ticket
-        actor.model.rank0.1.slot.kept           of which commit its bytes still are, see ``kept``
-        actor.model.rank0.1.slot.published      which version of the weights its bytes are
-        receipts/...                            of saves by a function, see ``receipt``
+        actor.model.rank0.1.slot.kept           committed file that it still holds: ``slot_cache``
+        actor.model.rank0.1.slot.published      version of the weights: ``version_tag``
+        receipts/...                            of saves by a function: ``callable_status``
         root                                    path of the job's root
 """
 
@@ -59,12 +59,12 @@ class JobSpool:
 
     folder: Path
     of: Path | None = field(default=None, compare=False)
-    """The job's root, for whoever may `make` the folder."""
+    """The job's root; set where `make` may create the folder."""
 
     def make(self) -> None:
-        """Make the folder if it is missing.
+        """Create the folder if it is missing.
 
-        A process that ended may have removed it, or something that knows nothing of it: systemd's
+        A process that ended may have removed it, or a program that does not know it: systemd's
         RemoveIPC, a cleaner of temporary files.
 
         Raises:
@@ -79,14 +79,14 @@ class JobSpool:
             temporary.replace(note)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
-        """Path of one of the slots of a rank's component."""
+        """Return the path of a slot of a rank's component."""
         check_name("role", role)
         check_name("component", component)
         return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
 
     @property
     def root(self) -> Path | None:
-        """The job's root, which need not exist any more; None if nobody wrote it down."""
+        """The job's root, which may be gone; None if the folder does not name it."""
         try:
             return Path(os.fsdecode((self.folder / ROOT_NOTE).read_bytes()))
         except FileNotFoundError:
@@ -94,9 +94,9 @@ class JobSpool:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of memory that its files have."""
+        """Bytes of memory in use by the folder's files."""
         used = 0
-        for folder, _, names in os.walk(self.folder):  # passes over what goes meanwhile
+        for folder, _, names in os.walk(self.folder):  # ignores folders that are removed meanwhile
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     used += Path(folder, name).lstat().st_blocks * 512
@@ -108,7 +108,7 @@ class JobSpool:
         return self.folder / "receipts"
 
     def tickets(self) -> tuple[list[Sealed], list[TicketError | FormatError]]:
-        """All sealed images of the job on this node, and why other tickets cannot be read."""
+        """Return the job's sealed images on this node, and the errors of unreadable tickets."""
         good: list[Sealed] = []
         bad: list[TicketError | FormatError] = []
         for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
@@ -123,12 +123,12 @@ class JobSpool:
         return good, bad
 
     def of_step(self, run: int, step: int) -> tuple[list[Sealed], list[TicketError | FormatError]]:
-        """As `tickets`, of one step of one run."""
+        """Return what `tickets` does, for one step of one run."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
     def kept(self, digest: str) -> Iterator[Path]:
-        """Free slots whose notes say that they still hold the file of this digest."""
+        """Yield free slots whose records say that they still hold the file of this digest."""
         for note in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
             slot = note.with_name(note.name.removesuffix(KEPT_SUFFIX))
             try:
@@ -140,10 +140,14 @@ class JobSpool:
                 yield slot
 
     def published(self, role: str, run: int, step: int) -> dict[Path, Published]:
-        """Slots that hold the weights of a version, with what is said of them, by rank.
+        """Return the slots that hold a version of the weights with their tags, in order of ranks.
+
+        Args:
+            role: whose weights.
+            run, step: the version.
 
         Raises:
-            FormatError: another release has written what is said of one of them.
+            FormatError: another release has written a tag of this version.
         """
         found = {}
         for slot in self._published_slots(role):
@@ -158,9 +162,9 @@ class JobSpool:
         return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
     def all_published(self, role: str) -> Iterator[tuple[Path, Published]]:
-        """Slots that hold weights of a role, of whichever version, with what is said of them.
+        """Yield all slots that hold a version of a role's weights, with their tags.
 
-        What another release has written is passed over.
+        Tags that another release has written are skipped.
         """
         for slot in self._published_slots(role):
             with contextlib.suppress(FormatError):
@@ -173,17 +177,17 @@ class JobSpool:
             yield note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
 
     def remove_if_unused(self) -> None:
-        """Remove the job's folder once the last process has given its slots back.
+        """Remove the job's folder if no process uses its slots any longer.
 
-        The ranks of a job end together: one of them may find the folder gone under its hands. And
-        another trainer may begin meanwhile: its slots and receipts stay.
+        The ranks of a job end together, so the folder may disappear during the call. Another
+        trainer may begin during the call: its slots and receipts stay.
         """
         with contextlib.suppress(FileNotFoundError):
             if any(self.folder.glob(f"*{SLOT_SUFFIX}*")) or any(self.receipts.glob("*")):
                 return
             for path in self.folder.iterdir():
                 if path == self.receipts:
-                    with contextlib.suppress(OSError):  # there is one now
+                    with contextlib.suppress(OSError):  # a receipt has just been written
                         path.rmdir()
                 elif path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -194,15 +198,15 @@ class JobSpool:
             except FileNotFoundError:
                 return
             except OSError:  # it is not empty
-                self.make()  # another trainer uses it, so it names its job again
+                self.make()  # another trainer uses it, so it needs the root's name again
 
     def check_room(self, nbytes: int) -> None:
-        """See at the start that images of ``nbytes`` bytes in all will fit.
+        """Check that images of ``nbytes`` bytes in total will fit.
 
-        Slots that an earlier run left behind count as room, since they are used again.
+        Slots of an earlier run count as free, because they are reused.
 
         Raises:
-            SpoolFullError: they will not fit; the message says how many bytes are needed.
+            SpoolFullError: they do not fit; the message says how many bytes are needed.
             SpoolError: as `make`.
         """
         self.make()
@@ -219,7 +223,7 @@ class JobSpool:
 
 
 def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
-    """The folder of the job at ``root`` in ``spool``, made if it is missing.
+    """Return the folder of the job at ``root`` in ``spool``, created if it is missing.
 
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
@@ -230,17 +234,21 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
 
 
 def job_spools(spool: Path) -> Iterator[JobSpool]:
-    """The folders of all jobs that have one on this node."""
+    """Yield the folders of all jobs on this node."""
     if spool.is_dir():
         own_folder(spool)
         yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
 
 
 def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
-    """The folder of the job at ``root``, as somebody else names it, who need not be trusted.
+    """Return the folder of the job at ``root``, named by a flow parameter that is not trusted.
+
+    Args:
+        folder: the job's folder in the spool, as named.
+        root: the job's root.
 
     Raises:
-        SpoolError: it is not the job's, or not of this user alone, so that anybody may have put
+        SpoolError: the folder is another job's, or not of this user alone, so others may have put
             images there.
     """
     spool = JobSpool(Path(folder))
@@ -256,7 +264,7 @@ def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
 
 
 def own_folder(folder: Path) -> None:
-    """Make ``folder`` if it is missing.
+    """Create ``folder`` if it is missing.
 
     Raises:
         SpoolError: it is not a folder of this user alone, or cannot be made.
@@ -272,7 +280,7 @@ def own_folder(folder: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """See that a folder is of this user alone.
+    """Check that a folder belongs to this user alone.
 
     Raises:
         SpoolError: it is not.
