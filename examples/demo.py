@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trinity_sync.settings import Settings
+from trinity_sync import Settings
 from trinity_sync.snapshot.spool import job_spools
 
 OUTPUT = Path("demo-output").resolve()

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync import WeightReader
 
 
 async def answers(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
 
 STEPS, SAVE_EVERY, KILLED_AT = 10, 3, 7
 BATCH, TOKENS = 4, 128

@@ -1,1 +1,129 @@
-"""Checkpoints for RL post-training that training does not feel."""
+"""Low-overhead asynchronous checkpointing and weight sync for RL post-training.
+
+`CheckpointCoordinator` saves and loads, `WeightReader` and `Synchronizer` bring weights to rollout
+workers, the ``fsdp_*`` functions and `FSDPCheckpointManager` do both for veRL's FSDP engines.
+A name is imported with its module, and so with torch, when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.errors import (
+    CatalogError,
+    CommitError,
+    ConfigError,
+    CorruptedCopyError,
+    DeltaError,
+    ExportError,
+    FormatError,
+    ImageError,
+    LockTimeoutError,
+    ManifestError,
+    MissingPackageError,
+    MissingShardsError,
+    PrefectApiError,
+    RemoteError,
+    RequestRefusedError,
+    RootError,
+    SaveError,
+    SaveFailedError,
+    SaveTimeoutError,
+    SpoolError,
+    SpoolFullError,
+    StackError,
+    StepInUseError,
+    SupersededError,
+    TicketError,
+    TrinitySyncError,
+    UnsupportedTorchError,
+    WeightSyncError,
+)
+
+if TYPE_CHECKING:
+    from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
+    from trinity_sync.fsdp.engine import (
+        fsdp_save_state_dict,
+        fsdp_upload_state_dict,
+        use_trinity_sync,
+    )
+    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync.settings import Settings
+    from trinity_sync.weights.reader import WeightReader
+    from trinity_sync.weights.staleness import RolloutGate
+    from trinity_sync.weights.synchronizer import Synchronizer
+
+    __version__: str
+
+__all__ = [
+    "CheckpointCoordinator",
+    "FSDPCheckpointManager",
+    "RolloutGate",
+    "Settings",
+    "Synchronizer",
+    "WeightReader",
+    "fsdp_save_state_dict",
+    "fsdp_sync_weight_nccl",
+    "fsdp_upload_state_dict",
+    "use_trinity_sync",
+    "CatalogError",
+    "CommitError",
+    "ConfigError",
+    "CorruptedCopyError",
+    "DeltaError",
+    "ExportError",
+    "FormatError",
+    "ImageError",
+    "LockTimeoutError",
+    "ManifestError",
+    "MissingPackageError",
+    "MissingShardsError",
+    "PrefectApiError",
+    "RemoteError",
+    "RequestRefusedError",
+    "RootError",
+    "SaveError",
+    "SaveFailedError",
+    "SaveTimeoutError",
+    "SpoolError",
+    "SpoolFullError",
+    "StackError",
+    "StepInUseError",
+    "SupersededError",
+    "TicketError",
+    "TrinitySyncError",
+    "UnsupportedTorchError",
+    "WeightSyncError",
+    "__version__",
+]
+
+_MODULES = {
+    "CheckpointCoordinator": "trinity_sync.client.coordinator",
+    "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
+    "RolloutGate": "trinity_sync.weights.staleness",
+    "Settings": "trinity_sync.settings",
+    "Synchronizer": "trinity_sync.weights.synchronizer",
+    "WeightReader": "trinity_sync.weights.reader",
+    "fsdp_save_state_dict": "trinity_sync.fsdp.engine",
+    "fsdp_sync_weight_nccl": "trinity_sync.fsdp.broadcast",
+    "fsdp_upload_state_dict": "trinity_sync.fsdp.engine",
+    "use_trinity_sync": "trinity_sync.fsdp.engine",
+}
+"""Module of each name that is imported when it is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("trinity-sync")
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

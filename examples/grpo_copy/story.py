@@ -14,9 +14,9 @@ from grpo_copy.explorer import Explorer
 from grpo_copy.recording import Recording
 from grpo_copy.run import History, Schedule, repeat, start_explorer, train
 from grpo_copy.trainer import EXPLORER, Sync, TrainerGroup
+from trinity_sync import Synchronizer
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import is_committed
-from trinity_sync.weights.synchronizer import Synchronizer
 
 STEPS = 140
 KILL_AT = 80

@@ -67,8 +67,7 @@ class TrainerRank:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )
         from grpo_copy.policy import Policy
-        from trinity_sync.client.coordinator import CheckpointCoordinator
-        from trinity_sync.fsdp.engine import use_trinity_sync
+        from trinity_sync import CheckpointCoordinator, use_trinity_sync
 
         self._root = root
         self._policy = Policy(model)
@@ -96,8 +95,7 @@ class TrainerRank:
         """Let the explorer have the weights of a step; by a commit and memory, nobody waits."""
         start = time.perf_counter()
         if sync == "nccl":
-            from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
-            from trinity_sync.weights.synchronizer import Synchronizer
+            from trinity_sync import Synchronizer, fsdp_sync_weight_nccl
 
             told = Synchronizer.get_actor(root=self._root) if self._group else None
             fsdp_sync_weight_nccl(self._policy.engine, self._group, version=step, synchronizer=told)

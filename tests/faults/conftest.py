@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
 
 
 @pytest.fixture

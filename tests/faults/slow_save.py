@@ -8,8 +8,7 @@ import torch
 
 from tests.integration.prefect_api import key_of
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.settings import Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed

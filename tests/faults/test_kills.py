@@ -23,9 +23,7 @@ from tests.faults.slow_save import (
 )
 from tests.integration.prefect_api import Api
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
-from trinity_sync.settings import Settings
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
@@ -38,7 +36,7 @@ def test_the_trainer_killed_the_instant_after_the_hand_over(
     script = textwrap.dedent(
         f"""
         import os, signal, sys, torch
-        from trinity_sync.client.coordinator import CheckpointCoordinator
+        from trinity_sync import CheckpointCoordinator
         saves = CheckpointCoordinator(sys.argv[1])
         saves.save(2, {{"model": {{"w": torch.full(({SIZE},), 2.0)}}}})
         os.kill(os.getpid(), signal.SIGKILL)

@@ -46,9 +46,8 @@ from tests.faults.slow_save import (
 from tests.integration.prefect_api import Api
 from tests.unit.job import Job
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
-from trinity_sync.errors import SaveFailedError
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.zombie_runs import (
     ATTEMPTS,
@@ -56,7 +55,6 @@ from trinity_sync.orchestration.zombie_runs import (
     end_unheard_tasks,
     runs_in,
 )
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState

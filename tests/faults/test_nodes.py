@@ -14,9 +14,7 @@ import torch
 from tests.integration.nodes.joined import a_rank_on_each, await_freed, joined, kill
 from tests.integration.prefect_api import Api, key_of
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
-from trinity_sync.settings import Settings
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
@@ -79,7 +77,7 @@ def test_trainers_killed_on_both_nodes_the_instant_after_the_hand_over(
         """
         import os, signal, sys, torch
         import torch.distributed as dist
-        from trinity_sync.client.coordinator import CheckpointCoordinator
+        from trinity_sync import CheckpointCoordinator
         root, rendezvous, metadata, rank = *sys.argv[1:4], int(sys.argv[4])
         dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
         saves = CheckpointCoordinator.of_process_group(root)

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.integration.prefect_api import Api, key_of
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import known_roots
 from trinity_sync.orchestration.prefect_queries import server_client, waiting_runs
-from trinity_sync.settings import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration

@@ -22,14 +22,13 @@ from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from tests.waiting import until
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
 from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
 from trinity_sync.catalog.models import Base, Job, Shard
 from trinity_sync.catalog.queries import jobs
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.job_registry import note_root
-from trinity_sync.settings import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.discovery import require_committed

@@ -14,8 +14,8 @@ import torch
 from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
+from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState

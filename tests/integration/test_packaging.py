@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from trinity_sync.settings import Settings
+from trinity_sync import Settings
 from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.ports import free_port
 from trinity_sync.stack.services import StackState
@@ -174,7 +174,7 @@ def test_a_training_saves_and_never_imports_flows_or_tasks(
     script = project / "train.py"
     script.write_text(
         "import sys, torch\n"
-        "from trinity_sync.client.coordinator import CheckpointCoordinator\n"
+        "from trinity_sync import CheckpointCoordinator\n"
         "with CheckpointCoordinator('ckpts') as saves:\n"
         "    saves.save(1, {'model': {'w': torch.ones(3)}})\n"
         "print(CheckpointCoordinator.__module__, 'flows' in sys.modules, 'tasks' in sys.modules)\n"

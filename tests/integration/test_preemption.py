@@ -24,9 +24,8 @@ TRAINING = textwrap.dedent(
     import torch
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync import CheckpointCoordinator, Settings
     from trinity_sync.client.save_trigger import SaveTrigger
-    from trinity_sync.settings import Settings
 
     root, spool, server, grace_s = sys.argv[1:]
     settings = Settings(spool=Path(spool))

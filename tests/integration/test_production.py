@@ -21,10 +21,9 @@ from tests.conftest import running_stack
 from tests.integration.prefect_api import Api, key_of
 from tests.postgres import PASSWORD, Postgres
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.deploy import PRIORITIES
-from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import committed_steps, require_committed

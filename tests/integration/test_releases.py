@@ -16,8 +16,7 @@ import torch
 import trinity_sync
 from tests.integration.prefect_api import until
 from tests.unit.job import Job
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.settings import Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.storage.discovery import committed_steps
 from trinity_sync.storage.manifest import read_manifest
@@ -25,8 +24,7 @@ from trinity_sync.storage.manifest import read_manifest
 STATE = {"model": {"w": torch.arange(5000.0)}}
 TRAINER = """
 import os, sys, torch
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
+from trinity_sync import CheckpointCoordinator, SaveFailedError
 
 saves = CheckpointCoordinator(sys.argv[1])
 saves.save(5, {"model": {"w": torch.arange(5000.0)}})

@@ -11,11 +11,9 @@ from flows.replicate import ask_for_copy
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.unit.job import Job
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveFailedError
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.settings import Settings
 from trinity_sync.stack.services import StackState
 
 

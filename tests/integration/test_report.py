@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.report import JobFacts, gather
-from trinity_sync.settings import Settings
 from trinity_sync.stack.services import StackState
 
 

@@ -11,8 +11,7 @@ from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SaveFailedError
+from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.discovery import newest, require_committed

@@ -18,11 +18,15 @@ from prefect.states import AwaitingRetry, Crashed
 
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
+from trinity_sync import (
+    CheckpointCoordinator,
+    ConfigError,
+    SaveFailedError,
+    SaveTimeoutError,
+    Settings,
+)
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.orchestration.zombie_runs import begin_again
-from trinity_sync.settings import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -72,7 +76,7 @@ class Refuses:
 sys.meta_path.insert(0, Refuses())
 
 import torch
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
 
 how = dict(world_size=2, run_key="one")
 ranks = [CheckpointCoordinator(sys.argv[1], rank=rank, **how) for rank in range(2)]

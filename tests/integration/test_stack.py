@@ -12,12 +12,11 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from prefect.settings.context import get_current_settings
 
 from tests.conftest import left_of, processes_of
-from trinity_sync.errors import StackError
+from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.automations import CRASHED, SILENT
 from trinity_sync.orchestration.flow_loader import WholeSettings
 from trinity_sync.orchestration.prefect_queries import server_client
-from trinity_sync.settings import Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.environments import make_environment, pip
-from trinity_sync.settings import Settings
+from trinity_sync import Settings
 from trinity_sync.storage.discovery import require_committed
 
 OF_THE_STACK = ("prefect", "fastapi", "sqlalchemy", "alembic", "typer", "ray", "verl")
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator
 
 assert not [name for name in {OF_THE_STACK!r} if find_spec(name)]
 dist.init_process_group("gloo")

@@ -18,12 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import differences
+from trinity_sync import ConfigError, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.huggingface import TrinitySyncCallback as ForTrainer
 from trinity_sync.integrations.lightning import TrinitySyncCallback as ForLightning
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.settings import Settings
 from trinity_sync.storage.manifest import read_manifest
 
 TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))

@@ -7,9 +7,7 @@ puts no ``flows`` and no ``tasks`` there. The stack's processes have `PACKAGES` 
 
 from pathlib import Path
 
-import trinity_sync
-
-_PACKAGE = Path(trinity_sync.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _PIPELINE = _PACKAGE / "pipeline"
 
 INSTALLED = str(_PACKAGE.parent)

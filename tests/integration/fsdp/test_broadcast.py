@@ -25,9 +25,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.errors import WeightSyncError
+from trinity_sync import WeightSyncError, fsdp_sync_weight_nccl
 from trinity_sync.fsdp.broadcast import whole_parameters
-from trinity_sync.fsdp.engine import fsdp_sync_weight_nccl
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import join_weight_group, weight_group_address
 

@@ -18,17 +18,22 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
 from tests.integration.weights.conftest import ray_node as ray_node
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, SaveFailedError
-from trinity_sync.fsdp.engine import fsdp_save_state_dict, fsdp_upload_state_dict, use_trinity_sync
+from trinity_sync import (
+    CheckpointCoordinator,
+    ConfigError,
+    SaveFailedError,
+    Settings,
+    Synchronizer,
+    WeightReader,
+    fsdp_save_state_dict,
+    fsdp_upload_state_dict,
+    use_trinity_sync,
+)
 from trinity_sync.layout import step_folder
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot_lock import locked
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry
-from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.errors import CommitError
+from trinity_sync import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.runs import all_runs
 
@@ -21,9 +21,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     from verl.trainer.config import CheckpointConfig
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
-    from trinity_sync.settings import Settings
+    from trinity_sync import CheckpointCoordinator, FSDPCheckpointManager, Settings
 
     said: list[str] = []
     log = logging.getLogger("trinity_sync.storage.restore")

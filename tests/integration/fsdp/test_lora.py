@@ -19,14 +19,16 @@ from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.weights import VersionFile
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.engine import fsdp_save_state_dict
-from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync import (
+    CheckpointCoordinator,
+    ConfigError,
+    FSDPCheckpointManager,
+    Settings,
+    WeightReader,
+    fsdp_save_state_dict,
+)
 from trinity_sync.layout import step_folder
-from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
 
 RANK, STEP = 4, 3

@@ -12,11 +12,14 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, differences
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync import (
+    CheckpointCoordinator,
+    CommitError,
+    ConfigError,
+    FSDPCheckpointManager,
+    Settings,
+)
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest

@@ -9,11 +9,8 @@ from verl.trainer.config import CheckpointConfig
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained, copied, differences
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ImageError
-from trinity_sync.fsdp.manager import FSDPCheckpointManager
+from trinity_sync import CheckpointCoordinator, FSDPCheckpointManager, ImageError, Settings
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.settings import Settings
 
 
 @pytest.fixture(params=[1, 2], ids=["fsdp1", "fsdp2"])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.models import Trained, differences
 from tests.integration.fsdp.ranks import on_ranks
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync import CommitError, ConfigError
 from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.to_dcp import to_dcp
@@ -44,7 +44,7 @@ SAVED = {  # version of FSDP, ranks, replicas
 def manager_of(trained: Trained, coordinator: Any = None) -> Any:
     from verl.trainer.config import CheckpointConfig
 
-    from trinity_sync.fsdp.manager import FSDPCheckpointManager
+    from trinity_sync import FSDPCheckpointManager
 
     return FSDPCheckpointManager(
         trained.model,
@@ -61,8 +61,7 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.settings import Settings
+    from trinity_sync import CheckpointCoordinator, Settings
 
     for name in names:
         version, _, replicas = SAVED[name]

@@ -18,9 +18,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.verl.driver import finding
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.integrations.verl.sft import ending, finding_together, handing_over

@@ -21,9 +21,8 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import SaveFailedError
 from trinity_sync.integrations.verl.driver import finding, fitting, launching, saving
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk

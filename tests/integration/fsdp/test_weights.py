@@ -14,9 +14,8 @@ import torch
 from tests.integration.fsdp.ranks import on_ranks
 from tests.unit.weights import VersionFile, digest
 from tests.unit.without_ray import follower
-from trinity_sync.errors import WeightSyncError
+from trinity_sync import WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version import ImageRef, Version
 
 CASES: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {
@@ -77,9 +76,8 @@ def _upload_all(root: Path, spool: Path) -> list[str]:
     import torch.distributed as dist
 
     from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync import CheckpointCoordinator, Settings
     from trinity_sync.fsdp.state_dict import model_state
-    from trinity_sync.settings import Settings
 
     coordinator = CheckpointCoordinator.of_process_group(
         root, settings=Settings(spool=spool, slots=4), trigger=CommitsHere()

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.waiting import until
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.settings import Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon

@@ -16,8 +16,7 @@ import torch
 
 from tests.conftest import environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
-from trinity_sync.errors import StackError
-from trinity_sync.settings import Settings
+from trinity_sync import Settings, StackError
 from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed

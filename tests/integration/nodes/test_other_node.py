@@ -17,12 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.conftest import QUIET, environment
 from tests.unit.job import Job
 from tests.unit.weights import digest, first, train, upload
-from trinity_sync.errors import WeightSyncError
+from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.weights.publisher import Publisher
-from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Version
 
 pytestmark = pytest.mark.slow

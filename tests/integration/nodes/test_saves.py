@@ -13,8 +13,7 @@ from tests.integration.nodes.joined import (
     joined,
 )
 from tests.integration.prefect_api import Api, key_of, kind_of
-from trinity_sync.errors import SaveFailedError
-from trinity_sync.settings import Settings
+from trinity_sync import SaveFailedError, Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.restore import load_shards

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from tests.conftest import QUIET, environment
+from trinity_sync import Synchronizer
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.synchronizer import Synchronizer
 
 
 @pytest.fixture(scope="module")

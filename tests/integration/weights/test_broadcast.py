@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync import ConfigError, WeightSyncError
 from trinity_sync.weights.broadcast import (
     MESSAGE,
     receive_into,

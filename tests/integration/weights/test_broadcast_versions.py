@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from trinity_sync.errors import WeightSyncError
+from trinity_sync import WeightSyncError
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import join_weight_group, weight_group_address
 
@@ -32,7 +32,7 @@ class Party:
     def send(self, step: int, rendezvous: Path) -> None:
         import torch.distributed as dist
 
-        from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
+        from trinity_sync import fsdp_sync_weight_nccl
 
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
         engine = SimpleNamespace(module=torch.nn.Linear(3, 4), is_param_offload_enabled=False)

@@ -12,15 +12,13 @@ import torch
 from tests.unit.job import Job
 from tests.unit.weights import digest, first, train, upload
 from tests.waiting import until
-from trinity_sync.errors import WeightSyncError
+from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.version_tag import Published
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.object_store import fetch_deltas
 from trinity_sync.weights.publisher import Publisher
-from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.state_files import write_address
-from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Gone
 
 

@@ -13,11 +13,10 @@ from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
 from tests.unit.test_sweep import commit_and_die_after_the_manifest, sweep
 from tests.waiting import until
-from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync import ConfigError, Synchronizer, WeightSyncError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.state_files import read_address, read_state
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import ImageRef, Version
 
 ASK_S = 60.0

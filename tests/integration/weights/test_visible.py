@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
-from trinity_sync.settings import Settings
+from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.state_files import address_file, write_address
@@ -19,9 +19,8 @@ TRAINING = """
 import sys, time, ray, torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, Synchronizer
 from trinity_sync.layout import job_id
-from trinity_sync.weights.synchronizer import Synchronizer
 
 root = sys.argv[1]
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's
