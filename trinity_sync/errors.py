@@ -21,7 +21,7 @@
      ├─ ExportError                 shards that cannot be written as a Hugging Face model
      ├─ RemoteError                 a store of copies cannot be reached, read or written
      │   └─ CorruptedCopyError      what is there are not the bytes that its manifest names
-     ├─ StepInUseError              a lease or a pin holds a step that was to be taken away
+     ├─ StepInUseError              steps to be removed are leased, pinned or tagged
      ├─ LockTimeoutError            a lock that another process has for too long
      ├─ CatalogError                the SQL index is away, refuses, or is of a newer version
      ├─ WeightSyncError             weights that did not get from the trainer to a reader
@@ -35,7 +35,7 @@ A message names the job, step, role, rank and path that it is about, and ends wi
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -199,7 +199,20 @@ class CorruptedCopyError(RemoteError):
 
 
 class StepInUseError(TrinitySyncError):
-    """A lease or a pin holds a step that was to be taken away."""
+    """Steps that were to be removed or quarantined are leased, pinned or tagged.
+
+    Attributes:
+        holders: names of the readers, or the reasons of pins and tags, by step.
+    """
+
+    def __init__(self, message: str, *, holders: Mapping[int, Sequence[str]] | None = None) -> None:
+        super().__init__(message)
+        self.holders = {step: tuple(names) for step, names in (holders or {}).items()}
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps, in order."""
+        return tuple(sorted(self.holders))
 
 
 class LockTimeoutError(TrinitySyncError):

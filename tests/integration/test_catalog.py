@@ -30,9 +30,10 @@ from trinity_sync.catalog.queries import jobs
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
+from trinity_sync.storage.pins import pin
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.state_files import write_address, write_state
@@ -78,7 +79,7 @@ def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
     with opened(url) as engine:
         for step in (10, 20, 30):
             mirror(engine, root, [step], flow_run=f"run of {step}")
-        with take_lease(root, 30, "explorer"):
+        with acquire_lease(root, 30, "explorer"):
             mirror(engine, root, [])
             (job,) = jobs(engine)
             assert differences(engine, root) == []

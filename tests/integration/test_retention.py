@@ -13,8 +13,8 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.claims import take_lease
 from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.leases import acquire_lease
 
 STATE = {"w": torch.arange(5000.0)}
 
@@ -67,7 +67,7 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     rows = json.loads(artifact.data)
     assert [row["state"] for row in rows] == ["would be removed", "would be removed", "kept"]
     assert steps_on_disk(root) == [1, 2, 3]
-    with take_lease(root, 2, "explorer"):
+    with acquire_lease(root, 2, "explorer"):
         done = api.ended(api.start(wanted, "retention/retention"))
     (artifact,) = api.artifacts_of(done)
     rows = {row["step"]: row for row in json.loads(artifact.data)}

@@ -25,8 +25,8 @@ PACKAGES = (
     "kmod",
 )
 PARTS = (
-    "abilities attachments beginning claims commit histories placement reconcile restore resuming "
-    "retention retention_races rewind roots sweep turns verify"
+    "abilities attachments beginning commit histories leases pins placement reconcile restore "
+    "resuming retention retention_races rewind roots sweep turns verify"
 )
 NOT_HERE = "large_files_wait"
 """Of a test: files are not recycled where other nodes may see them."""

@@ -38,14 +38,15 @@ from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.claims import leases, nobody_claims, pin, step_of, tag, take_lease
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
 from trinity_sync.storage.quarantine import aside_folder, replacing_folder
 from trinity_sync.storage.required_remote import is_stored, note_store, note_stored
@@ -98,7 +99,7 @@ def removed_by(root: Path, rules: Rules) -> list[int]:
 
 def look_at(root: Path) -> list[Any]:
     """What a node that is asked this has in its caches afterwards."""
-    seen = [leases(root), all_runs(root), newest(root)]
+    seen = [list_leases(root), all_runs(root), newest(root)]
     seen += [own_manifest(root, 1, step) for step in range(1, 10)]
     return [list(root.rglob("*")), seen]
 
@@ -135,7 +136,7 @@ def read_on_until(root: Path, last: int) -> list[int]:
         if found is None or (seen and found.step == seen[-1]):
             continue
         try:
-            with take_lease(root, found.step, "reader"):
+            with acquire_lease(root, found.step, "reader"):
                 assert_holds(root, found.step, found.step)
         except CommitError:  # removed before it was leased
             continue
@@ -243,9 +244,9 @@ def test_a_node_of_rank_0_that_sees_late_is_refused(
 def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
-    with take_lease(root, 3, "one of this node"):
+    with acquire_lease(root, 3, "one of this node"):
         look_at(root)
-        lease = other.call(take_lease, root, 1, "explorer")
+        lease = other.call(acquire_lease, root, 1, "explorer")
         assert removed_by(root, keep_last(1)) == [2]
     other.call(lease.__exit__, None, None, None)
     assert removed_by(root, keep_last(1)) == [1]
@@ -260,13 +261,13 @@ def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> N
     assert removed_by(root, keep_last(1)) == [2]
 
 
-@pytest.mark.parametrize("claim", [pin, partial(take_lease, holder="explorer")])
+@pytest.mark.parametrize("claim", [pin, partial(acquire_lease, holder="explorer")])
 def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
     root: Path, other: Node, claim: Callable[..., Any]
 ) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
-    with one_change_at_a_time(root), nobody_claims(root):
+    with one_change_at_a_time(root), removal_lock(root):
         pass  # their files are known here
     planned = plan(survey(root), keep_last(1), time.time())
     other.call(claim, root, 1)
@@ -288,12 +289,12 @@ def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
 
 def test_a_lease_holds_that_was_renewed_since_it_was_looked_at(root: Path, other: Node) -> None:
     commit_files(root, 1)
-    lease = other.call(partial(take_lease, ttl_s=600), root, 1, "explorer")
+    lease = other.call(partial(acquire_lease, ttl_s=600), root, 1, "explorer")
     taken_at = time.time() - 500
     other.call(os.utime, lease.path, (taken_at, taken_at))
-    assert leases(root, clock=lambda: taken_at)
+    assert list_leases(root, clock=lambda: taken_at)
     other.call(lease.renew)
-    assert leases(root, clock=lambda: taken_at + 700)
+    assert list_leases(root, clock=lambda: taken_at + 700)
 
 
 def test_a_tag_is_not_taken_from_the_step_that_the_other_node_gave_it(
@@ -303,12 +304,12 @@ def test_a_tag_is_not_taken_from_the_step_that_the_other_node_gave_it(
         commit_files(root, step)
     tag(root, 1, "first")
     with pytest.raises(ConfigError, match="neither"):
-        step_of(root, "best")
+        resolve_step(root, "best")
     other.call(tag, root, 1, "best")
     with pytest.raises(ConfigError, match="best is at step 1"):
         tag(root, 2, "best")
     other.call(partial(tag, force=True), root, 2, "best")
-    assert step_of(root, "best") == 2
+    assert resolve_step(root, "best") == 2
 
 
 def test_metrics_of_two_nodes_come_together(root: Path, other: Node) -> None:
@@ -373,7 +374,7 @@ def test_no_lease_is_given_for_a_step_that_the_other_node_has_removed(
     other.call(look_at, root)
     assert removed_by(root, keep_last(1)) == [1]
     with pytest.raises(CommitError, match="is not committed"):
-        other.call(take_lease, root, 1, "explorer")
+        other.call(acquire_lease, root, 1, "explorer")
 
 
 def test_a_run_that_begins_on_one_node_leaves_those_of_the_other_behind(
@@ -420,8 +421,8 @@ def test_a_lease_is_given_for_a_step_that_was_looked_for_before_its_commit(
     commit_files(root, 1)
     other.call(look_at, root)
     commit_files(root, 2)
-    with other.call(take_lease, root, 2, "explorer"):
-        assert [lease.step for lease in leases(root)] == [2]
+    with other.call(acquire_lease, root, 2, "explorer"):
+        assert [lease.step for lease in list_leases(root)] == [2]
 
 
 def test_a_later_run_on_the_other_node_finds_the_step_that_is_in_its_place(
@@ -590,7 +591,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     cut_off.begin(partial(carry_out, spool=spool_folder), root, planned)
     with gate.open("w") as file:
         cut_off.network("down")
-        lease = take_lease(root, 1, "explorer")
+        lease = acquire_lease(root, 1, "explorer")
         cut_off.network("up")
         file.write(receipt)
     with lease, pytest.raises(CommitError, match="lost the lock"):

@@ -22,11 +22,12 @@ from trinity_sync.errors import CatalogError, CommitError, SupersededError, Trin
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
-from trinity_sync.storage.claims import claimed, pin, tag, take_lease
 from trinity_sync.storage.corruption import Damage, mark_damaged
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.pins import pin, steps_in_use, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import newest_run, open_run, refuse_abandoned
 from trinity_sync.storage.verify import check, choose
@@ -98,13 +99,13 @@ def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
 def test_an_altered_pin_tag_or_lease_still_keeps_its_step(root: Path) -> None:
     pin(root, 1, "the best")
     tag(root, 2, "good")
-    with take_lease(root, 3, "reader") as lease:
+    with acquire_lease(root, 3, "reader") as lease:
         for path in (root / ".trinity_sync/pins").iterdir():
             for where in altered(path):
                 with suppress(CommitError):  # a tag that is torn holds all of them up
-                    assert {1, 2} <= set(claimed(root)), where
+                    assert {1, 2} <= set(steps_in_use(root)), where
         for where in altered(lease.path):
-            assert set(claimed(root)) == {1, 2, 3}, where
+            assert set(steps_in_use(root)) == {1, 2, 3}, where
 
 
 def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:

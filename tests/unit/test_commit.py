@@ -31,7 +31,6 @@ from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.prune import survey
 from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.claims import pin, tag
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
@@ -39,6 +38,7 @@ from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, discard, persist
+from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import newest_run, open_run
 
 

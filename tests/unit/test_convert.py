@@ -17,9 +17,9 @@ from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.claims import leases
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import list_leases
 
 STEP = 40
 
@@ -80,7 +80,7 @@ def test_a_step_is_loaded_by_plain_dcp(job: Job, trained: Trained, tmp_path: Pat
     fresh.optim.load_state_dict(states["optim"])
     assert same(fresh.states, trained.states)
     assert done.components == ("model", "optim")
-    assert leases(job.root) == []
+    assert list_leases(job.root) == []
 
 
 def test_pytorchs_own_tool_makes_one_file_of_it(job: Job, trained: Trained, tmp_path: Path) -> None:

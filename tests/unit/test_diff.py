@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.storage.claims import leases
 from trinity_sync.storage.diff import PIECE, Change, diff
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.runs import open_run
 
 
@@ -146,4 +146,4 @@ def test_what_cannot_be_compared_is_a_sentence(job: Job) -> None:
         diff(job.root, 1, 3)
     with pytest.raises(CommitError, match="no optim of role actor; it has actor/model"):
         diff(job.root, 1, 2, component="optim")
-    assert leases(job.root) == []
+    assert list_leases(job.root) == []

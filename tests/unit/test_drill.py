@@ -10,9 +10,9 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.callable_status import Receipt
-from trinity_sync.storage.claims import LONG_LEASE_S, leases
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.drill import drill
+from trinity_sync.storage.leases import LONG_LEASE_S, list_leases
 
 
 def save(job: Job, *steps: int) -> None:
@@ -31,7 +31,7 @@ def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
     assert done
     assert (done.step, done.files, done.seconds, done.checked) == (2, 4, 4.0, True)
     assert done.nbytes == sum(p.stat().st_size for p in step_folder(job.root, 2).rglob("*.pt"))
-    assert leases(job.root) == []
+    assert list_leases(job.root) == []
 
 
 def test_a_job_without_a_checkpoint_has_nothing_to_load(job: Job) -> None:
@@ -83,7 +83,7 @@ def test_a_step_stays_claimed_however_long_it_takes_to_load(job: Job) -> None:
     claimed: list[float] = []
 
     def clock() -> float:
-        claimed.extend(lease.ttl_s for lease in leases(job.root))
+        claimed.extend(lease.ttl_s for lease in list_leases(job.root))
         return float(len(claimed))
 
     drill(job.root, clock=clock)

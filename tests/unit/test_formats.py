@@ -53,7 +53,6 @@ from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.stack.doctor import examine
-from trinity_sync.storage.claims import claimed, pin, tag, take_lease, unpin
 from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
@@ -63,8 +62,10 @@ from trinity_sync.storage.latest_pointer import (
     read_iteration,
     settle_iteration,
 )
+from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
+from trinity_sync.storage.pins import pin, steps_in_use, tag, unpin
 from trinity_sync.storage.quarantine import aside_folder
 from trinity_sync.storage.required_remote import note_store, note_stored
 from trinity_sync.storage.restore import load_states
@@ -158,7 +159,7 @@ def test_a_claim_of_another_release_holds_its_step(
         assert (wishes(job.root), awaited(job.root)) == ([], {1: ["actor"]})
         said = caplog.text
     else:
-        said = "; ".join(claimed(job.root)[1])
+        said = "; ".join(steps_in_use(job.root)[1])
     assert "upgrade trinity-sync in" in said
     assert str(records[name].path) in said
     assert records[name].path.read_bytes() == kept
@@ -499,7 +500,7 @@ def _tag(job: Job) -> Path:
 
 
 def _lease(job: Job) -> Path:
-    return take_lease(job.root, 1, "reader", ttl_s=0.0).path
+    return acquire_lease(job.root, 1, "reader", ttl_s=0.0).path
 
 
 def _metrics(job: Job) -> Path:

@@ -25,11 +25,12 @@ from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.claims import Lease, pin, take_lease, unpin
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.pins import pin, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
@@ -147,7 +148,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(set(self.steps) - set(self.leased))))
-        self.leased[step] = take_lease(self.job.root, step, "reader")
+        self.leased[step] = acquire_lease(self.job.root, step, "reader")
 
     @precondition(lambda self: self.leased)
     @rule(data=st.data())

@@ -12,9 +12,10 @@ from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import LINKED, Removal, Rules, carry_out, plan, survey
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.pins import pin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
@@ -143,7 +144,7 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     assert newest(job.root).step == 2
     assert weights(job, 2) == 2.0
     pin(job.root, 2)
-    take_lease(job.root, 2, "reader").release()
+    acquire_lease(job.root, 2, "reader").release()
     assert [verdict.state for verdict in judge(check(choose(job.root, step=2)))] == ["whole"]
     for repair in FILE_REPAIRS:
         assert list(repair(job.root)) == []

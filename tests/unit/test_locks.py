@@ -27,8 +27,8 @@ from trinity_sync.layout import step_folder
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.storage import claims, metrics, restore
-from trinity_sync.storage.claims import leases, nobody_claims, take_lease
+from trinity_sync.storage import leases, metrics, restore
+from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
 
 SOMEBODY = 12345
@@ -219,13 +219,13 @@ def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
 
 def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> None:
     commit_files(job.root, 4)
-    with take_lease(job.root, 4, "parent") as lease:
+    with acquire_lease(job.root, 4, "parent") as lease:
         if (child := os.fork()) == 0:
             lease.__exit__(None, None, None)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert [each.holder for each in leases(job.root)] == ["parent"]
-    assert leases(job.root) == []
+        assert [each.holder for each in list_leases(job.root)] == ["parent"]
+    assert list_leases(job.root) == []
 
 
 def test_who_waits_too_long_is_told_who_has_the_lock(
@@ -355,13 +355,13 @@ def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> 
 def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "CLAIM_S", 0.05)
+    monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
     for step in (1, 2):
         commit_files(job.root, step)
     made = plan(survey(job.root), Rules(LastN(1), All()), now=0)
     assert [each.step for each in made.removed] == [1]
-    with running(HOLD, job.root / ".trinity_sync/claims.lock", "shared") as hangs:
-        with pytest.raises(LockTimeoutError, match=f"claims.lock .* process {hangs.pid} "):
+    with running(HOLD, job.root / ".trinity_sync/removal.lock", "shared") as hangs:
+        with pytest.raises(LockTimeoutError, match=f"removal.lock .* process {hangs.pid} "):
             carry_out(job.root, made)
         assert step_folder(job.root, 1).is_dir()
         assert is_free(job.root / ".trinity_sync/commit.lock")
@@ -479,12 +479,12 @@ def test_who_may_only_read_a_root_holds_nothing_up(
     os.umask(0o022)
     job.stage(1, {"model": {"w": torch.ones(3)}}, strategy="single_thread")
     job.commit(1)
-    with one_change_at_a_time(job.root), nobody_claims(job.root):
+    with one_change_at_a_time(job.root), removal_lock(job.root):
         pass
     metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
     carry_out(job.root, plan(survey(job.root), Rules(LastN(1), All()), now=0))
     locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
-    assert {"commit.lock", "claims.lock", "writing.lock", "lock"} <= {path.name for path in locks}
+    assert {"commit.lock", "removal.lock", "writing.lock", "lock"} <= {path.name for path in locks}
 
     def hold_all() -> None:
         assert (step_folder(job.root, 1) / "manifest.json").read_text()

@@ -31,13 +31,13 @@ from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, claims
+from trinity_sync.storage import block_reuse, pins
 from trinity_sync.storage import commit as commit_module
-from trinity_sync.storage.claims import pin, pins, tag, unpin
 from trinity_sync.storage.corruption import Damage, mark_damaged, unmark
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.pins import list_pins, pin, tag, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
@@ -80,7 +80,7 @@ def view(root: Path) -> View:
         frozenset(steps.values()),
         tuple(torn),
         tuple(read_iteration(root, kind) for kind in KINDS),
-        frozenset((each.step, each.name) for each in pins(root)),
+        frozenset((each.step, each.name) for each in list_pins(root)),
         last.number if last else 0,
     )
 
@@ -289,7 +289,7 @@ UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
         (a_save, direct_writer, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
         (a_save, commit_module, "sync_folder", lambda folder: None, "lost: .*1, 1"),
         (a_save, atomic, "sync_folder", lambda folder: None, "the newest run is 0"),
-        (a_pin, claims, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
+        (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
     ],
     ids=["bytes", "names", "run", "unpin"],
 )

@@ -27,10 +27,10 @@ from trinity_sync.retention.prune import NOT_STORED, Rules, carry_out, plan, sur
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import examine_root
-from trinity_sync.storage.claims import pin
 from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.pins import pin
 from trinity_sync.storage.required_remote import is_stored, store_of
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run

@@ -58,7 +58,8 @@ from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules
 from trinity_sync.settings import Settings
-from trinity_sync.storage.claims import Lease, pin, tag, take_lease, unpin
+from trinity_sync.storage.leases import Lease, acquire_lease
+from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 
@@ -498,7 +499,7 @@ class Promises(RuleBasedStateMachine):
             tag(self.root, step, "best", force=True)
             self.model.tags["best"] = step
         elif how == "lease" and step not in self.leases:
-            self.leases[step] = take_lease(self.root, step, "reader")
+            self.leases[step] = acquire_lease(self.root, step, "reader")
             self.model.leased.add(step)
         elif how == "nobody claims anything":
             for claimed in (*self.model.pinned, *self.model.tags):

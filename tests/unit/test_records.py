@@ -34,13 +34,14 @@ from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.claims import claimed, leases, pin, pins, tag, take_lease
 from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
+from trinity_sync.storage.pins import list_pins, pin, steps_in_use, tag
 from trinity_sync.storage.placement import placement
 from trinity_sync.storage.required_remote import (
     is_stored,
@@ -80,7 +81,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     note_stored(root, "file:///copies", manifest)
     step = step_folder(root, 1)
     slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
-    with take_lease(root, 1, "reader") as lease:
+    with acquire_lease(root, 1, "reader") as lease:
         mark = step / "damaged.json"
         mark_damaged(root, 1, Damage({"actor/a.pt": "is missing"}, 1.7e9))
         yield {
@@ -94,9 +95,9 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 lambda: (all_runs(root), refuse_abandoned(root, 1, "first", 4))[0],
                 (CommitError, SupersededError),
             ),
-            "pin": Kind(private / "pins/1.json", lambda: pins(root)),
-            "tag": Kind(private / "pins/good.json", lambda: pins(root), (CommitError,)),
-            "lease": Kind(lease.path, lambda: (leases(root), claimed(root))[0]),
+            "pin": Kind(private / "pins/1.json", lambda: list_pins(root)),
+            "tag": Kind(private / "pins/good.json", lambda: list_pins(root), (CommitError,)),
+            "lease": Kind(lease.path, lambda: (list_leases(root), steps_in_use(root))[0]),
             "ticket": Kind(ticket, lambda: read_ticket(slots[ticket]), (TicketError,)),
             "receipt": Kind(
                 next(job.spool.receipts.iterdir()),

@@ -20,9 +20,9 @@ from trinity_sync.layout import MANIFEST
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.storage.claims import leases
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
@@ -66,7 +66,7 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     (there,) = Remote(any_url).steps()
     assert (there.manifest, there.state) == (read_manifest(job.root, 4), "whole")
     assert set(Remote(any_url).sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
-    assert leases(job.root) == []
+    assert list_leases(job.root) == []
 
     back = tmp_path / "another machine"
     assert fetch(any_url, None, back)[1]
@@ -207,7 +207,7 @@ def test_a_bucket_that_refuses_writes_is_a_sentence(
     with pytest.raises(RemoteError, match=r"cannot write .* of step 4 .*") as refused:
         replicate(job.root, f"s3://{bucket}/job", 4)
     assert SECRET not in str(refused.value)
-    assert leases(job.root) == []
+    assert list_leases(job.root) == []
 
 
 def test_a_bucket_that_is_missing_is_a_sentence(commit: Callable[..., Job], s3: object) -> None:

@@ -16,7 +16,8 @@ from trinity_sync.cli.page import render
 from trinity_sync.orchestration.report import JobFacts, gather
 from trinity_sync.orchestration.run_history import RunFacts
 from trinity_sync.settings import Settings
-from trinity_sync.storage.claims import pin, take_lease
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.pins import pin
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.weights.book import Book
 from trinity_sync.weights.state_files import write_state
@@ -38,7 +39,7 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
     book.serve("explorer-1", 30, now=1.7e9, run=1)
     (job.root / ".trinity_sync/weights").mkdir()
     write_state(job.root, {"book": book.to_json()})
-    with environment({}), take_lease(job.root, 30, "reader 7"):
+    with environment({}), acquire_lease(job.root, 30, "reader 7"):
         yield gather(Settings(home=tmp_path), job.root)
 
 

@@ -12,7 +12,7 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.layout import KINDS, Kind, step_folder
-from trinity_sync.storage.claims import leases
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.runs import newest_run
 
 
@@ -43,7 +43,7 @@ def test_a_step_that_cannot_be_loaded_begins_nothing(
         second.load(40)
     assert second.load(30)["model"]["w"][0] == 30
     assert newest_run(saved).resumed_from == 30
-    assert leases(saved) == []
+    assert list_leases(saved) == []
 
 
 def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:

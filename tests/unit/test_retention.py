@@ -20,7 +20,6 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt, write_receipt
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, take_spare
-from trinity_sync.storage.claims import pin, take_lease
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import (
     AWAITED_S,
@@ -30,7 +29,9 @@ from trinity_sync.storage.export_requests import (
     make_wish,
 )
 from trinity_sync.storage.latest_pointer import advance_iteration
+from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
+from trinity_sync.storage.pins import pin
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -252,7 +253,7 @@ def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
         commit_files(root, step)
     made = planned(root)
     pin(root, 1)
-    lease = take_lease(root, 2, "explorer 7")
+    lease = acquire_lease(root, 2, "explorer 7")
     done = carry_out(root, made)
     assert numbers(done.removed) == [3]
     assert spared(done) == {1: "pinned", 2: "leased by explorer 7"}

@@ -16,7 +16,7 @@ import json, sys, time
 from pathlib import Path
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
-from trinity_sync.storage.claims import take_lease
+from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
@@ -44,7 +44,7 @@ READ = """
 read = 0
 while not (root / "stop").exists():
     try:
-        lease = take_lease(root, newest(root).step, "reader")
+        lease = acquire_lease(root, newest(root).step, "reader")
     except CommitError:
         continue  # it went between the question and the lease
     with lease:

@@ -14,9 +14,10 @@ from trinity_sync.layout import Kind
 from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.retention.quarantine import let_go_of_aside
-from trinity_sync.storage.claims import pin, pins, tag, tags, take_lease
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.weights.committed import newest_version
@@ -133,23 +134,25 @@ def test_a_step_that_is_not_committed_or_damaged_changes_nothing(trained: Job) -
 
 def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
     with (
-        take_lease(trained.root, 30, "explorer 7"),
-        pytest.raises(StepInUseError, match="step 30: explorer 7"),
+        acquire_lease(trained.root, 30, "explorer 7"),
+        pytest.raises(StepInUseError, match="step 30: explorer 7") as refused,
     ):
         rewind(trained.root, 10, force=True)
+    assert (refused.value.steps, refused.value.holders) == ((30,), {30: ("explorer 7",)})
     assert newest(trained.root).step == 30
     assert newest_run(trained.root).number == 1
-    with take_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
+    with acquire_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
         rewind(trained.root, 10)
 
 
 def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
     pin(trained.root, 30, "the paper's")
-    with pytest.raises(StepInUseError, match="step 30: the paper's"):
+    with pytest.raises(StepInUseError, match="step 30: the paper's") as refused:
         rewind(trained.root, 10)
+    assert refused.value.holders == {30: ("the paper's",)}
     assert newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).aside
-    assert pins(trained.root) == []
+    assert list_pins(trained.root) == []
 
 
 def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Job) -> None:
@@ -158,7 +161,7 @@ def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Jo
     with pytest.raises(StepInUseError, match="step 30: best"):
         rewind(trained.root, 10)
     assert 30 in rewind(trained.root, 10, force=True).aside
-    assert list(tags(trained.root)) == ["start"]
+    assert list(list_tags(trained.root)) == ["start"]
 
 
 def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> None:

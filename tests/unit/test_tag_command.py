@@ -13,7 +13,7 @@ from tests.unit.job import Job
 from tests.unit.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.claims import step_of, tag
+from trinity_sync.storage.pins import resolve_step, tag
 
 
 @pytest.fixture
@@ -113,4 +113,4 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
         assert done.stderr.startswith("trinity-sync: ")
         assert done.stderr.count("\n") == 1
         assert words in done.stderr
-    assert (step_of(root, "best"), step_of(root, "start")) == (20, 10)
+    assert (resolve_step(root, "best"), resolve_step(root, "start")) == (20, 10)

@@ -22,7 +22,7 @@ from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_writer import digest_of_bytes
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
-from trinity_sync.storage.claims import leases
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.reader import WeightReader
@@ -86,8 +86,8 @@ def test_where_a_version_was_overwritten_its_commit_is_taken(
         upload(job, step, weights(step))
     with reader.hold(version) as held:
         assert (held.version.step, held.version.source) == (3, "checkpoint")
-        assert [lease.holder for lease in leases(job.root)] == ["test"]
-    assert leases(job.root) == []
+        assert [lease.holder for lease in list_leases(job.root)] == ["test"]
+    assert list_leases(job.root) == []
     assert loaded(reader) == (3, 3)
 
 
@@ -165,7 +165,7 @@ def test_what_a_slow_reader_holds_outlasts_retention(
         job.stage(step, {"model": weights(step)})
         job.commit(step)
     with reader.hold(Version(1, 1, "checkpoint", str(job.root))):
-        (lease,) = leases(job.root)
+        (lease,) = list_leases(job.root)
         os.utime(lease.path, (0, lease.path.stat().st_mtime - 3600))  # an hour goes by
         assert prune() == []
         assert loaded(reader, Version(1, 1, "checkpoint", str(job.root))) == (1, 1)
@@ -198,7 +198,7 @@ def test_a_root_that_may_only_be_read_is_read_without_a_lease(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[1.0, 1.0, 1.0]\n"
     assert "step 1 in" in done.stderr
-    assert "cannot be claimed (Read-only file system)" in done.stderr
+    assert "cannot be leased (Read-only file system)" in done.stderr
 
 
 def test_an_older_version_is_never_taken(

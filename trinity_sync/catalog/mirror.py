@@ -30,10 +30,11 @@ from trinity_sync.errors import CommitError, FormatError, ManifestError
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
-from trinity_sync.storage.claims import leases, pins
 from trinity_sync.storage.discovery import require_whole
+from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.runs import all_runs
 from trinity_sync.weights.state_files import read_state
 
@@ -234,10 +235,10 @@ def _rows_of(
                 rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
     for run in all_runs(root):
         rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
-    for pin in pins(root):
+    for pin in list_pins(root):
         name = f"{pin.name or pin.step}.json"
         rows[Claim].append(_claim(job, name, pin.step, pin.kind, pin.why))
-    for lease in leases(root):
+    for lease in list_leases(root):
         rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
     return rows
 

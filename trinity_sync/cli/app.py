@@ -92,9 +92,9 @@ def existing(root: Path) -> Path:
 
 def step_in(root: Path, step: str) -> int:
     """The step of a job that was named by its number or a tag; else a `ConfigError`."""
-    from trinity_sync.storage.claims import step_of
+    from trinity_sync.storage.pins import resolve_step
 
-    return step_of(existing(root), step)
+    return resolve_step(existing(root), step)
 
 
 def print_json(value: Any) -> None:

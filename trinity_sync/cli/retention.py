@@ -97,9 +97,9 @@ def pin(
 ) -> None:
     """Keep a committed step until it is unpinned, whatever policies say."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import claims
+    from trinity_sync.storage import pins
 
-    made = claims.pin(root, step_in(root, step), reason)
+    made = pins.pin(root, step_in(root, step), reason)
     try_mirror(read_settings(), root, [])
     typer.echo(f"step {made.step} is pinned")
 
@@ -110,11 +110,11 @@ def pin(
 def unpin(root: Root, step: Step) -> None:
     """Let the policies decide about a pinned step again."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import claims
+    from trinity_sync.storage import pins
 
     number = step_in(root, step)
-    pinned = claims.unpin(root, number)
+    pinned = pins.unpin(root, number)
     try_mirror(read_settings(), root, [])
     typer.echo(f"step {number} {'is not pinned any more' if pinned else 'was not pinned'}")
-    if kept := [tag.name for tag in claims.tags(root).values() if tag.step == number]:
+    if kept := [tag.name for tag in pins.list_tags(root).values() if tag.step == number]:
         typer.echo(f"it is kept by the tag {', '.join(kept)}; see trinity-sync untag")

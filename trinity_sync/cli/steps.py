@@ -100,10 +100,10 @@ def show(
 ) -> None:
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
-    from trinity_sync.storage.claims import tags
     from trinity_sync.storage.corruption import damage_of
     from trinity_sync.storage.discovery import require_committed
     from trinity_sync.storage.manifest import read_manifest
+    from trinity_sync.storage.pins import list_tags
 
     number = step_in(root, step)
     manifest = read_manifest(root, number) or require_committed(root, number)
@@ -112,7 +112,7 @@ def show(
     damage = damage_of(root, number)
     bad = damage.files if damage else {}
     whole = not bad and all(sizes[record.path] == record.nbytes for record in manifest.files)
-    tagged = [tag.name for tag in tags(root).values() if tag.step == number]
+    tagged = [tag.name for tag in list_tags(root).values() if tag.step == number]
     if as_json:
         more = {"bytes": manifest.nbytes, "whole": whole, "damaged": bad, "tags": tagged}
         print_json({**asdict(manifest), **more})
@@ -150,9 +150,9 @@ def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
 
 def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
-    from trinity_sync.storage.claims import claimed, tags
     from trinity_sync.storage.latest_pointer import read_iteration
     from trinity_sync.storage.manifest import read_manifest
+    from trinity_sync.storage.pins import list_tags, steps_in_use
     from trinity_sync.storage.required_remote import is_stored, store_of
 
     try:
@@ -160,7 +160,7 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     except FormatError:  # said by the command
         has_store = False
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
-    claims, tagged = claimed(root), tags(root).values()
+    claims, tagged = steps_in_use(root), list_tags(root).values()
     rows = []
     for step in steps:
         why = ""

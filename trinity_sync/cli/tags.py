@@ -43,12 +43,12 @@ def tag(
 ) -> None:
     """Give a committed step a name; it is kept as if it were pinned, until the tag is gone."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import claims
+    from trinity_sync.storage import pins
 
     if listed:
         if step is not None:
             raise ConfigError("say either which step to tag, STEP NAME, or --list")
-        found = claims.tags(existing(root))
+        found = pins.list_tags(existing(root))
         if as_json:
             print_json([asdict(each) for each in found.values()])
         elif not found:
@@ -63,7 +63,7 @@ def tag(
         return
     if step is None or name is None:
         raise ConfigError("say which step and what name, STEP NAME, or --list to see the tags")
-    made = claims.tag(root, step_in(root, step), name, reason, force=force)
+    made = pins.tag(root, step_in(root, step), name, reason, force=force)
     try_mirror(read_settings(), root, [])
     if as_json:
         print_json(asdict(made))
@@ -78,9 +78,9 @@ def tag(
 def untag(root: Root, name: Annotated[str, typer.Argument(help="The tag.")]) -> None:
     """Remove a tag; the policies decide about its step again, unless it is held otherwise."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage import claims
+    from trinity_sync.storage import pins
 
-    if name.isdecimal() or not claims.unpin(existing(root), name):
+    if name.isdecimal() or not pins.unpin(existing(root), name):
         raise ConfigError(
             f"no step in {root} is tagged {name}; see: trinity-sync tag {root} --list"
         )

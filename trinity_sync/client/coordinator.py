@@ -25,7 +25,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.snapshot.version_tag import Published
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.restore import load_states
 
@@ -104,7 +104,7 @@ class CheckpointCoordinator(TrinityCalls):
         step = check_number("step", step)
         self.check_resume(step)
         rank, world_size = self.rank, self.world_size
-        with take_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
+        with acquire_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
             states = load_states(
                 self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
             )

@@ -30,7 +30,6 @@ from trinity_sync.fs.direct_reader import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, shard_file, step_folder
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
@@ -39,6 +38,7 @@ from trinity_sync.storage.export_requests import (
     forget_wish,
     give_up,
 )
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 
 HUGGINGFACE = "huggingface"
@@ -118,7 +118,10 @@ def export_step(
         scratch = exports_folder(root) / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
-    with take_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S), one_export(root, scratch):
+    with (
+        acquire_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S),
+        one_export(root, scratch),
+    ):
         done = progress_of(scratch if to is None else target)
         if done and done.source == source and done.files:
             joined = {r.path: r.digest for r in require_committed(root, step).files}

@@ -35,8 +35,8 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_reader import digest_file
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, step_folder
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import require_digest
 
@@ -91,7 +91,7 @@ def to_dcp(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{folder} is not empty; nothing was changed. Name another folder.")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    with take_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
+    with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
         manifest = require_committed(base, step)
         shards = _shards(base, manifest, role, components)
         records = [record for each in shards.values() for record in each]

@@ -1,7 +1,7 @@
 """Locks of the kernel on files: they end with the block, or with the process, however it dies.
 
 The one that keeps two changes of a root's committed steps apart is `one_change_at_a_time`. Whoever
-takes it and that of ``claims.nobody_claims`` takes it first.
+takes it and that of ``leases.removal_lock`` takes it first.
 
 To take such a lock a process needs no more than to read the file, so only those who may write into
 the folder of a lock may open it: whoever may read a root cannot keep others from it.

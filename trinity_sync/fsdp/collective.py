@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.layout import split_role_path
-from trinity_sync.storage.claims import to_be_read
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
@@ -66,4 +66,4 @@ def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
     root, step, _ = split_role_path(role_folder)
     if dist.get_rank():
         return require_committed(root, step)
-    return claim.enter_context(to_be_read(root, step, "load by all ranks"))
+    return claim.enter_context(lease_to_read(root, step, "load by all ranks"))

@@ -11,10 +11,11 @@ from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import api_url_for, server_client
 from trinity_sync.orchestration.run_history import RunFacts, retention_of, runs_of
 from trinity_sync.settings import Settings
-from trinity_sync.storage.claims import Lease, Pin, leases, pins
 from trinity_sync.storage.discovery import require_whole
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import Lease, list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.pins import Pin, list_pins
 from trinity_sync.storage.quarantine import aside_folder
 from trinity_sync.weights.state_files import read_state
 
@@ -70,8 +71,8 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
         made_at=clock(),
         steps=[_step(root, step, pointers) for step in steps_on_disk(root)],
         aside=["/".join(path.parts[-2:]) for path in aside],
-        leases=leases(root),
-        pins=pins(root),
+        leases=list_leases(root),
+        pins=list_pins(root),
         readers=_readers(root),
         runs=runs,
         retention=retention,

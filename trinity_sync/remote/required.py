@@ -34,9 +34,9 @@ from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import Replicated, replicate
 from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import Rules, info_of, plan
-from trinity_sync.storage.claims import claimed
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import (
     is_stored,
     must_be_sent,
@@ -136,7 +136,7 @@ def send_missing(root: Path, url: str) -> list[int]:
 def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
     """Remove from the store what a policy lets go of, of the steps that this root has sent.
 
-    The newest stays, and what is claimed in the root; what another root has sent is not ours.
+    The newest stays, and what is in use in the root; what another root has sent is not ours.
 
     Raises:
         ConfigError: the policy cannot be understood, or goes by metrics, which no store has.
@@ -146,7 +146,7 @@ def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
         raise ConfigError(f"TRINITY_SYNC_STORE_KEEP={policy}: a store has no metrics for best=...")
     if isinstance(rules.checkpoints, All):
         return ()  # without a look
-    remote, held = Remote(url), claimed(root)
+    remote, held = Remote(url), steps_in_use(root)
     there = {manifest.step: manifest for manifest in remote.committed()}
     line = lineage(all_runs(root), lambda step: there[step].run if step in there else 0)
     infos = [

@@ -19,7 +19,7 @@ from trinity_sync.fs.direct_writer import DIGEST
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.remote_root import CHUNK, Remote
-from trinity_sync.storage.claims import Lease, take_lease
+from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 
 PARALLEL = 4
@@ -70,7 +70,7 @@ def replicate(
     """
     remote = Remote(url)
     start = time.perf_counter()
-    with take_lease(root, step, f"replicate to {remote.url}") as lease:
+    with acquire_lease(root, step, f"replicate to {remote.url}") as lease:
         text = (step_folder(root, step) / MANIFEST).read_bytes()
         manifest = parse_manifest(text, step_folder(root, step) / MANIFEST, step)
         missing = _missing(remote, manifest)

@@ -1,7 +1,7 @@
 """Retention: which steps may go, why the others stay, and how one goes without half of it left.
 
 First a plan, from policies and from what is on disk; nothing is touched. Then each step of it on
-its own, under the locks of commits and claims: it is asked again whether anybody needs the step,
+its own, under the locks of commits and removals: it is asked again whether anybody needs the step,
 and whether a newer one is whole; then it loses its name in one rename to ``.trinity_sync/trash``.
 Its files are removed afterwards, without a lock, so whatever dies when, a step is there as it was
 committed or it is not there. What a crash left in the trash goes with the next retention.
@@ -35,12 +35,13 @@ from trinity_sync.retention.policies import All, Policy, StepInfo
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.claims import claimed, nobody_claims
 from trinity_sync.storage.discovery import committed_steps, require_committed, require_whole
 from trinity_sync.storage.export_requests import awaited, forget_exports
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
+from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import must_be_sent
 from trinity_sync.storage.runs import Lineage, all_runs, lineage, newest_run, refuse_abandoned
 
@@ -247,7 +248,7 @@ def carry_out(
     for error in job.tickets()[1] if job else []:
         logger.warning("retention of %s goes on without this image: %s", root, error)
     for each in plan.removed:
-        with one_change_at_a_time(root) as changes, nobody_claims(root) as claims:
+        with one_change_at_a_time(root) as changes, removal_lock(root) as removal:
             try:
                 reason = _reason_to_stay(Path(root), each, plan, job)
             except FormatError as error:
@@ -255,7 +256,7 @@ def carry_out(
             if reason:
                 done.spared.append((each, reason))
             elif reason is None:
-                for lock in (changes, claims):
+                for lock in (changes, removal):
                     lock.require_ours()
                 _take_name_away(Path(root), each.step)
                 done.removed.append(each)
@@ -269,7 +270,7 @@ def carry_out(
 
 def _held(root: str | Path) -> dict[int, list[str]]:
     """Steps that somebody needs whatever policies say, with reasons."""
-    held = claimed(root)
+    held = steps_in_use(root)
     for step, roles in awaited(root).items():
         held[step].append(f"the model of {', '.join(roles)} is to be exported")
     for kind in KINDS:

@@ -48,7 +48,6 @@ from trinity_sync.snapshot.callable_status import Receipt, forget_receipts, rece
 from trinity_sync.snapshot.slot_lock import locked, release
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.claims import pins
 from trinity_sync.storage.corruption import unmark
 from trinity_sync.storage.discovery import newest, require_whole
 from trinity_sync.storage.export_requests import pass_on_wishes
@@ -72,6 +71,7 @@ from trinity_sync.storage.persist import (
     mark_image_failed,
     remove_files,
 )
+from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import named
 from trinity_sync.storage.quarantine import let_go_of_replaced, replacing_folder
 from trinity_sync.storage.runs import refuse_abandoned
@@ -370,7 +370,7 @@ def _refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:
             tagged.
     """
     lost = sorted({*earlier.kinds} - {*manifest.kinds})
-    if lost and any(pin.step == save.step for pin in pins(save.root)):
+    if lost and any(pin.step == save.step for pin in list_pins(save.root)):
         raise SaveError(
             f"{save} is not committed: it would replace the {lost[0]} of run {earlier.run}, which "
             f"is pinned or tagged. Save a checkpoint of step {save.step}, or remove the pin: "

@@ -18,8 +18,8 @@ from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_shard
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 
 PIECE = 1 << 20
@@ -76,8 +76,8 @@ def diff(
         ConfigError: the two were saved by different numbers of ranks.
     """
     with (
-        take_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
-        take_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
+        acquire_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
+        acquire_lease(root, after, "diff", ttl_s=LONG_LEASE_S),
     ):
         manifests = [require_committed(root, step) for step in (before, after)]
         old, new = (_shards(root, each, role, component) for each in manifests)

@@ -17,9 +17,9 @@ from trinity_sync.fs.direct_reader import digest_file, opened, read_open
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.restore import load_shards, require_digest
 
 
@@ -57,7 +57,7 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
     ]
     if not paths and not others:
         raise _nothing_in(step_folder(root, manifest.step))
-    with take_lease(root, manifest.step, "restore drill", ttl_s=LONG_LEASE_S):
+    with acquire_lease(root, manifest.step, "restore drill", ttl_s=LONG_LEASE_S):
         start = clock()
         nbytes = 0
         try:

@@ -6,7 +6,7 @@
       global_step_50/                   as it was; rename it back to undo
 
 What is newer than the step (a later number, or any step of a later run) is set aside. The order is
-the promise; all of it happens under the commit lock and the lock of ``claims``:
+the promise; all of it happens under the commit lock and the lock of removal:
 
 1. A run record that resumed from the step. Dies everything now: what earlier runs have in flight
    beyond the step is refused, and every step can still be loaded.
@@ -36,9 +36,10 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.storage.claims import Pin, leases, nobody_claims, pins, unpin
 from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.storage.leases import list_leases, removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
+from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.quarantine import fresh_folder
 from trinity_sync.storage.required_remote import store_of
 from trinity_sync.storage.runs import open_run
@@ -109,18 +110,18 @@ def rewind(
             "commits then is the newest."
         )
     target = require_committed(base, step)  # before any lock file is made
-    with one_change_at_a_time(base) as changes, nobody_claims(base) as claims:
+    with one_change_at_a_time(base) as changes, removal_lock(base) as removal:
         newer = newer_steps(base, step)
-        pinned = _refuse_claimed(base, step, newer, force=force)
+        pinned = _refuse_in_use(base, step, newer, force=force)
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
-        for lock in (changes, claims):
+        for lock in (changes, removal):
             lock.require_ours()
         _point_at(base, target, newer)
         folder = fresh_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer ones
-            for lock in (changes, claims):
+            for lock in (changes, removal):
                 lock.require_ours()
             step_folder(base, other).rename(step_folder(folder, other))
             sync_folder(folder)
@@ -130,22 +131,34 @@ def rewind(
     return Rewound(step, run.number, tuple(newer), folder)
 
 
-def _refuse_claimed(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
+def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
     """The pins and tags of the newer steps, if nothing forbids to set them aside."""
-    readers = [f"step {held.step}: {held.holder}" for held in leases(root) if held.step in newer]
+    readers: dict[int, list[str]] = {}
+    for lease in list_leases(root):
+        if lease.step in newer:
+            readers.setdefault(lease.step, []).append(lease.holder)
     if readers:
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are being read "
-            f"({'; '.join(readers)}). Let the readers end, or their leases, and repeat."
+            f"({_in_words(readers)}). Let the readers end, or their leases, and repeat.",
+            holders=readers,
         )
-    pinned = [pin for pin in pins(root) if pin.step in newer]
+    pinned = [pin for pin in list_pins(root) if pin.step in newer]
     if pinned and not force:
-        named = "; ".join(f"step {pin.step}: {pin.why}" for pin in pinned)
+        kept: dict[int, list[str]] = {}
+        for pin in pinned:
+            kept.setdefault(pin.step, []).append(pin.why)
         raise StepInUseError(
-            f"cannot rewind {root} to step {step}: newer steps are pinned or tagged ({named}). "
-            "Unpin or untag them, or pass --force, which sets them aside and removes pins and tags."
+            f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
+            f"({_in_words(kept)}). Unpin or untag them, or pass --force, which quarantines them "
+            "and removes pins and tags.",
+            holders=kept,
         )
     return pinned
+
+
+def _in_words(holders: dict[int, list[str]]) -> str:
+    return "; ".join(f"step {step}: {', '.join(names)}" for step, names in holders.items())
 
 
 def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:

@@ -25,7 +25,6 @@ from trinity_sync.fs.direct_reader import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import KINDS, step_folder
-from trinity_sync.storage.claims import LONG_LEASE_S, take_lease
 from trinity_sync.storage.corruption import (
     Damage,
     damage_of,
@@ -35,6 +34,7 @@ from trinity_sync.storage.corruption import (
 )
 from trinity_sync.storage.discovery import committed_steps
 from trinity_sync.storage.latest_pointer import settle_iteration
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import yield_to_others
 
@@ -241,7 +241,7 @@ def _leased(root: str, step: int) -> Iterator[None]:
     """A lease, if the step can have one; one that is damaged cannot, and is read all the same."""
     with ExitStack() as leased:
         with suppress(CommitError, FormatError, OSError):
-            leased.enter_context(take_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
+            leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))
         yield
 
 

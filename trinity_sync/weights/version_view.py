@@ -21,8 +21,8 @@ from trinity_sync.fs.direct_writer import digest_of_bytes
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot_reader import MappedSlot, read_only
 from trinity_sync.snapshot.version_tag import Published
-from trinity_sync.storage.claims import to_be_read
 from trinity_sync.storage.discovery import require_unreplaced
+from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.weights.object_store import Copy
 from trinity_sync.weights.unshard import Slice, Whole, copy_whole, plan_of, whole_tensors
@@ -153,7 +153,7 @@ class Holder:
         root, step = Path(version.root), version.step
         with ExitStack() as claim:
             try:
-                manifest = claim.enter_context(to_be_read(root, step, self._name))
+                manifest = claim.enter_context(lease_to_read(root, step, self._name))
             except CommitError as error:
                 raise Gone(f"{_what(version)}: {error}") from error
             if manifest.run != version.run:

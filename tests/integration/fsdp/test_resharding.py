@@ -24,7 +24,7 @@ from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.fsdp.reshard import derived_rng
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.claims import leases
+from trinity_sync.storage.leases import list_leases
 
 STEP = 3
 
@@ -155,7 +155,7 @@ def load(name: str, version: int, tiny: Path, jobs: Path) -> dict[str, Any]:
         "kept": kept,
         "read": sum(read),
         "rng": random_state,
-        "leases": leases(jobs / name),
+        "leases": list_leases(jobs / name),
     }
 
 

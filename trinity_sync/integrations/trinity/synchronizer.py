@@ -19,7 +19,7 @@ from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
 from trinity_sync.storage.block_reuse import recycles
-from trinity_sync.storage.claims import Lease, take_lease
+from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.weights.ledger import known_root
 from trinity_sync.weights.liveness import PROBE_S, died
 from trinity_sync.weights.reader import WeightReader
@@ -129,7 +129,7 @@ class TrinitySynchronizer(Synchronizer):
         limit = self._settings.timeout_s
         try:
             self._leases[name] = await asyncio.to_thread(
-                take_lease, self._root, step, name, ttl_s=limit
+                acquire_lease, self._root, step, name, ttl_s=limit
             )
         except (TrinitySyncError, OSError) as error:  # the explorer will say what is wrong with it
             logger.warning(

@@ -1,0 +1,214 @@
+"""Pins and tags of people, and which steps are in use.
+
+::
+
+    root/.trinity_sync/pins/
+      40.json                           step 40 is kept until it is unpinned
+      best.json                         a tag: a pin with a name, which says its step inside
+
+A pin is acquired as a lease is (`leases`), and has no end. A tag moves to another step by one
+rename of its file, so it names a step at every instant. A pin of another release holds its step,
+and is not replaced here.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trinity_sync.errors import CommitError, ConfigError, FormatError
+from trinity_sync.fs.atomic import make_folder, names_anew, read_anew, replace_file, sync_folder
+from trinity_sync.fs.records import make_record
+from trinity_sync.fs.root_records import from_text, to_text
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
+from trinity_sync.storage.leases import hold_committed, list_leases
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A step that is kept until it is unpinned; with a name, until the tag is moved or removed."""
+
+    step: int
+    reason: str
+    pinned_at: float
+    """Seconds since the epoch."""
+    name: str = ""
+    """The tag; empty for a pin without a name."""
+
+    @property
+    def kind(self) -> str:
+        """``pin`` or ``tag``."""
+        return "tag" if self.name else "pin"
+
+    @property
+    def why(self) -> str:
+        """Its name and its reason, as far as it has them."""
+        return ": ".join(filter(None, (self.name, self.reason)))
+
+
+def pin(
+    root: str | Path, step: int, reason: str = "", *, clock: Callable[[], float] = time.time
+) -> Pin:
+    """Keep a committed step until it is unpinned.
+
+    Raises:
+        CommitError: the step is not committed, or damaged.
+        FormatError: another release has pinned it.
+    """
+    with hold_committed(root, step):
+        _require_own_release(_pin_file(root, step))
+        made = Pin(step, reason, clock())
+        _write_pin(_pin_file(root, step), made)
+        return made
+
+
+def tag(
+    root: str | Path,
+    step: int,
+    name: str,
+    reason: str = "",
+    *,
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Pin:
+    """Give a committed step a name; the step is kept as if it were pinned.
+
+    Args:
+        root: the job's root.
+        step: a committed one.
+        name: letters, digits, ``_`` and ``-``, and not digits alone.
+        reason: why, for people.
+        force: move the tag from another step.
+        clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: the name cannot be one, or is that of another step.
+        CommitError: the step is not committed, or damaged.
+        FormatError: another release has given the name, and ``force`` is not set.
+    """
+    if check_name("tag", name).isdecimal():
+        raise ConfigError(f"tag {name!r} would look like the number of a step; add a letter to it")
+    with hold_committed(root, step, shared=False):  # no other process gives the name meanwhile
+        path = _pin_file(root, name)
+        if not force:
+            _require_own_release(path)
+        before = None if force else _read_pin(path)
+        if before and before.step != step:
+            raise ConfigError(
+                f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
+                f"trinity-sync tag {root} {step} {name} --force"
+            )
+        made = Pin(step, reason, clock(), name)
+        _write_pin(path, made)
+        return made
+
+
+def unpin(root: str | Path, which: int | str) -> bool:
+    """Remove the pin of a step, or the tag of a name, durably; whether there was one.
+
+    Raises:
+        ConfigError: no tag can have such a name.
+    """
+    path = _pin_file(root, check_name("tag", str(which)))
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    sync_folder(path.parent)
+    return True
+
+
+def list_pins(root: str | Path) -> list[Pin]:
+    """Return the pins, tags among them, by step and name; a pin whose file is torn still holds.
+
+    Raises:
+        CommitError: the file of a tag is torn, so that any step could be the one that it holds.
+    """
+    paths = names_anew(_pin_file(root, "").parent, "[!.]*.json")
+    found = [each for path in paths if (each := _read_pin(path))]
+    return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def list_tags(root: str | Path) -> dict[str, Pin]:
+    """Return the tags by name; raises what `list_pins` does."""
+    return {each.name: each for each in list_pins(root) if each.name}
+
+
+def resolve_step(root: str | Path, text: str) -> int:
+    """Return the step that a user names by its number or a tag; it need not be committed.
+
+    Raises:
+        ConfigError: it is neither.
+        CommitError: the file of a tag is torn.
+    """
+    if (step := parse_number(text)) is not None:
+        return step
+    with suppress(ConfigError):  # no tag has such a name
+        if found := _read_pin(_pin_file(root, check_name("tag", text))):
+            return found.step
+    raise ConfigError(
+        f"{text!r} is neither the number of a step nor a tag in {root} "
+        f"(tags: {', '.join(sorted(list_tags(root))) or 'none'}); trinity-sync ls {root} shows both"
+    )
+
+
+def steps_in_use(root: str | Path) -> dict[int, list[str]]:
+    """Return the steps that are pinned or leased, each with its holders, in words."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for each in list_pins(root):
+        words = (
+            f"tagged {each.why}" if each.name else f"pinned: {each.why}" if each.why else "pinned"
+        )
+        found[each.step].append(words)
+    for lease in list_leases(root):
+        found[lease.step].append(f"leased by {lease.holder}")
+    return found
+
+
+def _pin_file(root: str | Path, which: int | str) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "pins" / f"{which}.json"
+
+
+def _write_pin(path: Path, pin: Pin) -> None:
+    body = asdict(pin)
+    del body["name"]  # its file has it
+    make_folder(path.parent)
+    replace_file(path, to_text(body))
+
+
+def _read_pin(path: Path) -> Pin | None:
+    """Return the pin of a file, or None if there is no such file (any longer)."""
+    step = parse_number(path.stem)
+    name = path.stem if step is None else ""
+    try:
+        found = make_record(Pin, from_text(read_anew(path), path), name=name)
+        if step in (None, found.step):
+            return found
+        raise ValueError("it is that of another step")
+    except FileNotFoundError:
+        return None
+    except FormatError as error:
+        of = error.step if step is None else step
+        if of is None:
+            raise
+        return Pin(of, f"by another release: {error}", path.stat().st_mtime, name)
+    except ValueError as error:
+        if step is not None:
+            return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
+        root = path.parents[2]
+        raise CommitError(
+            f"{path} is torn, so the step that it keeps is unknown. Tag the step again: "
+            f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
+        ) from error
+
+
+def _require_own_release(path: Path) -> None:
+    """See that the pin of a file, if there is one, is not that of another release.
+
+    Raises:
+        FormatError: it is.
+    """
+    with suppress(FileNotFoundError, ValueError):
+        from_text(read_anew(path), path)
