@@ -44,8 +44,8 @@ def train(root: str, model_folder: str) -> None:
     with CheckpointCoordinator(root) if root else nullcontext() as saves:
         if saves:
             saves.wait_staged_before(optimizer)
-            if folder := saves.latest(settle_s=120):
-                done = int(folder.name.removeprefix("global_step_"))
+            if (newest := saves.latest_step(settle_s=120)) is not None:
+                done = newest
                 states = saves.load(done)
                 model.load_state_dict(states["model"])
                 optimizer.load_state_dict(states["optim"])

@@ -113,6 +113,7 @@ def test_saves_in_a_row_all_commit_in_their_own_state(
     assert [load(root, step)["w"][0].item() for step in range(1, 5)] == [1, 2, 3, 4]
     assert newest(root).step == 4
     assert saves.latest() == root / "global_step_4"
+    assert saves.latest_step() == 4
 
 
 def test_saves_leave_no_functions_behind_in_ray(
@@ -173,7 +174,9 @@ def test_actor_and_critic_are_one_flow_run_and_one_commit(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
     """A known defect of the system that this one replaces: the critic's save was not counted."""
-    with CheckpointCoordinator(root, roles=["actor", "critic"], settings=stack_settings) as saves:
+    with CheckpointCoordinator(
+        root, roles=["actor", "critic"], settings=stack_settings, require_stack=True
+    ) as saves:
         saves.save(6, {"model": STATE}, role="actor")
         assert read_manifest(root, 6) is None
         saves.save(6, {"model": {"v": torch.ones(3)}}, role="critic")

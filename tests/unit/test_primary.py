@@ -67,8 +67,8 @@ class Machine:
             self.folder / "ckpts", run_key=key, settings=settings, trigger=Asked()
         )
         self.closing.callback(saves.close, timeout=0)
-        if load and (latest := saves.latest()):
-            saves.load(int(latest.name.removeprefix("global_step_")))
+        if load and (step := saves.latest_step()) is not None:
+            saves.load(step)
         return saves
 
     def commit(self, saves: CheckpointCoordinator, step: int, *, sent: bool = True) -> None:

@@ -84,6 +84,7 @@ def test_a_sync_right_after_a_resume_keeps_the_checkpoint(coordinator_of: Open, 
     job.commit(40, run=2, kind="state_dict")
     for kind in KINDS:
         assert second.latest(kind) == step_folder(job.root, 40)
+        assert second.latest_step(kind) == 40
     again = coordinator_of(run_key="third").load(40)
     assert torch.equal(again["optim"]["m"], torch.ones(3))
     assert torch.equal(again["model"]["w"], state(40)["model"]["w"])

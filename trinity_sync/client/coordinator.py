@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from trinity_sync.client.init_root import open_together
 from trinity_sync.client.job_process import own_run_key
 from trinity_sync.client.preemption import LastWords, say_last_words
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.trinity_calls import TrinityCalls
 from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind, check_number
@@ -45,7 +46,9 @@ class CheckpointCoordinator(TrinityCalls):
             from separate process groups need it.
         roles: roles that make one checkpoint together; from the settings by default.
         settings: from the environment by default.
-        trigger: from the settings by default.
+        trigger: requests the flow runs; by default of the Prefect server that ``PREFECT_API_URL``
+            or the local stack's state file names. Where neither does, rank 0 logs a warning.
+        require_stack: ask that server first, and raise where it cannot take saves.
 
     It belongs to the process that made it: in a child that is forked, leaving its block and `close`
     do nothing, and whatever would save, load or wait raises `ConfigError`.
@@ -54,6 +57,8 @@ class CheckpointCoordinator(TrinityCalls):
         ConfigError: an argument cannot work.
         RootError: the file system of the root lacks what a commit needs.
         SpoolError: the spool folder cannot be used.
+        PrefectApiError: with ``require_stack``: no server is known, or it does not answer within 5
+            seconds, refuses the password or has no deployment of saves.
 
     Example::
 
@@ -65,7 +70,9 @@ class CheckpointCoordinator(TrinityCalls):
     """
 
     @classmethod
-    def of_process_group(cls, root: str | Path, **arguments: Any) -> "CheckpointCoordinator":
+    def of_process_group(
+        cls, root: str | Path, *, require_stack: bool = False, **arguments: Any
+    ) -> "CheckpointCoordinator":
         """A coordinator for each rank of the default process group; all ranks call it together.
 
         Ranks learn from each other which nodes they are on, and take rank 0's run key. Further
@@ -74,11 +81,14 @@ class CheckpointCoordinator(TrinityCalls):
         Raises:
             RootError: on all ranks: the root lacks what a commit needs, or the nodes do not see one
                 and the same.
-            ConfigError, RemoteError: on all ranks: as the constructor's, on rank 0.
+            ConfigError, RemoteError, PrefectApiError: on all ranks: as the constructor's, on rank
+                0.
         """
         settings = arguments.pop("settings", None) or Settings()
         key = arguments.pop("run_key", None) or own_run_key()
-        places, key = open_together(root, settings, key)
+        trigger = arguments.get("trigger") or SaveTrigger(settings)
+        check = trigger.require_stack if require_stack else None
+        places, key = open_together(root, settings, key, check=check)
         return cls(
             root,
             rank=dist.get_rank(),
@@ -86,6 +96,7 @@ class CheckpointCoordinator(TrinityCalls):
             places=places,
             run_key=key,
             settings=settings,
+            require_stack=require_stack,
             **arguments,
         )
 

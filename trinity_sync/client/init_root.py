@@ -8,7 +8,7 @@ and they meet again and again while rank 0 is at it, so none waits for longer th
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,23 +84,32 @@ def open_root(root: str | Path, settings: Settings) -> Path:
     return folder
 
 
-def open_together(root: str | Path, settings: Settings, key: str) -> tuple[tuple[Place, ...], str]:
+def open_together(
+    root: str | Path, settings: Settings, key: str, *, check: Callable[[], None] | None = None
+) -> tuple[tuple[Place, ...], str]:
     """As `open_root`, by all ranks of the default process group.
 
     Args:
         root: of the job.
         settings: of this process.
         key: of the run, if this is rank 0.
+        check: called on rank 0 first.
 
     Returns:
         On which nodes the ranks are, and rank 0's key.
 
     Raises:
         RootError: the ranks do not name, or their nodes do not see, one and the same root.
-        TrinitySyncError: what `open_root` has raised on rank 0.
+        TrinitySyncError: what ``check`` or `open_root` has raised on rank 0.
     """
     rank = dist.get_rank()
-    opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_root, root, settings)
+
+    def open_checked() -> Path:
+        if check:
+            check()
+        return open_root(root, settings)
+
+    opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_checked)
     while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
         pass
     with ExitStack() as held:

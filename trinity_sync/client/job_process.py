@@ -3,6 +3,7 @@
 What is saved, and how, is for those who derive from it: `trinity_calls` and `coordinator`.
 """
 
+import logging
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from trinity_sync.client.run_context import OwnRun
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.state_saver import StateSaves
-from trinity_sync.errors import ConfigError, SaveFailedError
+from trinity_sync.errors import ConfigError, PrefectApiError, SaveFailedError
 from trinity_sync.layout import (
     COMPONENTS,
     Component,
@@ -37,6 +38,8 @@ from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import Place, note_placement, places_of
 from trinity_sync.storage.runs import Run
 
+logger = logging.getLogger(__name__)
+
 
 class JobProcess:
     """See the module, and `CheckpointCoordinator` for the arguments."""
@@ -52,13 +55,17 @@ class JobProcess:
         roles: Sequence[str] | None = None,
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
+        require_stack: bool = False,
     ) -> None:
         self._process = os.getpid()
         rank, world_size = check_number("rank", rank), check_number("world size", world_size)
         if not rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.settings = settings or Settings()
+        self._trigger = trigger or SaveTrigger(self.settings)
         opens = rank == 0 and not places
+        if opens and require_stack:
+            self._trigger.require_stack()
         self.root = open_root(root, self.settings) if opens else folder_of(root)
         self.rank, self.world_size = rank, world_size
         self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
@@ -74,7 +81,8 @@ class JobProcess:
             self._stager, self._ask_for, check_overlap=self.settings.check_overlap
         )
         self._attachments = Attachments(self.root, self.rank)
-        self._trigger = trigger or SaveTrigger(self.settings)
+        if rank == 0 and trigger is None and not require_stack:
+            self._warn_without_stack()
         self._watcher = CommitWatcher(self._trigger, self.spool, rank=rank, world_size=world_size)
         self._run = OwnRun(self.root, run_key or own_run_key())
         self._functions = FunctionSaves(self.root, self.spool)
@@ -106,7 +114,12 @@ class JobProcess:
         self._run.require_can_begin_at(step)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
-        """Folder of the newest committed step of ``kind``, or None if there is none.
+        """Return the folder of the newest committed step, or None; see `latest_step`."""
+        step = self.latest_step(kind, settle_s=settle_s)
+        return None if step is None else step_folder(self.root, step)
+
+    def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:
+        """Return the number of the newest committed step of ``kind``, or None if there is none.
 
         Args:
             kind: what is needed of the step.
@@ -120,7 +133,7 @@ class JobProcess:
                 break
             time.sleep(0.05)
         manifest = newest(self.root, kind)
-        return step_folder(self.root, manifest.step) if manifest else None
+        return manifest.step if manifest else None
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; from then on the state may change.
@@ -223,6 +236,17 @@ class JobProcess:
                 f"{self._process}, and this is process {os.getpid()}, which was forked from it; "
                 "its slots, threads and saves stay there. Call it in that process, or make a "
                 "coordinator of its own here, with another root."
+            )
+
+    def _warn_without_stack(self) -> None:
+        try:
+            self._trigger.find_stack()
+        except PrefectApiError as error:
+            logger.warning(
+                "%s. Until then saves of %s wait in %s and are not committed",
+                error,
+                self.root,
+                self.spool.folder,
             )
 
     def _origin(

@@ -94,15 +94,38 @@ class PrefectApi:
         settings: say where the state file of the local stack is.
         api_url: URL of the API, which ends with ``/api``; by default ``PREFECT_API_URL``, or that
             of the local stack.
+        answer_s: seconds for a whole answer.
     """
 
-    def __init__(self, settings: Settings, api_url: str | None = None) -> None:
+    def __init__(
+        self, settings: Settings, api_url: str | None = None, *, answer_s: float = ANSWER_S
+    ) -> None:
         self._home = settings.home
         self._given_url = api_url
+        self._answer_s = answer_s
         self._client: httpx.AsyncClient | None = None
         self._connected_to: _Server | None = None
         self._csrf_client = str(uuid.uuid4())
         self._deployment_id = ""
+
+    def find_server(self) -> None:
+        """Look for the server in the environment and in the local stack's state file; ask nothing.
+
+        Raises:
+            PrefectApiError: no server is named; the message says where it was looked for.
+        """
+        _find_server(self._home, self._given_url)
+
+    async def require_deployment(self) -> None:
+        """Require that the server answers, accepts the password and has the deployment of saves.
+
+        Raises:
+            PrefectApiError: it does not; the message says what to do.
+        """
+        if not self._deployment_id:
+            found = await self._call("GET", f"/deployments/name/{SAVE_DEPLOYMENT}")
+            with self._translated():
+                self._deployment_id = str(uuid.UUID(found["id"]))
 
     async def create_flow_run(self, fields: Mapping[str, Any]) -> None:
         """Create the flow run of a save, due at once, unless its idempotency key has one.
@@ -115,10 +138,7 @@ class PrefectApi:
             PrefectApiError: the server cannot be asked; the message says what to do.
         """
         try:
-            if not self._deployment_id:
-                found = await self._call("GET", f"/deployments/name/{SAVE_DEPLOYMENT}")
-                with self._translated():
-                    self._deployment_id = str(uuid.UUID(found["id"]))
+            await self.require_deployment()
             # without a time, which the server adds: the clock of this node may be off
             body = {**fields, "state": {"type": "SCHEDULED"}}
             await self._call("POST", f"/deployments/{self._deployment_id}/create_flow_run", body)
@@ -156,7 +176,7 @@ class PrefectApi:
         with self._translated():
             self._client = self._client or _connect(server)
             answer = await asyncio.wait_for(
-                self._insist(self._client, method, path, body), ANSWER_S
+                self._insist(self._client, method, path, body), self._answer_s
             )
             answer.raise_for_status()
             return answer.json()
@@ -217,7 +237,7 @@ class PrefectApi:
             connecting = isinstance(error, httpx.ConnectTimeout)
             raise PrefectApiError(
                 f"the Prefect server at {url} does not answer within "
-                f"{CONNECT_S if connecting else ANSWER_S:g} s. Look at its log, or correct "
+                f"{CONNECT_S if connecting else self._answer_s:g} s. Look at its log, or correct "
                 "PREFECT_API_URL",
                 url=url,
             ) from error

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last one for all that follow."""
+CHECK_S = 5.0
+"""Seconds for the server's answer before training begins."""
 CRASH_GRACE_S = 30.0
 """Seconds for which a crashed run may still be taken up again by a worker, from when this process
 has heard of it: the clock of the server may be another."""
@@ -61,12 +64,38 @@ class SaveTrigger:
 
     def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
         self._settings = settings or Settings()
+        self._api_url = api_url
         self._api = PrefectApi(self._settings, api_url)
         self._unsent: deque[tuple[SaveRequest, float]] = deque()
         self._away = False
         self._refused: dict[str, str] = {}
         self._crashed: dict[tuple[uuid.UUID, float], float] = {}
         """When it was heard (monotonic) that a run has crashed at some time of the server."""
+
+    def find_stack(self) -> None:
+        """Look for a server in the environment and in the local stack's state file; ask nothing.
+
+        Raises:
+            PrefectApiError: no server is named; the message says where it was looked for.
+        """
+        self._api.find_server()
+
+    def require_stack(self) -> None:
+        """Ask the server once whether it can take saves; wait at most `CHECK_S` seconds.
+
+        Raises:
+            PrefectApiError: it cannot; the message says what to do.
+        """
+
+        async def ask() -> None:
+            api = PrefectApi(self._settings, self._api_url, answer_s=CHECK_S)
+            try:
+                await api.require_deployment()
+            finally:
+                await api.close()
+
+        with ThreadPoolExecutor(1, "require-stack") as thread:  # the caller may have an event loop
+            thread.submit(asyncio.run, ask()).result()
 
     def submit(self, request: SaveRequest) -> None:
         """Have the flow run of a save requested by the next `send`."""
