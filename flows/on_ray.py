@@ -13,22 +13,28 @@ import ray
 from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.context import serialize_context
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
-from prefect_ray.context import RemoteOptionsContext
 from prefect_ray.task_runners import PrefectRayFuture, RayTaskRunner
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
+from trinity_sync.orchestration.prefect_compat import (
+    get_options_context,
+    get_task_body,
+    serialize_context,
+)
 from trinity_sync.settings import Settings
+
+_TASK_BODY = get_task_body()
+_OPTIONS = get_options_context()
 
 
 @cache
 def _run_task() -> Any:
-    return ray.remote(RayTaskRunner._run_prefect_task)
+    return ray.remote(_TASK_BODY)
 
 
 class OnRay(RayTaskRunner):
@@ -49,7 +55,7 @@ class OnRay(RayTaskRunner):
         run_id = uuid4()
         started = (
             _run_task()
-            .options(name=task.name, **RemoteOptionsContext.get().current_remote_options)
+            .options(name=task.name, **_OPTIONS.get().current_remote_options)
             .remote(
                 task=task,
                 task_run_id=run_id,

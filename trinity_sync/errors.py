@@ -27,6 +27,7 @@
      ├─ WeightSyncError             weights that did not get from the trainer to a reader
      │   └─ DeltaError              a delta that is torn, or does not fit the weights
      ├─ UnsupportedTorchError       a name of torch is not there (also an ImportError)
+     ├─ UnsupportedPrefectError     a name of Prefect is not there (also an ImportError)
      └─ StackError                  server, Ray or flow worker cannot be reached or started
          └─ PrefectApiError         a Prefect server does not answer, or not as it should
              └─ RequestRefusedError the server will never accept the request
@@ -50,6 +51,10 @@ class ConfigError(TrinitySyncError, ValueError):
 
 class UnsupportedTorchError(TrinitySyncError, ImportError):
     """The installed torch lacks a private name that trinity_sync needs."""
+
+
+class UnsupportedPrefectError(TrinitySyncError, ImportError):
+    """The installed Prefect or prefect-ray lacks a private name that trinity_sync needs."""
 
 
 class RootError(ConfigError):

@@ -15,7 +15,8 @@ from tests.conftest import left_of, processes_of
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.automations import CRASHED, SILENT
-from trinity_sync.orchestration.flow_loader import WholeSettings
+from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
+from trinity_sync.orchestration.prefect_compat import PickledSettings
 from trinity_sync.orchestration.prefect_queries import server_client
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
@@ -133,7 +134,7 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
 
 
 def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
-    with WholeSettings.of_now():  # as the worker runs a flow
+    with PickledSettings.of_now(HEARTBEAT_S):  # as the worker runs a flow
         seconds = get_current_settings().flows.heartbeat_frequency
     assert seconds
     assert 3 * seconds <= Settings().silent_s

@@ -148,7 +148,7 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
         """Whether it is taken, and whether its lock is free then."""
         worker = TrinitySyncWorker(work_pool_name="any")
         async with get_client() as worker._client:
-            taken = await worker._propose_pending_state(FlowRun(id=UUID(RUN), flow_id=UUID(FLOW)))
+            taken = await worker.acquire_run(FlowRun(id=UUID(RUN), flow_id=UUID(FLOW)))
             with run_lock_if_free(spool_folder, UUID(RUN)) as free:
                 return taken, free
 

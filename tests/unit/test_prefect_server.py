@@ -117,10 +117,10 @@ from prefect.server.database import provide_database_interface
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql.functions import count
-from trinity_sync.stack.prefect_server import write_in_turn
+from trinity_sync.orchestration.prefect_compat import begin_transactions_as_writers
 
 if sys.argv[1] == "in turn":
-    write_in_turn()
+    begin_transactions_as_writers()
 
 async def story():
     db = provide_database_interface()
@@ -167,5 +167,5 @@ def test_who_reads_and_then_writes_is_not_refused_because_another_one_was_quicke
 
 
 def test_prefect_s_own_transactions_refuse_the_slower_one(tmp_path: Path) -> None:
-    """If this fails, `write_in_turn` is not needed any more."""
+    """If this fails, `begin_transactions_as_writers` is not needed any more."""
     assert told(WRITERS, tmp_path, "as they come") == "database is locked"

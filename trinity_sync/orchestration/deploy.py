@@ -20,13 +20,13 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
-from prefect.utilities.callables import parameter_schema
 
 from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.automations import watch_for_silence
 from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.prefect_queries import server_client
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings

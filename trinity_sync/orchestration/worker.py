@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,10 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
 from prefect.exceptions import Abort, ObjectNotFound
-from prefect.flow_engine import run_flow
 from prefect.flows import Flow
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Pending
-from prefect.utilities.engine import propose_state
-from prefect.workers.base import (
-    BaseJobConfiguration,
-    BaseVariables,
-    BaseWorker,
-    BaseWorkerResult,
-)
+from prefect.workers.base import BaseWorker
 from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
@@ -47,12 +40,21 @@ from trinity_sync.fs.locks import file_lock_if_free
 from trinity_sync.fs.process import process_name
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.clock_skew import due, server_ahead_s
-from trinity_sync.orchestration.flow_loader import WholeSettings, load_flow
+from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
 from trinity_sync.orchestration.orphaned_images import (
     let_give_way,
     settle_late,
     stranded,
     warn_once,
+)
+from trinity_sync.orchestration.prefect_compat import (
+    InProcessJobConfiguration,
+    InProcessResult,
+    InProcessVariables,
+    InProcessWorker,
+    PickledSettings,
+    propose_state,
+    run_flow,
 )
 from trinity_sync.orchestration.prefect_queries import refusal_of
 from trinity_sync.orchestration.reconcile import mend_known_roots
@@ -81,33 +83,12 @@ def _is_away(error: Exception) -> bool:
     return isinstance(error, (*gone, ConnectionClosed))
 
 
-class TrinitySyncJobConfiguration(BaseJobConfiguration):
-    """Flows run in the worker's process: there is no infrastructure to configure."""
-
-    @classmethod
-    def _base_environment(cls) -> dict[str, str]:
-        """Nothing is started that would need one; writing it down takes 60 ms a run."""
-        return {}
-
-
-class TrinitySyncVariables(BaseVariables):
-    """As `TrinitySyncJobConfiguration`."""
-
-
-class TrinitySyncWorkerResult(BaseWorkerResult):
-    """How a run ended, for Prefect."""
-
-
 class TrinitySyncWorker(
-    BaseWorker[TrinitySyncJobConfiguration, TrinitySyncVariables, TrinitySyncWorkerResult]
+    InProcessWorker, BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
 ):
     """Runs flows of its pool in this process; see the module."""
 
     type = "trinity-sync"
-    job_configuration = TrinitySyncJobConfiguration
-    job_configuration_variables = TrinitySyncVariables
-    _description = "Runs trinity_sync's flows in a warm process that has joined Ray already."
-    _documentation_url = "https://docs.prefect.io/v3/concepts/workers"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._trinity = Settings()
@@ -128,12 +109,11 @@ class TrinitySyncWorker(
     async def run(
         self,
         flow_run: FlowRun,
-        configuration: TrinitySyncJobConfiguration,
+        configuration: InProcessJobConfiguration,
         task_status: anyio.abc.TaskStatus[Any] | None = None,
-    ) -> TrinitySyncWorkerResult:
+    ) -> InProcessResult:
         """Run the flow here and now; its failure is its own, not the worker's."""
-        deployment = configuration._related_objects["deployment"]
-        flow = load_flow(deployment.entrypoint)
+        flow = load_flow(configuration.deployment.entrypoint)
         if task_status:
             task_status.started(self._infrastructure)
         try:
@@ -147,7 +127,7 @@ class TrinitySyncWorker(
         finally:
             self._running.pop(flow_run.id, None)
             self._cancelled.discard(flow_run.id)
-        return TrinitySyncWorkerResult(status_code=0, identifier=self._infrastructure)
+        return InProcessResult(status_code=0, identifier=self._infrastructure)
 
     async def _run_until_cancelled(
         self, flow: Flow[..., Any], flow_run: FlowRun
@@ -158,54 +138,43 @@ class TrinitySyncWorker(
             if flow_run.id in self._cancelled:  # while it was on its way here
                 scope.cancel()
             try:
-                with WholeSettings.of_now():
-                    return await run_flow(flow, flow_run=flow_run, return_type="state")  # type: ignore[misc]
+                with PickledSettings.of_now(HEARTBEAT_S):
+                    state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
+                    return state
             except (Exception, Abort):
                 if flow_run.id not in self._cancelled:
                     logger.exception("flow run %s broke off", flow_run.name)
         return None
 
-    async def _submit_run(self, flow_run: FlowRun) -> None:
-        """Begin a run; an error let through here would end all others with the task group."""
-        try:
-            await super()._submit_run(flow_run)
-        except Exception as error:
-            logger.warning("flow run %s could not be begun (%r)", flow_run.name, error)
-            self._release_limit_slot(flow_run.id)
-        finally:
-            self._submitting_flow_run_ids.discard(flow_run.id)
-            if flow_run.id not in self._running:
-                self._cancelled.discard(flow_run.id)
+    def on_submitted(self, flow_run_id: UUID) -> None:
+        """Forget the cancellation of a run that could not be started."""
+        if flow_run_id not in self._running:
+            self._cancelled.discard(flow_run_id)
 
-    async def _submit_run_and_capture_errors(
-        self, flow_run: FlowRun, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run it; a run that waits for its place has that at once."""
-        try:
-            result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
-        finally:
-            self._unlock(flow_run.id)
-            self._queues.pop(flow_run.id, None)
-        if self._limiter or self._postponed:
+    def on_ended(self, flow_run_id: UUID) -> None:
+        """Release the run's lock and its place."""
+        self._unlock(flow_run_id)
+        self._queues.pop(flow_run_id, None)
+
+    async def on_place_free(self) -> None:
+        """Take the next run at once, where some wait for their place."""
+        if self.has_limit or self._postponed:
             try:
                 await self.get_and_submit_flow_runs()
             except Exception as error:  # the next poll takes it
                 logger.debug("no run could be taken after one had ended: %r", error)
-        return result
 
-    async def _submit_scheduled_flow_runs(
-        self, flow_run_response: list[WorkerFlowRunResponse]
-    ) -> list[FlowRun]:
-        """Begin the runs for which their work queues have a place here.
+    def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
+        """Return the runs for which their work queues have a place here.
 
         Each queue has places of its own: neither does a sync wait until a checkpoint is written,
         nor a save until maintenance has ended, nor one flow for a part that another would bring.
         """
         queues = {run: queue for run, queue in self._queues.items() if self._is_busy_with(run)}
         taken = Counter(queues.values())
-        begun = []
+        selected = []
         self._postponed = False
-        for due_run in flow_run_response:
+        for due_run in due:
             run, queue = due_run.flow_run.id, due_run.work_queue_id
             if run in queues:
                 continue
@@ -214,11 +183,11 @@ class TrinitySyncWorker(
                 continue
             queues[run] = queue
             taken[queue] += 1
-            begun.append(due_run)
+            selected.append(due_run)
         self._queues = queues
-        return await super()._submit_scheduled_flow_runs(begun)
+        return selected
 
-    async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
+    async def acquire_run(self, flow_run: FlowRun) -> bool:
         """Take the run if nobody else has; whoever finds it lost can see who had it."""
         pending: State[Any] = Pending(message=TAKEN_BY + self._infrastructure)
         taken = locked = False
@@ -252,14 +221,8 @@ class TrinitySyncWorker(
         if lock := self._locks.pop(flow_run_id, None):
             lock.close()
 
-    async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
-        """Nothing is submitted: the run is here already, and one call to the server is saved."""
-
-    async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
-        """The infrastructure pid names this worker; another call is saved."""
-
     def _is_busy_with(self, flow_run_id: UUID) -> bool:
-        return flow_run_id in self._running or flow_run_id in self._submitting_flow_run_ids
+        return flow_run_id in self._running or self.is_submitting(flow_run_id)
 
     def _cancel(self, flow_run_id: UUID) -> None:
         if self._is_busy_with(flow_run_id) and flow_run_id not in self._cancelled:
@@ -272,13 +235,10 @@ class TrinitySyncWorker(
     async def setup(self) -> None:
         """Join the server, then listen and sweep for as long as the worker lives."""
         await super().setup()
-        assert self._runs_task_group is not None  # made by the base class
         services: list[Callable[[], Any]] = [self._listen]
         services += [partial(self._poll, work) for work in (self.set_clock, self.mend, self.sweep)]
         for service in services:
-            scope = anyio.CancelScope()
-            self._scheduled_task_scopes.add(scope)
-            self._runs_task_group.start_soon(self._serve, scope, service)
+            self.start_service(partial(self._serve, service))
         # a dead file system under an old root holds up neither saves nor the worker's end
         threading.Thread(target=self._mend_roots, name="mend-roots", daemon=True).start()
 
@@ -294,14 +254,15 @@ class TrinitySyncWorker(
             return await super().get_and_submit_flow_runs()
         return []
 
-    async def _sync_and_initialize(self) -> None:
+    async def sync_with_backend(self) -> None:
+        """Read the work pool and send a heartbeat, unless the server is away."""
         with self._server_may_be_away():
-            await super()._sync_and_initialize()
+            await super().sync_with_backend()
 
     async def set_clock(self) -> None:
         """Take runs when they are due by the server's clock, however far this node's is off."""
         usual_s = get_current_settings().worker.prefetch_seconds
-        self._prefetch_seconds = usual_s + await server_ahead_s(self.client)
+        self.set_prefetch(usual_s + await server_ahead_s(self.client))
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:
@@ -319,7 +280,7 @@ class TrinitySyncWorker(
                 logger.warning("the Prefect server is back")
             self._away = False
 
-    async def _serve(self, scope: anyio.CancelScope, service: Callable[[], Any]) -> None:
+    async def _serve(self, service: Callable[[], Any], scope: anyio.CancelScope) -> None:
         """Keep a service going through whatever the server does."""
         with scope:
             while True:
@@ -334,10 +295,9 @@ class TrinitySyncWorker(
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
-        pool = self._work_pool
-        if pool is None:
+        if self.pool_id is None:
             return
-        resource = EventAnyResourceFilter(id=[f"prefect.work-pool.{pool.id}"])
+        resource = EventAnyResourceFilter(id=[f"prefect.work-pool.{self.pool_id}"])
         names = EventNameFilter(name=[*SCHEDULED, CANCELLING])
         async with get_events_subscriber(EventFilter(event=names, any_resource=resource)) as events:
             await self.get_and_submit_flow_runs()  # what was scheduled before anybody listened
@@ -357,7 +317,7 @@ class TrinitySyncWorker(
     async def mend(self) -> None:
         """Honour what was cancelled; give runs and tasks an end that cannot report it any more."""
         lost = []
-        for run in await runs_in(self.client, self._work_pool_name, *UNDER_WAY):
+        for run in await runs_in(self.client, self.pool_name, *UNDER_WAY):
             if not self._is_busy_with(run.id):
                 lost.append(run)
             elif run.state and run.state.is_cancelling():
@@ -367,7 +327,7 @@ class TrinitySyncWorker(
                 await mend(self.client, run, self._infrastructure, spool=self._trinity.spool)
             except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
                 logger.warning("flow run %s cannot be mended: %s", run.name, error)
-        await end_unheard_tasks(self.client, self._work_pool_name)
+        await end_unheard_tasks(self.client, self.pool_name)
 
     async def sweep(self) -> None:
         """Ask for the runs of images that wait on this node, and take up crashed ones."""

@@ -25,6 +25,11 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from trinity_sync.orchestration.prefect_compat import (
+    begin_transactions_as_writers,
+    wrap_vacuum_session,
+)
+
 PAUSE_S = 0.5
 FULL_EVERY = 60
 """Collections, after which one looks at old objects, too."""
@@ -46,34 +51,22 @@ def _collect() -> None:
 
 def let_others_write() -> None:
     """Have the vacuum of this process's server leave the database free between its batches."""
-    from prefect.server.services import db_vacuum
+    wrap_vacuum_session(_pause_after)
 
-    session = db_vacuum._maintenance_session
 
+def _pause_after(session: Any) -> Any:
     @asynccontextmanager
-    async def stands_back(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def paused(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         began = time.monotonic()
         async with session(*args, **kwargs) as found:
             yield found
         await asyncio.sleep(max(time.monotonic() - began, STANDS_BACK_S))
 
-    db_vacuum._maintenance_session = stands_back
-
-
-def write_in_turn() -> None:
-    """Have this process's transactions wait for each other as they begin."""
-    from prefect.server.database.configurations import AioSqliteConfiguration
-
-    begin = AioSqliteConfiguration.begin_transaction
-
-    def at_once(self: Any, session: Any, with_for_update: bool = False) -> Any:
-        return begin(self, session, with_for_update=True)
-
-    AioSqliteConfiguration.begin_transaction = at_once  # type: ignore[method-assign]
+    return paused
 
 
 if __name__ == "__main__":
     collect_in_a_thread()
-    write_in_turn()
+    begin_transactions_as_writers()
     let_others_write()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -1,0 +1,190 @@
+"""Private names of Prefect stand in one module, which refuses a Prefect that lacks one."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import prefect
+import prefect_ray
+import pytest
+from prefect.context import SettingsContext
+from prefect.flows import Flow
+from prefect.futures import PrefectFuture
+from prefect.server.services import db_vacuum
+from prefect.tasks import Task
+from prefect.workers.base import BaseJobConfiguration, BaseWorker
+from prefect_ray.task_runners import PrefectRayFuture, RayTaskRunner
+
+import trinity_sync
+from trinity_sync.errors import UnsupportedPrefectError
+from trinity_sync.orchestration import prefect_compat
+
+PROJECT = Path(trinity_sync.__file__).parents[1]
+MODULE = Path(prefect_compat.__file__)
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+DOCUMENTED = re.compile(
+    r"prefect(\.(artifacts|client\.orchestration|client\.schemas\.\w+|events\.[\w.]+|exceptions"
+    r"|flows|futures|runtime|settings|states|tasks|workers\.base))?\.\w+"
+    r"|prefect_ray\.(context\.remote_options|task_runners\.\w+)"
+)
+"""Public names that Prefect describes; all others belong into the guarded module."""
+OURS = "trinity_sync.orchestration.prefect_compat."
+OWNERS = (
+    BaseWorker,
+    BaseJobConfiguration(),
+    SettingsContext,
+    Flow,
+    Task,
+    PrefectFuture,
+    PrefectRayFuture,
+    RayTaskRunner,
+    db_vacuum,
+)
+KNOWN = {name for owner in OWNERS for name in dir(owner)}
+KNOWN |= {*BaseWorker.__init__.__code__.co_names, *BaseJobConfiguration.__private_attributes__}
+KNOWN = {name for name in KNOWN if PRIVATE.fullmatch(name)}
+
+
+def used_in(source: str) -> Iterator[str]:
+    """Private and undocumented names of Prefect that a module uses or overrides."""
+    tree = ast.parse(source)
+    theirs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(each.name, each.asname or each.name.split(".")[0]) for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(each.name, each.asname or each.name) for each in node.names]
+            names = [(f"{node.module}.{name}", bound) for name, bound in found]
+        else:
+            continue
+        for name, bound in names:
+            if name.split(".")[0] in ("prefect", "prefect_ray"):
+                private = any(map(PRIVATE.fullmatch, name.split(".")))
+                if name != "prefect" and (private or not DOCUMENTED.fullmatch(name)):
+                    yield name
+            elif not name.startswith(OURS):
+                continue
+            theirs.add(bound)
+    yield from used_below(tree, theirs, inside=False)
+
+
+def used_below(tree: ast.AST, theirs: set[str], *, inside: bool) -> Iterator[str]:
+    """Private names below a node.
+
+    Args:
+        tree: the node.
+        theirs: names that were imported from Prefect, or from the guarded module.
+        inside: whether it is in a class that is derived from one of these.
+    """
+    for node in ast.iter_child_nodes(tree):
+        derived = inside
+        if isinstance(node, ast.ClassDef):
+            bases = [word for base in node.bases for word in ast.walk(base)]
+            derived = any(isinstance(word, ast.Name) and word.id in theirs for word in bases)
+        elif isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            text = ast.unparse(node)
+            own = text.startswith(("self.", "cls.")) and not inside
+            if text.split(".")[0] in theirs or (node.attr in KNOWN and not own):
+                yield text
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and inside:
+            yield from KNOWN & {node.name}
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and inside:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from KNOWN & {target.id for target in targets if isinstance(target, ast.Name)}
+        yield from used_below(node, theirs, inside=derived)
+
+
+@pytest.mark.parametrize("package", ["trinity_sync", "flows", "tasks"])
+def test_private_names_of_prefect_are_used_in_one_module(package: str) -> None:
+    modules = set((PROJECT / package).rglob("*.py")) - {MODULE}
+    assert {path: names for path in modules if (names := [*used_in(path.read_text())])} == {}
+
+
+WORKER = "from prefect.workers.base import BaseWorker\nclass Ours(BaseWorker[A, B, C]):\n    "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from prefect._internal.plugins import collections",
+        "from prefect.flow_engine import run_flow",
+        "from prefect.context import serialize_context",
+        "import prefect.utilities.engine",
+        "from prefect_ray.context import RemoteOptionsContext",
+        "from prefect_ray.task_runners import RayTaskRunner\nRayTaskRunner._run_prefect_task",
+        "from prefect.server.services import db_vacuum",
+        "configuration._related_objects['deployment']",
+        WORKER + "async def _submit_run(self, run): ...",
+        WORKER + "_description = 'ours'",
+        WORKER + "def ours(self):\n        return self._limiter",
+        WORKER + "def ours(self):\n        def inner():\n            self._client = None",
+        "from trinity_sync.orchestration.prefect_compat import InProcessWorker\n"
+        "class Ours(InProcessWorker):\n    def _submit_run(self): ...",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(source: str) -> None:
+    assert [*used_in(source)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        WORKER + "def ours(self):\n        return self._cancelled",
+        "class Ours:\n    def _submit_run(self):\n        self._client = None",
+        "from prefect.client.schemas.objects import FlowRun",
+        "from prefect_ray.context import remote_options",
+    ],
+)
+def test_a_name_of_our_own_is_none_of_prefect(source: str) -> None:
+    assert [*used_in(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("remove", "missing"),
+    [
+        ("prefect.workers.base.BaseWorker._submit_run", "Prefect 3.12.0"),
+        ("prefect.flow_engine.run_flow", "Prefect 3.12.0"),
+        ("prefect_ray.task_runners.RayTaskRunner._run_prefect_task", "prefect-ray 0.9.0"),
+    ],
+)
+def test_a_prefect_that_lacks_a_name_is_refused_by_that_name(remove: str, missing: str) -> None:
+    owner, _, name = remove.rpartition(".")
+    program = f"""
+import pkgutil, prefect, prefect_ray, prefect.workers.base
+delattr(pkgutil.resolve_name({owner!r}), {name!r})
+prefect.__version__, prefect_ray.__version__ = "3.12.0", "0.9.0"
+from trinity_sync.errors import TrinitySyncError
+try:
+    import flows.on_ray
+except TrinitySyncError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    package = missing.split()[0].lower()
+    supported = prefect_compat.SUPPORTED if package == "prefect" else prefect_compat.SUPPORTED_RAY
+    assert done.stdout.strip() == (
+        f'{missing} has no {remove}, which trinity_sync needs; install "{package}{supported}"'
+    ), done.stderr
+
+
+def test_a_server_that_lacks_a_name_is_refused_by_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(db_vacuum, "_maintenance_session")
+    with pytest.raises(UnsupportedPrefectError, match=r"has no .*db_vacuum\._maintenance_session"):
+        prefect_compat.wrap_vacuum_session(lambda session: session)
+
+
+def test_the_supported_versions_are_those_of_the_requirements() -> None:
+    requirements = (PROJECT / "pyproject.toml").read_text()
+    assert f'"prefect{prefect_compat.SUPPORTED}",' in requirements
+    assert f'"prefect-ray{prefect_compat.SUPPORTED_RAY}",' in requirements
+
+
+def test_the_tests_run_on_a_supported_version() -> None:
+    specifiers = pytest.importorskip("packaging.specifiers")
+    assert prefect.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED)
+    assert prefect_ray.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED_RAY)

@@ -1,0 +1,346 @@
+"""The private and undocumented names of Prefect and prefect-ray that this project uses.
+
+Prefect renames them without notice. Each stands here once, with what it is for and what to do if it
+is gone, and is looked up when the process that needs it starts: those of the worker when this
+module is imported, those of prefect-ray when ``flows.on_ray`` is, those of the server before it
+starts. A Prefect that lacks one is refused there, by that name, and not in the middle of a save.
+
+`InProcessWorker` overrides the private methods of Prefect's worker and gives its subclass public
+ones. Each override calls the original, or does nothing but save a call.
+"""
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import anyio
+import prefect
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse, WorkerFlowRunResponse
+from prefect.flows import Flow
+from prefect.workers.base import (
+    BaseJobConfiguration,
+    BaseVariables,
+    BaseWorker,
+    BaseWorkerResult,
+)
+
+from trinity_sync.errors import UnsupportedPrefectError
+
+SUPPORTED = ">=3.7.5,<3.9"
+"""Versions of Prefect that the tests pass with, as in pyproject.toml."""
+SUPPORTED_RAY = ">=0.5,<0.7"
+"""Those of prefect-ray."""
+
+logger = logging.getLogger(__name__)
+
+
+def look_up(name: str, owner: object = None) -> Any:
+    """Return what a name of Prefect or prefect-ray stands for.
+
+    Args:
+        name: with its module and class, from ``prefect`` or ``prefect_ray`` on.
+        owner: what has the last part of the name, where neither a module nor a class has it.
+
+    Raises:
+        UnsupportedPrefectError: the installed version lacks the name.
+    """
+    try:
+        if owner is None:
+            return pkgutil.resolve_name(name)
+        return getattr(owner, name.rpartition(".")[2])
+    except (ImportError, AttributeError) as error:
+        if name.startswith("prefect_ray"):
+            import prefect_ray
+
+            found = f"prefect-ray {prefect_ray.__version__}"
+            supported = f"prefect-ray{SUPPORTED_RAY}"
+        else:
+            found, supported = f"Prefect {prefect.__version__}", f"prefect{SUPPORTED}"
+        raise UnsupportedPrefectError(
+            f'{found} has no {name}, which trinity_sync needs; install "{supported}"'
+        ) from error
+
+
+# Flows in this process
+
+run_flow: Callable[..., Any] = look_up("prefect.flow_engine.run_flow")
+"""Run a flow as a given flow run. If it is gone: see what ``Runner.execute_flow_run`` calls."""
+
+propose_state: Callable[..., Any] = look_up("prefect.utilities.engine.propose_state")
+"""Ask the server for a state of a run. If it is gone: ``client.set_flow_run_state`` without force,
+whose answer has to be read for a refusal and a delay."""
+
+parameter_schema: Callable[[Flow[..., Any]], Any] = look_up(
+    "prefect.utilities.callables.parameter_schema"
+)
+"""Make the JSON schema of a flow's parameters. If it is gone: see what ``Flow.deploy`` calls."""
+
+serialize_context: Callable[[], dict[str, Any]] = look_up("prefect.context.serialize_context")
+"""Return what a task needs of the context of its flow. If it is gone: see what
+``RayTaskRunner.submit`` calls."""
+
+_SettingsContext: Any = look_up("prefect.context.SettingsContext")
+_get_settings_context: Callable[[], Any] = look_up("prefect.context.get_settings_context")
+look_up("prefect.context.SettingsContext.serialize")
+
+
+class PickledSettings(_SettingsContext):
+    """The settings of this process, passed to tasks as an object.
+
+    Prefect serializes them for each task, which reads them again from its environment: 0.15 s a
+    task, two on the path of a save. Pickling them takes 3 ms. If the context or its ``serialize``
+    is gone, saves work without this class.
+    """
+
+    @classmethod
+    def of_now(cls, heartbeat_s: int) -> "PickledSettings":
+        """Return the settings of the calling context.
+
+        Args:
+            heartbeat_s: seconds between two heartbeats of a flow run.
+        """
+        now = _get_settings_context()
+        flows = now.settings.flows.model_copy(update={"heartbeat_frequency": heartbeat_s})
+        settings = now.settings.model_copy(update={"flows": flows})
+        return cls(profile=now.profile, settings=settings)
+
+    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+        """Return what a task runner passes to every task, pickled."""
+        return {"profile": self.profile, "settings": self.settings}
+
+
+# The worker
+
+
+def _find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
+    """Find the attributes that a function reads or sets; some are of instances and no class."""
+    return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
+
+
+for _name in (
+    "_give_worker_labels_to_flow_run",
+    "_propose_pending_state",
+    "_propose_submitting_state",
+    "_release_limit_slot",
+    "_submit_run",
+    "_submit_run_and_capture_errors",
+    "_submit_scheduled_flow_runs",
+    "_description",
+    "_documentation_url",
+):
+    look_up(f"prefect.workers.base.BaseWorker.{_name}")
+for _name in (
+    "_limiter",
+    "_prefetch_seconds",
+    "_runs_task_group",
+    "_scheduled_task_scopes",
+    "_submitting_flow_run_ids",
+    "_work_pool",
+    "_work_pool_name",
+):
+    look_up(
+        f"prefect.workers.base.BaseWorker.{_name}",
+        _find_attributes(BaseWorker.__init__),
+    )
+look_up("prefect.workers.base.BaseJobConfiguration._base_environment")
+look_up(
+    "prefect.workers.base.BaseJobConfiguration._related_objects",
+    _find_attributes(BaseJobConfiguration.prepare_for_flow_run),
+)
+
+
+class InProcessJobConfiguration(BaseJobConfiguration):
+    """The configuration of a run in the worker's own process, which has no infrastructure."""
+
+    @classmethod
+    def _base_environment(cls) -> dict[str, str]:
+        """Return nothing: the environment of no process. Making Prefect's takes 60 ms a run.
+
+        If the method is gone, runs take that much longer and nothing else changes.
+        """
+        return {}
+
+    @property
+    def deployment(self) -> DeploymentResponse:
+        """The deployment of the run.
+
+        If ``_related_objects`` is gone: ``client.read_deployment``, one call a run.
+        """
+        deployment: DeploymentResponse = self._related_objects["deployment"]
+        return deployment
+
+
+class InProcessVariables(BaseVariables):
+    """The template of `InProcessJobConfiguration`."""
+
+
+class InProcessResult(BaseWorkerResult):
+    """How a run ended."""
+
+
+if TYPE_CHECKING:
+    _Worker = BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
+else:
+    _Worker = object  # Prefect registers each subclass of BaseWorker as a type of worker
+
+
+class InProcessWorker(_Worker):
+    """A mixin before ``BaseWorker``, for workers that run flows in their own process.
+
+    A subclass implements `select_runs`, `acquire_run` and the methods whose names begin with
+    ``on_``. If a method that is overridden here is gone, see what ``get_and_submit_flow_runs`` of
+    ``BaseWorker`` calls instead: the worker must neither take a run without `acquire_run`, nor end
+    when one cannot be started.
+    """
+
+    job_configuration = InProcessJobConfiguration
+    job_configuration_variables = InProcessVariables
+    _description = "Runs trinity_sync's flows in a warm process that has joined Ray already."
+    _documentation_url = "https://docs.prefect.io/v3/concepts/workers"
+
+    def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
+        """Return those of the due runs that this worker takes now."""
+        raise NotImplementedError
+
+    async def acquire_run(self, flow_run: FlowRun) -> bool:
+        """Set a run to Pending and return True, unless another worker has it."""
+        raise NotImplementedError
+
+    def on_submitted(self, flow_run_id: UUID) -> None:
+        """Notice that a run was started, or could not be."""
+        raise NotImplementedError
+
+    def on_ended(self, flow_run_id: UUID) -> None:
+        """Notice that a run that was started has ended."""
+        raise NotImplementedError
+
+    async def on_place_free(self) -> None:
+        """Take another run, after one has ended."""
+        raise NotImplementedError
+
+    @property
+    def pool_id(self) -> UUID | None:
+        """Id of the work pool; None until the server has answered once."""
+        return self._work_pool.id if self._work_pool else None
+
+    @property
+    def pool_name(self) -> str:
+        """Name of the work pool."""
+        return self._work_pool_name
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the number of runs at a time is limited, as by ``prefect worker --limit``."""
+        return self._limiter is not None
+
+    def is_submitting(self, flow_run_id: UUID) -> bool:
+        """Return whether a run is between `select_runs` and its start."""
+        return flow_run_id in self._submitting_flow_run_ids
+
+    def set_prefetch(self, seconds: float) -> None:
+        """Take runs that are due within so many seconds from now."""
+        self._prefetch_seconds = seconds
+
+    def start_service(self, service: Callable[[anyio.CancelScope], Any]) -> None:
+        """Run an async function until the worker stops.
+
+        Args:
+            service: called with the scope that is cancelled when the worker stops.
+        """
+        assert self._runs_task_group is not None  # made by setup
+        scope = anyio.CancelScope()
+        self._scheduled_task_scopes.add(scope)
+        self._runs_task_group.start_soon(service, scope)
+
+    async def _submit_scheduled_flow_runs(
+        self, flow_run_response: list[WorkerFlowRunResponse]
+    ) -> list[FlowRun]:
+        return await super()._submit_scheduled_flow_runs(self.select_runs(flow_run_response))
+
+    async def _submit_run(self, flow_run: FlowRun) -> None:
+        """Start a run; an error raised here would end all others with the task group."""
+        try:
+            await super()._submit_run(flow_run)
+        except Exception as error:
+            logger.warning("flow run %s could not be started (%r)", flow_run.name, error)
+            self._release_limit_slot(flow_run.id)
+        finally:
+            self._submitting_flow_run_ids.discard(flow_run.id)
+            self.on_submitted(flow_run.id)
+
+    async def _submit_run_and_capture_errors(
+        self, flow_run: FlowRun, *args: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
+        finally:
+            self.on_ended(flow_run.id)
+        await self.on_place_free()
+        return result
+
+    async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
+        return await self.acquire_run(flow_run)
+
+    async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
+        """Do nothing: the run is here already, and one call to the server is saved."""
+
+    async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
+        """Do nothing: the infrastructure pid names this worker, and another call is saved."""
+
+
+# prefect-ray, which imports Ray
+
+
+def get_task_body() -> Callable[..., Any]:
+    """Return the function that ``RayTaskRunner`` runs on Ray for each task.
+
+    If it is gone: use ``RayTaskRunner`` itself, whose remote functions Ray keeps, one a task.
+    """
+    body: Callable[..., Any] = look_up("prefect_ray.task_runners.RayTaskRunner._run_prefect_task")
+    return body
+
+
+def get_options_context() -> Any:
+    """Return the context that ``prefect_ray.remote_options`` fills.
+
+    If it is gone: a context variable of our own, set where ``remote_options`` is called.
+    """
+    return look_up("prefect_ray.context.RemoteOptionsContext")
+
+
+# The server
+
+
+def wrap_vacuum_session(
+    wrap: Callable[..., Callable[..., AbstractAsyncContextManager[Any]]],
+) -> None:
+    """Replace the database session of each batch of the server's vacuum by ``wrap`` of it.
+
+    If it is gone, and ``test_between_two_batches_of_the_vacuum_others_may_write`` passes without
+    this function: remove it.
+    """
+    vacuum = look_up("prefect.server.services.db_vacuum")
+    session = look_up("prefect.server.services.db_vacuum._maintenance_session")
+    vacuum._maintenance_session = wrap(session)
+
+
+def begin_transactions_as_writers() -> None:
+    """Have SQLite's transactions of the server wait for each other as they begin.
+
+    If it is gone, and ``test_prefect_s_own_transactions_refuse_the_slower_one`` fails: remove it.
+    """
+    configuration = look_up("prefect.server.database.configurations.AioSqliteConfiguration")
+    begin = look_up(
+        "prefect.server.database.configurations.AioSqliteConfiguration.begin_transaction"
+    )
+
+    def begin_as_writer(self: Any, session: Any, with_for_update: bool = False) -> Any:
+        return begin(self, session, with_for_update=True)
+
+    configuration.begin_transaction = begin_as_writer
