@@ -15,10 +15,15 @@ from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.orchestration.prefect_queries import waiting_runs
+from trinity_sync.orchestration.prefect_queries import (
+    UNDER_WAY,
+    count_waiting_runs,
+    read_job_runs,
+    read_pool_runs,
+    read_retention,
+)
 from trinity_sync.orchestration.reconcile import reconcile
-from trinity_sync.orchestration.run_history import retention_of, runs_of
-from trinity_sync.orchestration.zombie_runs import UNDER_WAY, end_unheard_tasks, runs_in
+from trinity_sync.orchestration.zombie_runs import end_unheard_tasks
 from trinity_sync.settings import Settings
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}
@@ -54,9 +59,8 @@ class Questions:
         return float(self._run(self._saved()))
 
     async def _saved(self) -> float:
-        from prefect.flow_engine import run_flow
-
         from flows.save import save_step
+        from trinity_sync.orchestration.prefect_compat import run_flow
         from trinity_sync.storage.manifest import read_manifest
 
         request = self._last = self._job.stage(self._step)
@@ -65,7 +69,7 @@ class Questions:
         self._trigger.submit(request)
         await self._trigger.send()
         run = await asked_for(self._client, request.key)
-        await run_flow(here(save_step), flow_run=run, return_type="state")  # type: ignore[misc]
+        await run_flow(here(save_step), flow_run=run, return_type="state")
         took = time.perf_counter() - began
         assert read_manifest(self._root, request.step), f"{request.run_name} is not committed"
         return took
@@ -82,11 +86,11 @@ class Questions:
             OURS[0]: lambda: asked(self._deployment, **self._last.flow_run),
             OURS[1]: lambda: self._run(self._trigger.outcomes([self._last])),
             OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
-            OURS[3]: lambda: self._run(runs_in(client, pool, *UNDER_WAY)),
+            OURS[3]: lambda: self._run(read_pool_runs(client, pool, *UNDER_WAY)),
             OURS[4]: lambda: self._run(end_unheard_tasks(client, pool)),
-            OURS[5]: lambda: waiting_runs(sync, pool),
-            OURS[6]: lambda: runs_of(sync, root),
-            OURS[7]: lambda: retention_of(sync, root),
+            OURS[5]: lambda: count_waiting_runs(sync, pool),
+            OURS[6]: lambda: read_job_runs(sync, root),
+            OURS[7]: lambda: read_retention(sync, root),
             OURS[8]: lambda: self._run(reconcile(settings, [root], client)),
         }
 

@@ -9,7 +9,7 @@ from prefect_ray.context import remote_options
 from flows.on_ray import OnRay, results
 from tasks.replicate import replicate_step as send
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.orchestration.clock_skew import due
+from trinity_sync.orchestration.prefect_queries import request_run
 from trinity_sync.remote.remote_root import refuse_credentials
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,12 @@ async def ask_for_copy(request: SaveRequest, url: str) -> None:
         refuse_credentials(url)  # parameters are shown to everybody
         async with get_client() as client:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
-            await client.create_flow_run_from_deployment(
-                deployment.id,
-                state=due(),
-                parameters={"root": request.root, "step": request.step, "url": url},
-                name=f"replicate step {request.step}",
-                tags=request.tags,
-                idempotency_key=f"{request.key}/replicate",
-            )
+            fields = {
+                "parameters": {"root": request.root, "step": request.step, "url": url},
+                "name": f"replicate step {request.step}",
+                "tags": request.tags,
+                "idempotency_key": f"{request.key}/replicate",
+            }
+            await request_run(client, deployment.id, fields)
     except Exception as error:
         logger.warning("%s is committed; its copy is not asked for: %r", request.run_name, error)

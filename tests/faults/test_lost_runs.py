@@ -49,11 +49,11 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.orchestration.deploy import deploy
+from trinity_sync.orchestration.prefect_queries import read_pool_runs
 from trinity_sync.orchestration.zombie_runs import (
     ATTEMPTS,
     TAKEN_BY,
     end_unheard_tasks,
-    runs_in,
 )
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
@@ -296,7 +296,9 @@ def test_no_run_is_forgotten_among_those_that_schedules_have_made(api: Api) -> N
 
     async def look(deployment: str | None) -> set[UUID]:
         async with get_client() as client:
-            found = await runs_in(client, "crowded", StateType.SCHEDULED, deployment=deployment)
+            found = await read_pool_runs(
+                client, "crowded", StateType.SCHEDULED, deployment=deployment
+            )
         return {run.id for run in found}
 
     try:

@@ -17,7 +17,7 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import known_roots
-from trinity_sync.orchestration.prefect_queries import server_client, waiting_runs
+from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -57,7 +57,7 @@ def test_the_server_plans_the_runs_that_a_schedule_asks_for(stack: StackState) -
     soon = IntervalSchedule(
         interval=timedelta(days=3650), anchor_date=datetime.now(timezone.utc) + timedelta(days=1)
     )
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
         deployment = client.read_deployment_by_name("reconcile/reconcile").id
         (schedule,) = client.create_deployment_schedules(deployment, [(soon, True)])
         try:
@@ -158,7 +158,7 @@ def test_what_cannot_work_is_a_sentence_in_the_ui(
 def test_schedules_are_made_once_and_then_left_to_people(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
 
         def nightly() -> Any:
             (schedule,) = client.read_deployment_by_name("verify/verify").schedules
@@ -171,6 +171,8 @@ def test_schedules_are_made_once_and_then_left_to_people(
         try:
             deploy(stack_settings, stack.api_url)
             assert (nightly().id, nightly().active) == (made.id, True)
-            assert waiting_runs(client, stack_settings.work_pool) == 0  # those of tonight are not
+            assert (
+                count_waiting_runs(client, stack_settings.work_pool) == 0
+            )  # those of tonight are not
         finally:
             client.update_deployment_schedule(deployment, made.id, active=False)

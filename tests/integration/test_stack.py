@@ -17,7 +17,7 @@ from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.automations import CRASHED, SILENT
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_compat import PickledSettings
-from trinity_sync.orchestration.prefect_queries import server_client
+from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 
@@ -83,7 +83,7 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
 
     names = deploy.deploy(stack_settings, stack.api_url)
     assert "save-step/save-step" in names
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
         first = client.read_deployment_by_name("save-step/save-step")
         client.update_deployment(first.id, DeploymentUpdate(concurrency_limit=3))
         try:
@@ -102,7 +102,7 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
 def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_so(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
 
         def watch(name: str = SILENT) -> Automation:
             (found,) = client.read_automations_by_name(name)
@@ -179,7 +179,7 @@ def test_what_was_started_is_stopped_when_the_rest_fails(
 ) -> None:
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
         client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(StackError, match="of type 'process'"):
@@ -236,7 +236,7 @@ def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) ->
 def test_the_queue_of_a_run_says_how_urgent_it_is(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    with server_client(stack.api_url) as client:
+    with open_client(stack.api_url) as client:
         queues = client.read_work_queues(work_pool_name=stack_settings.work_pool)
         priorities = {queue.name: queue.priority for queue in queues}
         deployments = {

@@ -16,7 +16,7 @@ from tests.conftest import environment
 from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
-from trinity_sync.orchestration.clock_skew import ahead_s
+from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
 from trinity_sync.stack.doctor import Check, examine, logout_check, packages_check
 from trinity_sync.stack.doctor_job import examine_root
@@ -118,11 +118,13 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) ->
 def test_how_far_a_servers_clock_is_ahead_goes_by_the_second_that_its_answer_names() -> None:
     date = "Sun, 22 Nov 2026 05:00:10 GMT"
     theirs = datetime(2026, 11, 22, 5, 0, 10, tzinfo=timezone.utc).timestamp()
-    assert ahead_s(date, theirs - 31, theirs - 30) == 30
-    assert ahead_s(date, theirs + 31, theirs + 32) == -30
-    assert ahead_s(date, theirs + 0.1, theirs + 0.9) == 0
-    assert ahead_s(date, theirs - 5, theirs + 0.9) == 0  # it was asked long before it answered
-    assert ahead_s(None, theirs, theirs) == 0
+    assert compute_clock_skew(date, theirs - 31, theirs - 30) == 30
+    assert compute_clock_skew(date, theirs + 31, theirs + 32) == -30
+    assert compute_clock_skew(date, theirs + 0.1, theirs + 0.9) == 0
+    assert (
+        compute_clock_skew(date, theirs - 5, theirs + 0.9) == 0
+    )  # it was asked long before it answered
+    assert compute_clock_skew(None, theirs, theirs) == 0
 
 
 def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:

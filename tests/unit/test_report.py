@@ -13,8 +13,8 @@ import torch
 from tests.conftest import environment
 from tests.unit.job import Job
 from trinity_sync.cli.page import render
+from trinity_sync.orchestration.prefect_queries import RunFacts
 from trinity_sync.orchestration.report import JobFacts, gather
-from trinity_sync.orchestration.run_history import RunFacts
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin

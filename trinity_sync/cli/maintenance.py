@@ -164,11 +164,11 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from trinity_sync.orchestration.prefect_queries import api_url_for
+    from trinity_sync.orchestration.prefect_queries import find_api_url
     from trinity_sync.orchestration.reconcile import reconcile
 
     settings = read_settings()
-    if url := api_url_for(settings):
+    if url := find_api_url(settings):
         with temporary_settings({PREFECT_API_URL: url}):
             async with get_client() as client:
                 if await client.api_healthcheck() is None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from trinity_sync.cli.app import size, when
 
 if TYPE_CHECKING:
+    from trinity_sync.orchestration.prefect_queries import RunFacts
     from trinity_sync.orchestration.report import JobFacts, StepFacts
-    from trinity_sync.orchestration.run_history import RunFacts
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #66707c; --line: #d9dee4;

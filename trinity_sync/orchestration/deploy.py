@@ -27,7 +27,7 @@ from trinity_sync.orchestration.automations import watch_for_silence
 from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import parameter_schema
-from trinity_sync.orchestration.prefect_queries import server_client
+from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 
@@ -52,7 +52,7 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
         StackError: the server cannot be reached, refuses, or has such a pool of another type.
         ConfigError: an entrypoint cannot be imported.
     """
-    with server_client(api_url) as client:
+    with open_client(api_url) as client:
         _ensure_pool(client, settings.work_pool)
         _ensure_queues(client, settings.work_pool)
         made = dict(_apply(client, entry, settings) for entry in deployments())

@@ -1,29 +1,62 @@
-"""What is asked of a Prefect server by whoever starts or looks at a stack."""
+"""What the stack asks of a Prefect server, with Prefect's own client.
 
-from collections.abc import Iterator
+Trainers have a client of their own (`client.prefect_api`). A flow run is requested by `request_run`
+alone, and a save always by its `SaveRequest.flow_run`, whose idempotency key gives all who request
+it the same run.
+
+Runs are due by the server's clock. Prefect's clients write the time of their own node into a state
+that is due at once: a server whose clock is behind it lets the run wait until then, and a worker
+whose clock is behind does not see it. So the states made here have no time, and the server adds it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    DeploymentFilter,
+    DeploymentFilterName,
     FlowRunFilter,
     FlowRunFilterExpectedStartTime,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
+    FlowRunFilterTags,
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
+from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Scheduled
 
 from trinity_sync.client.prefect_api import read_local_stack
-from trinity_sync.errors import StackError, TrinitySyncError
+from trinity_sync.errors import RequestRefusedError, StackError, TrinitySyncError
+from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
 
+PAGE = 200
+"""Flow runs in one answer of the server, at most."""
+UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
+"""States of runs that a process executes, or that no process executes any more."""
 
-def api_url_for(settings: Settings) -> str | None:
+
+# The server
+
+
+def find_api_url(settings: Settings) -> str | None:
     """Return the Prefect API of this process's environment or profile, or the local stack's.
 
     Raises:
@@ -32,17 +65,9 @@ def api_url_for(settings: Settings) -> str | None:
     return PREFECT_API_URL.value() or read_local_stack(settings.home)[0] or None
 
 
-def refusal_of(error: httpx.HTTPStatusError) -> str:
-    """Why the server will never accept a request, as after an upgrade of one side only; or ""."""
-    if error.response.status_code not in (409, 422):
-        return ""
-    text = error.response.text
-    return f"the Prefect server refuses its flow run: {text}; run: trinity-sync deploy"
-
-
 @contextmanager
-def server_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
-    """A client of the server at ``api_url``; what goes wrong within is a StackError.
+def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
+    """Open a client of the server at ``api_url``; errors within the block become a `StackError`.
 
     Args:
         api_url: by default that of the environment.
@@ -80,8 +105,125 @@ def server_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPr
         ) from error
 
 
-def heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime | None]:
-    """Time of the last heartbeat of each worker of the pool that Prefect calls online, by name."""
+# Its clock
+
+
+def compute_clock_skew(date: str | None, before: float, after: float) -> float:
+    """Return the seconds by which a server's clock is ahead of this node's; negative if behind.
+
+    Args:
+        date: the header of an answer, which is cut to the second; None says nothing.
+        before: this node's clock when the request was sent, in seconds since the epoch.
+        after: the same when the answer had come. What header and transfer leave open counts as 0.
+    """
+    if not date:
+        return 0.0
+    theirs = parsedate_to_datetime(date).timestamp()
+    return max(theirs - after, 0.0) + min(theirs + 1 - before, 0.0)
+
+
+async def measure_clock_skew(
+    client: PrefectClient, clock: Callable[[], float] = time.time
+) -> float:
+    """Ask the server for its time, and return its `compute_clock_skew`.
+
+    Args:
+        client: client of the server.
+        clock: this node's clock, in seconds since the epoch.
+    """
+    before = clock()
+    answer = await client.request("GET", "/admin/version")
+    return compute_clock_skew(answer.headers.get("date"), before, clock())
+
+
+async def read_server_time(client: PrefectClient) -> datetime:
+    """Return the time by the server's clock, to a second."""
+    return datetime.now(timezone.utc) + timedelta(seconds=await measure_clock_skew(client))
+
+
+def make_due_state(scheduled: Callable[[], State[Any]] = Scheduled) -> State[Any]:
+    """Return a scheduled state that is due at once by the server's clock."""
+    state = scheduled()
+    state.state_details.scheduled_time = None
+    return state
+
+
+# Flow runs
+
+
+async def request_run(
+    client: PrefectClient, deployment_id: UUID, fields: Mapping[str, Any]
+) -> FlowRun:
+    """Create a flow run that is due at once, unless its idempotency key has one.
+
+    Args:
+        client: client of the server.
+        deployment_id: id of the run's deployment.
+        fields: of the flow run: ``parameters``, ``idempotency_key``, ``name``, ...;
+            `SaveRequest.flow_run` for a save.
+
+    Returns:
+        The run that has the key, in whatever state it is.
+
+    Raises:
+        RequestRefusedError: the server will never accept it, as after an upgrade of one side only.
+        httpx.HTTPStatusError: it does not accept it now.
+    """
+    try:
+        return await client.create_flow_run_from_deployment(
+            deployment_id, state=make_due_state(), **fields
+        )
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        if status not in (409, 422):
+            raise
+        raise RequestRefusedError(
+            f"the Prefect server refuses its flow run: {error.response.text}; run: trinity-sync "
+            "deploy",
+            url=str(client.api_url),
+            status=status,
+        ) from error
+
+
+async def read_pool_runs(
+    client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
+) -> list[FlowRun]:
+    """Read all flow runs of a work pool that are in one of some states.
+
+    Args:
+        client: client of the server.
+        pool: name of the work pool.
+        states: types of the states.
+        deployment: name of the only deployment whose runs are wanted; by default those of all.
+    """
+    wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
+    named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
+    found: list[FlowRun] = []
+    while page := await client.read_flow_runs(  # an answer has some hundreds at most
+        flow_run_filter=FlowRunFilter(
+            state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
+        ),
+        deployment_filter=named,
+        work_pool_filter=filter_pool(pool),
+    ):
+        found += page
+    return found
+
+
+def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
+    """Return how many runs of a work pool are due or late and were not taken by a worker."""
+    return client.count_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            # schedules make their runs hours ahead
+            expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
+        ),
+        work_pool_filter=filter_pool(pool),
+    )
+
+
+def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime | None]:
+    """Return the time of the last heartbeat of each online worker of a work pool, by name."""
     try:
         workers = client.read_workers_for_work_pool(pool)
     except ObjectNotFound:
@@ -93,13 +235,87 @@ def heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime | Non
     }
 
 
-def waiting_runs(client: SyncPrefectClient, pool: str) -> int:
-    """How many runs of the pool are due or late and have not been taken by a worker."""
-    return client.count_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-            # schedules make their runs hours ahead
-            expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
-        ),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+def filter_pool(pool: str) -> WorkPoolFilter:
+    """Return the filter of what belongs to one work pool."""
+    return WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
+
+
+# The history of a job
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A flow run of a job that has ended, or is under way."""
+
+    name: str
+    state: str
+    began: float
+    """Seconds since the epoch; 0 where it has not begun."""
+    seconds: float
+    tasks: dict[str, float]
+    """Seconds of each task, the longest of its name."""
+    tags: dict[str, str]
+    """``step``, ``run``, ``kind``."""
+    failed: bool
+    message: str
+    url: str
+
+
+def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[RunFacts]:
+    """Read the newest flow runs of the job at ``root``, at most `PAGE`, newest first."""
+    tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
+    runs = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(tags=tags),
+        sort=FlowRunSort.START_TIME_DESC,
+        limit=PAGE,
+    )
+    tasks = _read_tasks(client, runs)
+    base = str(client.api_url).removesuffix("/").removesuffix("/api")
+    return [_make_facts(run, tasks.get(str(run.id), []), base) for run in runs]
+
+
+def read_retention(client: SyncPrefectClient, root: str | Path) -> list[dict[str, Any]]:
+    """Read what retention last decided about each step of a job; empty where it is not known."""
+    artifacts = client.read_artifacts(
+        artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["retention"])),
+        sort=ArtifactSort.CREATED_DESC,
+        limit=50,
+    )
+    for artifact in artifacts:
+        rows = json.loads(artifact.data) if isinstance(artifact.data, str) else artifact.data
+        if isinstance(rows, list):
+            mine = [row for row in rows if row.get("root") == str(Path(root).resolve())]
+            if mine:
+                return mine
+    return []
+
+
+def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, list[TaskRun]]:
+    found: dict[str, list[TaskRun]] = {}
+    some = 20  # runs a request, so that their tasks fit into one answer
+    for start in range(0, len(runs), some):
+        ids = FlowRunFilterId(any_=[run.id for run in runs[start : start + some]])
+        answer = client.read_task_runs(flow_run_filter=FlowRunFilter(id=ids), limit=PAGE)
+        for task in answer:
+            found.setdefault(str(task.flow_run_id), []).append(task)
+    return found
+
+
+def _make_facts(run: FlowRun, tasks: list[TaskRun], base: str) -> RunFacts:
+    seconds: dict[str, float] = {}
+    for task in tasks:
+        name = task.name.rpartition("-")[0] or task.name
+        took = task.total_run_time.total_seconds()
+        seconds[name] = max(took, seconds.get(name, 0.0))
+    state = run.state
+    return RunFacts(
+        name=run.name,
+        state=state.name or "" if state else "",
+        began=run.start_time.timestamp() if run.start_time else 0.0,
+        seconds=run.total_run_time.total_seconds(),
+        tasks=dict(sorted(seconds.items())),
+        tags=dict(tag.partition(":")[::2] for tag in run.tags),
+        failed=bool(state and (state.is_failed() or state.is_crashed() or state.is_cancelled())),
+        message=(state.message or "") if state else "",
+        url=f"{base}/runs/flow-run/{run.id}",
     )

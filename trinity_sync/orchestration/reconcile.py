@@ -23,14 +23,13 @@ from prefect.exceptions import ObjectNotFound
 from trinity_sync.catalog.database import opened, url_of
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
-from trinity_sync.errors import CatalogError, FormatError, TrinitySyncError
+from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.process import process_name
-from trinity_sync.orchestration.clock_skew import due
 from trinity_sync.orchestration.job_registry import known_roots
 from trinity_sync.orchestration.orphaned_images import stranded
-from trinity_sync.orchestration.prefect_queries import refusal_of
-from trinity_sync.orchestration.zombie_runs import UNDER_WAY, mend, runs_in
+from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
+from trinity_sync.orchestration.zombie_runs import mend
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import job_spools
 from trinity_sync.storage.export_requests import Wish, wishes
@@ -98,7 +97,7 @@ async def _mend_runs(client: PrefectClient, settings: Settings) -> list[Finding]
     """Runs that Prefect shows as under way although their process on this node is dead."""
     here = f"{settings.node}/{process_name(os.getpid())}"
     found = []
-    for run in await runs_in(client, settings.work_pool, *UNDER_WAY):
+    for run in await read_pool_runs(client, settings.work_pool, *UNDER_WAY):
         try:
             await mend(client, run, here, spool=settings.spool)
             now = (await client.read_flow_run(run.id)).state
@@ -126,12 +125,9 @@ async def _ask_for_runs(
     found = []
     for request in requests:
         try:
-            run = await client.create_flow_run_from_deployment(
-                deployment.id, state=due(), **request.flow_run
-            )
-        except httpx.HTTPStatusError as error:
-            why = refusal_of(error) or str(error)
-            found.append(Finding(request.root, request.run_name, "left", why))
+            run = await request_run(client, deployment.id, request.flow_run)
+        except (RequestRefusedError, httpx.HTTPStatusError) as error:
+            found.append(Finding(request.root, request.run_name, "left", str(error)))
             continue
         if run.state is None or run.state.is_scheduled():
             why = "its images wait in the spool; a run is asked for"
@@ -146,7 +142,7 @@ async def _saves_to_come(client: PrefectClient, settings: Settings) -> list[Flow
     """The saves that a run is at or will be; schedules have runs of other flows for weeks ahead."""
     name = SAVE_DEPLOYMENT.rpartition("/")[2]
     states = (*UNDER_WAY, StateType.SCHEDULED)
-    return await runs_in(client, settings.work_pool, *states, deployment=name)
+    return await read_pool_runs(client, settings.work_pool, *states, deployment=name)
 
 
 def _mend_files(

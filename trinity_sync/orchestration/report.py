@@ -8,8 +8,13 @@ from typing import Any
 
 from trinity_sync.errors import CommitError, FormatError, ManifestError, StackError
 from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
-from trinity_sync.orchestration.prefect_queries import api_url_for, server_client
-from trinity_sync.orchestration.run_history import RunFacts, retention_of, runs_of
+from trinity_sync.orchestration.prefect_queries import (
+    RunFacts,
+    find_api_url,
+    open_client,
+    read_job_runs,
+    read_retention,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import require_whole
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -81,12 +86,12 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
 
 
 def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[str, Any]], str]:
-    url = api_url_for(settings)
+    url = find_api_url(settings)
     if not url:
         return [], [], "no Prefect server is known"
     try:
-        with server_client(url) as client:
-            return runs_of(client, root), retention_of(client, root), ""
+        with open_client(url) as client:
+            return read_job_runs(client, root), read_retention(client, root), ""
     except StackError as error:
         return [], [], str(error)
 

@@ -36,10 +36,10 @@ from prefect.workers.base import BaseWorker
 from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.errors import RequestRefusedError
 from trinity_sync.fs.locks import file_lock_if_free
 from trinity_sync.fs.process import process_name
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.orchestration.clock_skew import due, server_ahead_s
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
 from trinity_sync.orchestration.orphaned_images import (
     let_give_way,
@@ -56,15 +56,18 @@ from trinity_sync.orchestration.prefect_compat import (
     propose_state,
     run_flow,
 )
-from trinity_sync.orchestration.prefect_queries import refusal_of
+from trinity_sync.orchestration.prefect_queries import (
+    UNDER_WAY,
+    measure_clock_skew,
+    read_pool_runs,
+    request_run,
+)
 from trinity_sync.orchestration.reconcile import mend_known_roots
 from trinity_sync.orchestration.zombie_runs import (
     TAKEN_BY,
-    UNDER_WAY,
     begin_again,
     end_unheard_tasks,
     mend,
-    runs_in,
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.run_lock import run_lock_if_free
@@ -262,7 +265,7 @@ class TrinitySyncWorker(
     async def set_clock(self) -> None:
         """Take runs when they are due by the server's clock, however far this node's is off."""
         usual_s = get_current_settings().worker.prefetch_seconds
-        self.set_prefetch(usual_s + await server_ahead_s(self.client))
+        self.set_prefetch(usual_s + await measure_clock_skew(self.client))
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:
@@ -317,7 +320,7 @@ class TrinitySyncWorker(
     async def mend(self) -> None:
         """Honour what was cancelled; give runs and tasks an end that cannot report it any more."""
         lost = []
-        for run in await runs_in(self.client, self.pool_name, *UNDER_WAY):
+        for run in await read_pool_runs(self.client, self.pool_name, *UNDER_WAY):
             if not self._is_busy_with(run.id):
                 lost.append(run)
             elif run.state and run.state.is_cancelling():
@@ -337,13 +340,9 @@ class TrinitySyncWorker(
         deployment = await self.client.read_deployment_by_name(SAVE_DEPLOYMENT)
         for request in requests:
             try:
-                run = await self.client.create_flow_run_from_deployment(
-                    deployment.id, state=due(), **request.flow_run
-                )
-            except httpx.HTTPStatusError as error:  # the others have their turn
-                if not (refusal := refusal_of(error)):
-                    raise
-                warn_once(f"{request.run_name} of {request.root}: {refusal}")
+                run = await request_run(self.client, deployment.id, request.flow_run)
+            except RequestRefusedError as error:  # the others have their turn
+                warn_once(f"{request.run_name} of {request.root}: {error}")
                 continue
             if run.state and (run.state.is_cancelled() or run.state.is_failed()):
                 # perhaps before anybody had taken it, or by one that could not reach this node

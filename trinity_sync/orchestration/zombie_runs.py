@@ -21,7 +21,6 @@ from uuid import UUID
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
-    DeploymentFilterName,
     DeploymentFilterTags,
     FlowRunFilter,
     FlowRunFilterEndTime,
@@ -31,22 +30,24 @@ from prefect.client.schemas.filters import (
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 
 from trinity_sync.fs.process import process_lives
-from trinity_sync.orchestration.clock_skew import due, server_now
 from trinity_sync.orchestration.orphaned_images import let_give_way
+from trinity_sync.orchestration.prefect_queries import (
+    UNDER_WAY,
+    filter_pool,
+    make_due_state,
+    read_server_time,
+)
 from trinity_sync.snapshot.run_lock import run_lock_if_free
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Times that a run is begun before its crashes are left for a person to look at."""
-UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 TAKEN_BY = "Taken by "
 """Begins the message of the Pending state of a run that a worker has taken; the rest names the
 process, as ``node/pid/start time``."""
@@ -55,24 +56,6 @@ TAG = "trinity-sync"
 LATE_S = 60.0
 """Seconds after a run's end in which its tasks' own reports may still come in: Prefect sends them
 apart from it, and again every 30 s until the server has them."""
-
-
-async def runs_in(
-    client: PrefectClient, pool: str, *states: StateType, deployment: str | None = None
-) -> list[FlowRun]:
-    """All runs of a pool, or of one deployment in it, that are in one of these states."""
-    wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
-    named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
-    found: list[FlowRun] = []
-    while page := await client.read_flow_runs(  # an answer has some hundreds at most
-        flow_run_filter=FlowRunFilter(
-            state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
-        ),
-        deployment_filter=named,
-        work_pool_filter=_of_pool(pool),
-    ):
-        found += page
-    return found
 
 
 async def mend(client: PrefectClient, run: FlowRun, here: str, *, spool: Path) -> None:
@@ -131,11 +114,11 @@ async def _begin_again(client: PrefectClient, run_id: UUID, here: str) -> None:
     if run.state is None or not run.state.is_crashed() or len(_takings(states)) >= ATTEMPTS:
         return
     if _owner(states).partition("/")[0] not in ("", here.partition("/")[0]):
-        age = await server_now(client) - run.state.timestamp
+        age = await read_server_time(client) - run.state.timestamp
         if age < timedelta(seconds=LATE_S):
             return
     logger.warning("%s crashed (%s) and is begun again", run.name, run.state.message)
-    await client.set_flow_run_state(run_id, due(AwaitingRetry), force=True)
+    await client.set_flow_run_state(run_id, make_due_state(AwaitingRetry), force=True)
 
 
 async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:
@@ -154,7 +137,7 @@ async def end_unheard_tasks(client: PrefectClient, pool: str, *, late_s: float =
     if not tasks:
         return
     for run in await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(id=_of(list(tasks))), work_pool_filter=_of_pool(pool)
+        flow_run_filter=FlowRunFilter(id=_of(list(tasks))), work_pool_filter=filter_pool(pool)
     ):
         why = f"Its flow run is {run.state_name}; what it reported itself did not come in."
         if run.state_type == StateType.COMPLETED:
@@ -193,7 +176,3 @@ def _owner(states: Sequence[State]) -> str:
 
 def _of(run_ids: list[UUID]) -> FlowRunFilterId:
     return FlowRunFilterId(any_=run_ids)
-
-
-def _of_pool(pool: str) -> WorkPoolFilter:
-    return WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))

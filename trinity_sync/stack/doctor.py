@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 
 from trinity_sync.errors import StackError, TicketError
 from trinity_sync.fs.mounts import mount_of
-from trinity_sync.orchestration.clock_skew import ahead_s
 from trinity_sync.orchestration.deploy import deployments
+from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, job_spools
 from trinity_sync.stack import embedded, services
@@ -116,15 +116,15 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
     from prefect.exceptions import ObjectNotFound
 
     from trinity_sync.orchestration.prefect_queries import (
-        heartbeats,
-        server_client,
-        waiting_runs,
+        count_waiting_runs,
+        open_client,
+        read_heartbeats,
     )
 
     state = embedded.find(settings)
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
     try:
-        with server_client(url) as client:
+        with open_client(url) as client:
             before = clock()
             answer = client.request("GET", "/admin/version")
             after = clock()
@@ -156,7 +156,10 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
                 "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
             )
             yield _schedules(client, there, clock)
-            online, waiting = heartbeats(client, pool.name), waiting_runs(client, pool.name)
+            online, waiting = (
+                read_heartbeats(client, pool.name),
+                count_waiting_runs(client, pool.name),
+            )
             yield Check(
                 "worker",
                 "ok" if online else "fail",
@@ -201,7 +204,7 @@ def _skew(date: str | None, before: float, after: float) -> Check:
     """The server's clock, to the second, against this node's."""
     if not date:
         return Check("clock", "ok", "the server does not tell the time")
-    skew = abs(ahead_s(date, before, after))
+    skew = abs(compute_clock_skew(date, before, after))
     if skew <= SKEW_S:
         return Check("clock", "ok", "as the server's")
     found = f"{skew:.0f} s off the server's; leases, and ages in reports, go by this clock"

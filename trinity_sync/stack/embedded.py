@@ -178,15 +178,15 @@ def status(settings: Settings | None = None) -> StackStatus:
     problem = ""
     if found[0].state in ("running", "external", "away"):
         from trinity_sync.orchestration.prefect_queries import (
-            heartbeats,
-            server_client,
-            waiting_runs,
+            count_waiting_runs,
+            open_client,
+            read_heartbeats,
         )
 
         try:
-            with server_client(found[0].url, state.api_auth) as client:
-                online = len(heartbeats(client, settings.work_pool))
-                waiting = waiting_runs(client, settings.work_pool)
+            with open_client(found[0].url, state.api_auth) as client:
+                online = len(read_heartbeats(client, settings.work_pool))
+                waiting = count_waiting_runs(client, settings.work_pool)
         except StackError as error:
             problem = str(error)
     elsewhere = tuple(_named_elsewhere(state, settings))
@@ -347,13 +347,13 @@ def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
 
 
 def _start_worker(settings: Settings, state: StackState, patience: Patience) -> StackState:
-    from trinity_sync.orchestration.prefect_queries import heartbeats, server_client
+    from trinity_sync.orchestration.prefect_queries import open_client, read_heartbeats
 
-    with server_client(state.api_url, state.api_auth) as client:
-        before = heartbeats(client, settings.work_pool).keys()
+    with open_client(state.api_url, state.api_auth) as client:
+        before = read_heartbeats(client, settings.work_pool).keys()
 
         def is_online() -> bool:  # each start has a name of its own
-            return bool(heartbeats(client, settings.work_pool).keys() - before)
+            return bool(read_heartbeats(client, settings.work_pool).keys() - before)
 
         state = services.start_worker(settings, state)
         _note(settings.home, state)
