@@ -21,7 +21,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs trainers tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -55,7 +55,7 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
 	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
-	for suite in tests/trainers/callbacks.py tests/integration/fsdp tests/verl; do \
+	for suite in tests/trainers tests/integration/fsdp tests/verl; do \
 	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest $$suite || exit; \
 	done
 
@@ -96,9 +96,6 @@ torch-suites: $(READY)
 
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
 	$(BIN)/python -m tests.nfs
-
-trainers: $(READY) ## the callbacks, with Hugging Face's Trainer and Lightning
-	$(BIN)/python -m pytest tests/trainers/callbacks.py
 
 tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
 	$(BIN)/python -m pytest tests/integration/test_tutorials.py
