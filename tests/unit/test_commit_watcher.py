@@ -28,7 +28,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.fs.atomic import look_anew
-from trinity_sync.fs.records import to_text
+from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
@@ -449,7 +449,7 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_written_the_roo
 ) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
-    (job.root / name).write_text(to_text({"run": 1, "step": 4}, ROOT_FORMAT + 1))
+    (job.root / name).write_text(encode_body({"run": 1, "step": 4}, ROOT_FORMAT + 1))
     (request,) = requests_in(job.root, [4], components=("model",))
     with completed(job, request) as watcher:
         watcher.follow(request)

@@ -53,7 +53,7 @@ from tests.unit.promised import Key, Model, Run, Saved, Step, Value
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, SaveFailedError, StepInUseError, TrinitySyncError
-from trinity_sync.fs.records import to_text
+from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import Rules
@@ -560,7 +560,7 @@ class Promises(RuleBasedStateMachine):
             ticket = slot.with_name(f"{slot.name}.ticket")
             if not ticket.exists():
                 slot.touch(mode=0o600)
-                ticket.write_text(to_text({"step": 3}, SPOOL_FORMAT - 1))
+                ticket.write_text(encode_body({"step": 3}, SPOOL_FORMAT - 1))
         else:
             for trainer in self.trainers.values():
                 self.fork(trainer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -173,13 +173,12 @@ def changed(body: Any, data: st.DataObject) -> Any:
 def require_typed(value: Any) -> None:
     """Every value that a record holds is one that files, databases and dates can have."""
     if is_dataclass(value):
+        hints = get_type_hints(type(value))
         for each in fields(value):
             require_typed(getattr(value, each.name))
-            hint = str(each.type)
             found = getattr(value, each.name)
-            for plain in (int, float, str, bool):
-                if each.type is plain or hint == plain.__name__:
-                    assert type(found) is plain, (each.name, found)
+            if hints[each.name] in (int, float, str, bool):
+                assert type(found) is hints[each.name], (each.name, found)
             if each.name.endswith("_at"):
                 datetime.fromtimestamp(found)
     elif isinstance(value, list | tuple):

@@ -185,9 +185,9 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
 
 def _of_other_releases(root: str) -> list[str]:
     """What another release has written in a root besides steps, and which one to upgrade."""
-    from trinity_sync.fs.root_records import of_other_releases
+    from trinity_sync.storage.discovery import records_of_other_releases
 
-    return [] if "://" in root else [str(error) for error in of_other_releases(root)]
+    return [] if "://" in root else [str(error) for error in records_of_other_releases(root)]
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:

@@ -15,21 +15,21 @@ no process holds.
 """
 
 import hashlib
-import json
 import logging
 import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, State
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, names_anew
 from trinity_sync.fs.flock import LockFile
 from trinity_sync.fs.locks import is_locked
-from trinity_sync.fs.records import load_object, make_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 from trinity_sync.snapshot.safe_load import open_file
 
@@ -42,8 +42,15 @@ _REMEMBERED = 1024
 """Saves of each file that a reader knows the outcome of."""
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Header(msgspec.Struct, frozen=True):
+    """The first line of a file."""
+
+    format: int
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """Each other line."""
+
     key: str
     state: State
     message: str
@@ -64,14 +71,17 @@ class OutcomeLog:
 
     def append(self, outcomes: Mapping[str, Outcome]) -> None:
         """Add lines. If that fails, give up the file, so that other ranks ask for themselves."""
-        lines = [json.dumps({"key": key, **asdict(each)}) for key, each in outcomes.items()]
+        lines = [
+            msgspec.json.encode(_Line(key, each.state, each.message, each.url))
+            for key, each in outcomes.items()
+        ]
         try:
             if self._lock is None or not self._path.exists():  # or somebody has removed it
                 self.close()
                 self._begin()
             # closing a file is what lets other NFS clients see what it holds
-            with self._path.open("a") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+            with self._path.open("ab") as file:
+                file.write(b"".join(line + b"\n" for line in lines))
         except OSError as error:
             logger.warning(
                 "rank 0 cannot tell the other ranks what becomes of %s: %s. They ask the Prefect "
@@ -101,7 +111,7 @@ class OutcomeLog:
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             lock.acquire()
-            temporary.write_text(json.dumps({"format": ROOT_FORMAT}) + "\n")
+            temporary.write_bytes(msgspec.json.encode(_Header(ROOT_FORMAT)) + b"\n")
             temporary.rename(self._path)
         except BaseException:
             lock.close()
@@ -115,7 +125,7 @@ class _File:
     """What was read of one file."""
 
     offset: int = 0
-    format: object = None
+    format: int | None = None
     """What its first line names; None before that is read."""
     said: dict[str, Outcome] = field(default_factory=dict)
     """The newest line of each save."""
@@ -178,9 +188,8 @@ class OutcomeLogs:
     def _take(path: Path, seen: _File, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                body = load_object(line)
                 if seen.format is None:
-                    seen.format = body.get("format", 0)
+                    seen.format = msgspec.json.decode(line, type=_Header).format
                     if seen.format != ROOT_FORMAT:
                         logger.warning(
                             "%s is of another release, and is not read: this rank asks the Prefect "
@@ -190,7 +199,7 @@ class OutcomeLogs:
                     continue
                 if seen.format != ROOT_FORMAT:
                     return
-                read = make_record(_Line, body)
+                read = msgspec.json.decode(line, type=_Line)
             except ValueError:
                 continue  # cut off when its writer died
             seen.said.pop(read.key, None)

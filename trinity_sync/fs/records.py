@@ -1,116 +1,155 @@
-"""Records: small JSON files that hold a dataclass of plain values.
+"""Records: small JSON files with a type, a format number and a digest.
 
-Each carries its format and a digest of itself. A text without the right digest is torn or altered;
-one with it and of another format is what another release has written (`FormatError`). These two
-fields are the same in all formats, as is the meaning of ``run`` and ``step`` where a record has
-them. Whoever reads a record is given one of the right types or an error of its own: a digest says
-nothing of who wrote it.
+A record type is a frozen dataclass below `Record`, of which msgspec checks every value when a
+record is read. The digest covers the values and the format. Without the right digest, a record is
+torn or was altered (ValueError). With it and another format, it was written by another release
+(`FormatError`). In all formats, ``format`` and ``digest`` are there, and ``run`` and ``step`` mean
+the same in records that have them.
+
+A digest does not say who wrote a record: values of another type or range are refused as well.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
 
 from trinity_sync.errors import FormatError
-from trinity_sync.layout import SPOOL_FORMAT
 
-T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number or a size, which file systems, databases and C libraries can hold."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=253e9)]
+"""A duration, or a time since the epoch up to the year 9987, which ``datetime`` can represent."""
 
 TRAINER = "the trainer's environment"
 STACK = "the stack's environment"
+_EITHER = "the environment that wrote it"
 
-_INTS_END = 2**63
-"""What no file system, database or C library has as a size or number."""
-_TIMES_END = 253e9
-"""Seconds since the epoch, in the year 9987: ``datetime`` can still tell them."""
+R = TypeVar("R", bound="Record")
 
 
-def write_note(path: Path, note: Any) -> None:
-    """Leave a note, a dataclass of plain values, in place of the one that is there."""
+class Record:
+    """Base of record types, which are frozen dataclasses::
+
+        @dataclass(frozen=True)
+        class Pin(Record, format=1, writer=STACK):
+            step: Count
+            reason: str = ""
+
+    ``format`` is the one format that is read and written, ``writer`` the environment that writes
+    such records, in words. Subclasses inherit both. No field is named ``format`` or ``digest``.
+    """
+
+    FORMAT: ClassVar[int]
+    WRITER: ClassVar[str] = _EITHER
+
+    def __init_subclass__(cls, *, format: int | None = None, writer: str = "") -> None:
+        if format is not None:
+            cls.FORMAT = format
+        if writer:
+            cls.WRITER = writer
+
+
+def encode_record(record: Record, *, indent: int | None = None) -> str:
+    """Return the text of a record.
+
+    Args:
+        record: its values are plain ones, records and containers of both.
+        indent: as of ``json.dumps``.
+    """
+    return encode_body(msgspec.to_builtins(record), record.FORMAT, indent=indent)
+
+
+def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
+    """Return the record in the bytes of a file.
+
+    Unknown values are ignored: a later release may add some that this one can do without.
+
+    Args:
+        kind: the type of the record.
+        content: the whole file.
+        path: of the file, for messages.
+
+    Raises:
+        ValueError: it is torn, was altered, or a value is missing or of another type or range.
+        FormatError: another release has written it.
+    """
+    return msgspec.convert(decode_body(content, path, kind.FORMAT, kind.WRITER), kind)
+
+
+def write_spool_record(path: Path, record: Record) -> None:
+    """Replace a record in shared memory; a power cut leaves nothing there, so it is not synced."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(to_text(asdict(note), SPOOL_FORMAT))
+    temporary.write_text(encode_record(record))
     temporary.replace(path)
 
 
-def read_note(path: Path, kind: type[T], *, writer: str) -> T | None:
-    """The note; None without one, and with one that is torn or altered.
+def read_spool_record(kind: type[R], path: Path) -> R | None:
+    """Return the record in a file; None if the file is missing, torn or altered.
 
     Raises:
         FormatError: another release has written it.
     """
     try:
-        return make_record(kind, from_text(path.read_bytes(), path, SPOOL_FORMAT, writer=writer))
+        return decode_record(kind, path.read_bytes(), path)
     except (FileNotFoundError, ValueError):
         return None
 
 
-def to_text(body: dict[str, Any], form: int, *, indent: int | None = None) -> str:
-    """A record's values as text, with its format and its digest.
+def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None) -> str:
+    """Return the text of a record.
 
     Args:
-        body: the values; none is named ``format`` or ``digest``.
-        form: `SPOOL_FORMAT` or `ROOT_FORMAT`.
+        body: the values by name; no name is ``format`` or ``digest``.
+        format: the format number.
         indent: as of ``json.dumps``.
     """
-    whole = {"format": form, **body}
+    whole = {"format": format, **body}
     return json.dumps({**whole, "digest": digest_of_body(whole)}, indent=indent)
 
 
-def from_text(
-    text: str | bytes,
-    path: Path | str,
-    form: int,
-    *,
-    writer: str = "the environment that wrote it",
+def decode_body(
+    content: bytes, path: Path | str, format: int, writer: str = _EITHER
 ) -> dict[str, Any]:
-    """The values in a text of `to_text`.
+    """Return the values in a record, whose types are not checked.
 
     Args:
-        text: of the file.
+        content: the whole file.
         path: of the file, for messages.
-        form: the one format that is read.
+        format: the one format that is read.
         writer: the environment that writes such records, in words.
 
     Raises:
         ValueError: it is torn, was altered, or has no digest or format.
-        FormatError: it is whole, and of another format.
+        FormatError: it is intact, and of another format.
     """
-    body = load_object(text)
+    body = _load_object(content)
     if body.pop("digest", None) != digest_of_body(body):
         raise ValueError("it was altered")
     found = body.pop("format", None)
     if type(found) is not int:
         raise ValueError("it has no format")
-    if found != form:
-        run, step = (
-            value if type(value) is int and 0 <= value < _INTS_END else None
-            for value in map(body.get, ("run", "step"))
-        )
-        raise FormatError.between(path, found, form, writer=writer, run=run, step=step)
+    if found != format:
+        run, step = _run_and_step(body)
+        raise FormatError.between(path, found, format, writer=writer, run=run, step=step)
     return body
 
 
-def load_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object.
+def run_and_step(content: bytes) -> tuple[int | None, int | None]:
+    """Return the run and the step that a record is about, whatever its digest and format.
 
-    Raises:
-        ValueError: it is torn, nested too deeply, no text, or no object.
+    Each is None where the record cannot be read or does not say it.
     """
     try:
-        body = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(body, dict):
-        raise ValueError("it is no JSON object")
-    return body
+        return _run_and_step(_load_object(content))
+    except ValueError:
+        return None, None
 
 
 def digest_of_body(body: dict[str, Any]) -> str:
-    """Digest of a record's values, whatever their order and spacing in its file.
+    """Return the digest of a record's values, whatever their order and spacing in the file.
 
     Raises:
         ValueError: they are nested too deeply.
@@ -122,89 +161,23 @@ def digest_of_body(body: dict[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def make_record(kind: type[T], body: Any, **given: Any) -> T:
-    """Make a dataclass of what JSON gave, where each value has the type of its field.
-
-    Values that are no fields of it are passed over: a later release may add some that another one
-    can do without. An int is a size or a number, from 0 to what 63 bits hold, and a float is a time
-    or duration in seconds, from 0 to the year 9987.
-
-    Args:
-        kind: the dataclass.
-        body: its fields by name; those that have a default may be missing.
-        given: fields that are not taken from ``body``, but as they are.
-
-    Raises:
-        ValueError: a field is missing, or of another type.
-    """
-    if not isinstance(body, dict):
-        raise ValueError(f"it is no {kind.__name__}")
-    makers = _makers(kind)  # type: ignore[arg-type]  # a class is hashable
-    known = makers.keys() - given.keys()
+def _load_object(content: bytes) -> dict[str, Any]:
+    # not by msgspec, which knows no NaN: a metric may be one
     try:
-        return kind(**{name: makers[name](body[name]) for name in known & body.keys()}, **given)
-    except TypeError as error:
-        raise ValueError(f"it lacks a field of a {kind.__name__}") from error
+        body = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    return body
 
 
-@cache
-def _makers(kind: type) -> dict[str, Callable[[Any], Any]]:
-    return {name: _maker(hint) for name, hint in get_type_hints(kind).items()}
+def _run_and_step(body: dict[str, Any]) -> tuple[int | None, int | None]:
+    return _count_or_none(body.get("run")), _count_or_none(body.get("step"))
 
 
-def _maker(hint: Any) -> Callable[[Any], Any]:
-    """A function that returns a value of JSON as a field has it, or raises ValueError."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return partial(_one_of, arguments)
-    if origin is tuple:
-        return partial(_tuple, _maker(arguments[0]))
-    if origin is dict:
-        return partial(_dict, _maker(arguments[1]))
-    if is_dataclass(hint) and isinstance(hint, type):
-        return partial(make_record, hint)
-    return _PLAIN.get(hint, _refuse)
-
-
-def _one_of(values: tuple[str, ...], value: Any) -> str:
-    return value if isinstance(value, str) and value in values else _refuse(value)
-
-
-def _tuple(make: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
-    return tuple(map(make, value)) if isinstance(value, list) else _refuse(value)
-
-
-def _dict(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _refuse(value)
-    return {name: make(each) for name, each in value.items()}
-
-
-def _int(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < _INTS_END else _refuse(value)
-
-
-def is_seconds(value: Any) -> bool:
-    """Whether a record can have a value as a time or duration."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value < _TIMES_END
-
-
-def _seconds(value: Any) -> float:
-    return float(value) if is_seconds(value) else _refuse(value)
-
-
-def _exactly(kind: type, value: Any) -> Any:
-    return value if type(value) is kind else _refuse(value)
-
-
-def _refuse(value: Any) -> NoReturn:
-    raise ValueError(f"it has a field of another type or range, {type(value).__name__}")
-
-
-_PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: _int,
-    float: _seconds,
-    str: partial(_exactly, str),
-    bool: partial(_exactly, bool),
-}
+def _count_or_none(value: Any) -> int | None:
+    try:
+        return msgspec.convert(value, Count)
+    except msgspec.ValidationError:
+        return None

@@ -12,12 +12,11 @@ from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on
 parameter, log or message can hold them.
 """
 
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,9 +36,8 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import create_file, make_folder
 from trinity_sync.fs.direct_writer import DIGEST
-from trinity_sync.fs.records import load_object, make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
+from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 
@@ -68,6 +66,17 @@ class RemoteStep:
     names and sizes."""
     unreadable: FormatError | None = None
     """Why this release cannot read it, if another one has sent it."""
+
+
+@dataclass(frozen=True)
+class _Uploaded(Record, format=ROOT_FORMAT):
+    """What a file holds that was uploaded, while its step is not committed there."""
+
+    nbytes: Count
+    file_digest: str
+    """As in the step's manifest."""
+    state: str
+    """What the store says of the file; another one once it is written again."""
 
 
 def refuse_credentials(url: str) -> None:
@@ -221,7 +230,7 @@ class Remote:
 
     def claim_run(self, run: Run) -> Run | None:
         """Let no other run have this number; returns the run that has it, None if that is torn."""
-        content = to_text(asdict(run)).encode()
+        content = encode_record(run).encode()
         if self._create(f"{PRIVATE_FOLDER}/runs/{run.number}.json", content):
             return run
         return self._run(run.number)
@@ -244,7 +253,7 @@ class Remote:
         with self._reaching(f"read run {number} in"):
             content = self._fs.cat_file(f"{self._base}/{name}")
         try:
-            run = make_record(Run, from_text(content, f"{self.url}/{name}"))
+            run = decode_record(Run, content, f"{self.url}/{name}")
         except ValueError:
             return None
         return run if run.number == number else None
@@ -324,24 +333,23 @@ class Remote:
     def note_upload(self, step: int, record: FileRecord) -> None:
         """Write down what a whole file holds, so that an upload that breaks off goes on there."""
         with self._reaching(f"look at {record.path} of step {step} in"):
-            state = self._fs.ukey(self._path(step, record.path))
-        note = {"nbytes": record.nbytes, "digest": record.digest, "state": state}
-        self.write(step, f"{UPLOADED}/{record.path}", json.dumps(note).encode())
+            state = str(self._fs.ukey(self._path(step, record.path)))
+        uploaded = _Uploaded(record.nbytes, record.digest, state)
+        self.write(step, f"{UPLOADED}/{record.path}", encode_record(uploaded).encode())
 
     def is_uploaded(self, step: int, record: FileRecord) -> bool:
         """Whether the file is there with these bytes and was not written since it was noted."""
-        content = self.read(step, f"{UPLOADED}/{record.path}")
+        name = f"{UPLOADED}/{record.path}"
         try:
-            note = load_object(content or b"{}")
-        except ValueError:
+            found = decode_record(_Uploaded, self.read(step, name) or b"", f"{self.url}/{name}")
+        except (ValueError, FormatError):
             return False
         with self._reaching(f"look at {record.path} of step {step} in"):
             try:
-                state = self._fs.ukey(self._path(step, record.path))
+                state = str(self._fs.ukey(self._path(step, record.path)))
             except FileNotFoundError:
                 return False
-        expected = {"nbytes": record.nbytes, "digest": record.digest, "state": state}
-        return bool(note == expected)
+        return found == _Uploaded(record.nbytes, record.digest, state)
 
     def forget_uploads(self, step: int) -> None:
         """Remove the notes of a step whose manifest says it all."""

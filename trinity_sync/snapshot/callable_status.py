@@ -7,13 +7,13 @@ process is gone, which counts as failed.
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.fs.process import process_lives
-from trinity_sync.fs.records import TRAINER, from_text, make_record, to_text
+from trinity_sync.fs.records import TRAINER, Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name
 from trinity_sync.snapshot.spool import JobSpool
 
@@ -21,19 +21,19 @@ State = Literal["started", "finished", "failed"]
 
 
 @dataclass(frozen=True)
-class Receipt:
+class Receipt(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """One call of a save function, by name, for one step."""
 
     name: str
-    run: int
-    step: int
+    run: Count
+    step: Count
     kind: Kind
-    rank: int
+    rank: Count
     process: str
     """``pid/start time`` of the process that runs the function, see `fs.process.process_name`."""
     state: State = "started"
     error: str = ""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     files: tuple[str, ...] = ()
     """Paths below the step's folder that the function wrote."""
 
@@ -51,7 +51,7 @@ def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
     path = _path(spool, receipt)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(to_text(asdict(receipt), SPOOL_FORMAT))
+    temporary.write_text(encode_record(receipt))
     temporary.replace(path)
 
 
@@ -64,8 +64,7 @@ def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Re
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
-            body = from_text(path.read_bytes(), path, SPOOL_FORMAT, writer=TRAINER)
-            receipt = make_record(Receipt, body)
+            receipt = decode_record(Receipt, path.read_bytes(), path)
             if path != _path(spool, receipt):
                 raise ValueError("it is that of another save")
         except FileNotFoundError:

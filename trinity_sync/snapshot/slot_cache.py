@@ -9,19 +9,20 @@ and compares the digest of the bytes with the one in the step's manifest.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.records import STACK, read_note, write_note
+from trinity_sync.fs.records import STACK, Count, Record, read_spool_record, write_spool_record
+from trinity_sync.layout import SPOOL_FORMAT
 
 KEPT_SUFFIX = ".kept"
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Record, format=SPOOL_FORMAT, writer=STACK):
     """What the bytes of a free slot are."""
 
-    step: int
+    step: Count
     path: str
     """File below the step's folder."""
-    nbytes: int
+    nbytes: Count
     file_digest: str
     """As in the step's manifest."""
 
@@ -33,7 +34,7 @@ def kept_path(slot: Path) -> Path:
 
 def keep(slot: Path, kept: Kept) -> None:
     """Leave the note; call it under the slot's lock."""
-    write_note(kept_path(slot), kept)
+    write_spool_record(kept_path(slot), kept)
 
 
 def kept_in(slot: Path) -> Kept | None:
@@ -42,7 +43,7 @@ def kept_in(slot: Path) -> Kept | None:
     Raises:
         FormatError: another release has written it.
     """
-    return read_note(kept_path(slot), Kept, writer=STACK)
+    return read_spool_record(Kept, kept_path(slot))
 
 
 def forget(slot: Path) -> None:

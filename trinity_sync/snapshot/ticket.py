@@ -9,13 +9,20 @@ the slot.
 import math
 import re
 from collections.abc import Collection
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trinity_sync.errors import TicketError
-from trinity_sync.fs.records import TRAINER, from_text, load_object, make_record, to_text
+from trinity_sync.fs.records import (
+    TRAINER,
+    Count,
+    Record,
+    Seconds,
+    decode_record,
+    encode_record,
+    run_and_step,
+)
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
@@ -39,20 +46,20 @@ Export = Literal["", "hf_model", "hf_model with remote code"]
 
 
 @dataclass(frozen=True)
-class Ticket:
+class Ticket(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """What an image is and where it belongs."""
 
     image: str
     """Random name of this image: tells it from every other that used the slot."""
     root: str
-    run: int
+    run: Count
     run_key: str
-    step: int
+    step: Count
     kind: Kind
     role: str
     component: str
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Count
     components: tuple[str, ...]
     """What this rank hands over for this role in this save."""
     roles: tuple[str, ...]
@@ -61,12 +68,12 @@ class Ticket:
     """File below the step's folder, or the folder that a packed image unfolds into."""
     form: Literal["file", "folder"]
     """A file's bytes as they are, or a tar of a folder's small files."""
-    nbytes: int
-    sealed_at: float
+    nbytes: Count
+    sealed_at: Seconds
     """Seconds since the epoch."""
-    monotonic_s: float
+    monotonic_s: Seconds
     """The same moment by the node's monotonic clock, which all its processes share."""
-    keep: int = 0
+    keep: Count = 0
     """Checkpoints that are left once this one is committed; 0 for all."""
     export: Export = ""
     strategy: SaveStrategy = "unrestricted"
@@ -112,7 +119,7 @@ def failure_path(slot: Path) -> Path:
 
 def seal(slot: Path, ticket: Ticket) -> None:
     """Make the image in ``slot`` official: it survives this process and may be written out."""
-    text = to_text(asdict(ticket), SPOOL_FORMAT)
+    text = encode_record(ticket)
     path = ticket_path(slot)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -137,7 +144,7 @@ def read_ticket(slot: Path) -> Ticket | None:
     except FileNotFoundError:
         return None
     try:
-        ticket = make_record(Ticket, from_text(content, path, SPOOL_FORMAT, writer=TRAINER))
+        ticket = decode_record(Ticket, content, path)
     except ValueError as error:
         raise _bad(path, f"is torn or edited ({error})", content) from error
     if not is_below(ticket.path) or not is_path(ticket.root):
@@ -147,10 +154,7 @@ def read_ticket(slot: Path) -> Ticket | None:
 
 def _bad(path: Path, why: str, content: bytes) -> TicketError:
     slot = _SLOT.fullmatch(path.name)
-    body: dict[str, Any] = {}
-    with suppress(ValueError):
-        body = load_object(content)
-    run, step = (each if type(each) is int else None for each in map(body.get, ("run", "step")))
+    run, step = run_and_step(content)
     return TicketError(
         f"ticket {path} {why}; its image cannot be trusted and is not saved. "
         "Remove the ticket to free the slot.",

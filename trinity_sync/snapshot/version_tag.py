@@ -9,23 +9,30 @@ version's bytes until the lock is given back.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.records import TRAINER, read_note, write_note
+from trinity_sync.fs.records import (
+    TRAINER,
+    Count,
+    Record,
+    read_spool_record,
+    write_spool_record,
+)
+from trinity_sync.layout import SPOOL_FORMAT
 
 PUBLISHED_SUFFIX = ".published"
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """What the bytes of a slot are."""
 
     image: str
     """Random name of the image; that of its ticket, where it has one."""
-    run: int
-    step: int
+    run: Count
+    step: Count
     role: str
-    rank: int
-    world_size: int
-    nbytes: int
+    rank: Count
+    world_size: Count
+    nbytes: Count
     layout: str
     """Digest of all but the tensors' data: images of one layout hold the same tensors at the same
     places."""
@@ -38,7 +45,7 @@ def published_path(slot: Path) -> Path:
 
 def publish(slot: Path, published: Published) -> None:
     """Leave the note; call it while the bytes cannot change."""
-    write_note(published_path(slot), published)
+    write_spool_record(published_path(slot), published)
 
 
 def published_in(slot: Path) -> Published | None:
@@ -47,7 +54,7 @@ def published_in(slot: Path) -> Published | None:
     Raises:
         FormatError: another release has written it, so this one cannot read the image either.
     """
-    return read_note(published_path(slot), Published, writer=TRAINER)
+    return read_spool_record(Published, published_path(slot))
 
 
 def withdraw(slot: Path) -> None:

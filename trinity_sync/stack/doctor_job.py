@@ -16,12 +16,16 @@ from trinity_sync.errors import FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Abilities, probe
 from trinity_sync.fs.direct_writer import write_file
-from trinity_sync.fs.root_records import of_other_releases
 from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import recycles
-from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.discovery import (
+    committed_steps,
+    newest,
+    records_of_other_releases,
+    require_committed,
+)
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.placement import placement
 from trinity_sync.storage.required_remote import must_be_sent, store_of
@@ -80,7 +84,7 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
 
 def _records(root: Path) -> Check:
     """Whether another release works in the root, whose records this one cannot read."""
-    others = of_other_releases(root)
+    others = records_of_other_releases(root)
     if not others:
         return Check("records", "ok", f"format {ROOT_FORMAT}")
     more = f", as {len(others) - 1} more" if others[1:] else ""

@@ -7,26 +7,25 @@ it whole again, say because the files were restored from a copy.
 
 import logging
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import replace_file, sync_folder
-from trinity_sync.fs.records import STACK, make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import DAMAGE_MARK, step_folder
+from trinity_sync.fs.records import STACK, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import DAMAGE_MARK, ROOT_FORMAT, step_folder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Damage:
+class Damage(Record, format=ROOT_FORMAT, writer=STACK):
     """What is wrong with a step."""
 
     files: dict[str, str]
     """What is wrong, by path below the step's folder."""
-    verified_at: float
+    verified_at: Seconds
     """Seconds since the epoch."""
 
     def __str__(self) -> str:
@@ -40,7 +39,7 @@ def damage_of(root: str | Path, step: int) -> Damage | None:
     """The mark of a step; None where it has none. One that cannot be read still counts."""
     path = step_folder(root, step) / DAMAGE_MARK
     try:
-        return make_record(Damage, from_text(path.read_bytes(), path, writer=STACK))
+        return decode_record(Damage, path.read_bytes(), path)
     except FormatError as error:
         return Damage({DAMAGE_MARK: f"is of another release: {error}"}, path.lstat().st_mtime)
     except (FileNotFoundError, NotADirectoryError):
@@ -57,12 +56,12 @@ def require_own_release(root: str | Path, step: int) -> None:
     """
     path = step_folder(root, step) / DAMAGE_MARK
     with suppress(ValueError, OSError):
-        from_text(path.read_bytes(), path, writer=STACK)
+        decode_record(Damage, path.read_bytes(), path)
 
 
 def mark_damaged(root: str | Path, step: int, damage: Damage) -> None:
     """Mark a step, durably. Call it under the commit lock, and move the iteration files after."""
-    replace_file(step_folder(root, step) / DAMAGE_MARK, to_text(asdict(damage), indent=1))
+    replace_file(step_folder(root, step) / DAMAGE_MARK, encode_record(damage, indent=1))
     logger.error("step %d in %s is damaged: %s", step, root, damage)
 
 

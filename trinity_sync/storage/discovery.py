@@ -6,7 +6,15 @@ from pathlib import Path
 from stat import S_ISREG
 
 from trinity_sync.errors import CommitError, FormatError, ManifestError
-from trinity_sync.layout import MANIFEST, Kind, step_folder, steps_on_disk
+from trinity_sync.fs.records import decode_body
+from trinity_sync.layout import (
+    MANIFEST,
+    PRIVATE_FOLDER,
+    ROOT_FORMAT,
+    Kind,
+    step_folder,
+    steps_on_disk,
+)
 from trinity_sync.storage.corruption import damage_of
 from trinity_sync.storage.manifest import Manifest, read_manifest
 
@@ -34,6 +42,20 @@ def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]
         else:
             if manifest:
                 yield step, manifest
+
+
+def records_of_other_releases(root: str | Path) -> list[FormatError]:
+    """Why records below ``root/.trinity_sync`` cannot be read that other releases have written."""
+    private, found = Path(root) / PRIVATE_FOLDER, []
+    for pattern in ("*.json", "*/*.json", "*/*.wish"):
+        for path in sorted(private.glob(pattern)):
+            try:
+                decode_body(path.read_bytes(), path, ROOT_FORMAT)
+            except FormatError as error:
+                found.append(error)
+            except (OSError, ValueError):
+                continue  # said by whoever reads it
+    return found
 
 
 def is_foreign(folder: Path) -> bool:

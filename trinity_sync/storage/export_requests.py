@@ -9,15 +9,14 @@ exported must not fill the disk with its steps.
 
 import logging
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
 from trinity_sync.fs.clock import file_time
-from trinity_sync.fs.records import STACK, make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, step_folder, step_of_folder
+from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
 from trinity_sync.snapshot.safe_load import is_own, open_file
 from trinity_sync.storage.manifest import Manifest
 
@@ -30,11 +29,11 @@ AWAITED_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class Wish(Record, format=ROOT_FORMAT, writer=STACK):
     """One role's model of one step is to be exported into the step."""
 
-    run: int
-    step: int
+    run: Count
+    step: Count
     role: str
     trust_remote_code: bool = False
     """Whether source files of the model may be imported."""
@@ -51,7 +50,7 @@ def make_wish(root: str | Path, wish: Wish) -> None:
     """Note a wish, durably; again is harmless."""
     path = _path(root, wish.step, wish.role)
     make_folder(path.parent)
-    replace_file(path, to_text(asdict(wish)), mode=0o644)
+    replace_file(path, encode_record(wish), mode=0o644)
 
 
 def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
@@ -149,7 +148,7 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 def _read(path: Path) -> Wish:
     with open_file(path) as file:
         own = is_own(file.fileno())
-        wish = make_record(Wish, from_text(file.read(), path, writer=STACK))
+        wish = decode_record(Wish, file.read(), path)
     return replace(wish, trust_remote_code=wish.trust_remote_code and own)
 
 

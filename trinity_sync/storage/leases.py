@@ -19,17 +19,18 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.locks import Held, file_lock, file_lock_if_free
 from trinity_sync.fs.process import process_home, process_lives, process_name
-from trinity_sync.fs.records import is_seconds, make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import Manifest
 
@@ -48,17 +49,23 @@ ACQUIRE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Lease:
-    """A reader's hold on a step; a context manager that releases it."""
+class _LeaseRecord(Record, format=ROOT_FORMAT):
+    """The content of a lease's file."""
 
-    step: int
+    step: Count
     holder: str
     """Name of the reader, for people."""
     host: str
     """As `process_home` names it."""
     process: str
     """``pid/start time`` there."""
-    ttl_s: float
+    ttl_s: Seconds
+
+
+@dataclass(frozen=True)
+class Lease(_LeaseRecord):
+    """A reader's hold on a step; a context manager that releases it."""
+
     path: Path
     """The file; its time of change is when the lease was acquired or renewed."""
 
@@ -105,18 +112,18 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
         CommitError: the step is not committed, or damaged.
         ConfigError: ``ttl_s`` is no number of seconds.
     """
-    if not is_seconds(ttl_s):
+    try:
+        ttl_s = msgspec.convert(ttl_s, Seconds)
+    except msgspec.ValidationError as error:
         raise ConfigError(
             f"step {step} of {root}: a lease of {ttl_s!r} s for {holder} is no number of "
             "seconds; pass one, or pin the step to keep it without end"
-        )
+        ) from error
     with hold_committed(root, step):
         path = _folder(root) / f"{step}.{uuid.uuid4().hex}.json"
-        lease = Lease(step, holder, process_home(), process_name(os.getpid()), ttl_s, path)
-        body = asdict(lease)
-        del body["path"]
-        replace_file(path, to_text(body))
-        return lease
+        lease = _LeaseRecord(step, holder, process_home(), process_name(os.getpid()), ttl_s)
+        replace_file(path, encode_record(lease))
+        return Lease(**vars(lease), path=path)
 
 
 @contextmanager
@@ -224,7 +231,7 @@ def _holding(path: Path, now: float) -> Lease | None:
     lease = Lease(step, "unknown (its file is torn)", "", "", LONG_LEASE_S, path)
     with suppress(ValueError):
         try:
-            written = make_record(Lease, from_text(content, path), path=path)
+            written = Lease(**vars(decode_record(_LeaseRecord, content, path)), path=path)
         except FormatError as error:
             return Lease(step, f"a reader of another release: {error}", "", "", _ENDLESS_S, path)
         lease = written if written.step == step else lease

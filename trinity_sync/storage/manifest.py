@@ -7,9 +7,8 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.atomic import read_anew, replace_file
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import MANIFEST, Kind, is_below, shard_file, step_folder
+from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_file, step_folder
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,12 @@ class FileRecord:
 
     path: str
     """Below the step's folder, with ``/``."""
-    nbytes: int
+    nbytes: Count
     digest: str
     role: str = ""
     component: str = ""
-    rank: int = 0
-    world_size: int = 0
+    rank: Count = 0
+    world_size: Count = 0
     images: tuple[str, ...] = ()
     """Random names of the images that were committed as this file, as in their tickets: several
     where a state was submitted again, none for the files of a user's function."""
@@ -49,22 +48,22 @@ class ReceiptRecord:
     """One save by a user's function."""
 
     name: str
-    rank: int
-    seconds: float
+    rank: Count
+    seconds: Seconds
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Record, format=ROOT_FORMAT):
     """What a committed step consists of."""
 
     job: str
-    run: int
-    step: int
+    run: Count
+    step: Count
     kinds: tuple[Kind, ...]
     files: tuple[FileRecord, ...]
     receipts: tuple[ReceiptRecord, ...]
-    committed_at: float
+    committed_at: Seconds
     """Seconds since the epoch, of the newest of the step's commits."""
 
     @property
@@ -114,14 +113,10 @@ def write_manifest(root: str | Path, manifest: Manifest) -> None:
 
 def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     """As `write_manifest`, into a folder that is yet to become the step's."""
-    body = {
-        **vars(manifest),
-        "files": [vars(record) for record in _by_path(manifest.files)],
-        "receipts": [vars(receipt) for receipt in manifest.receipts],
-    }
+    manifest = replace(manifest, files=_by_path(manifest.files))
     # thousands of files are not for reading, and indenting takes ten times as long
     indent = 1 if len(manifest.files) < 1000 else None
-    replace_file(folder / MANIFEST, to_text(body, indent=indent))
+    replace_file(folder / MANIFEST, encode_record(manifest, indent=indent))
 
 
 def read_manifest(root: str | Path, step: int) -> Manifest | None:
@@ -155,7 +150,7 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
         ManifestError, FormatError: as `read_manifest`.
     """
     try:
-        manifest = make_record(Manifest, from_text(content, path))
+        manifest = decode_record(Manifest, content, path)
     except ValueError as error:
         raise _bad(path, f"is torn or edited ({error})") from error
     if manifest.step != step:

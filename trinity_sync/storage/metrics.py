@@ -7,15 +7,14 @@ import logging
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
 from trinity_sync.fs.atomic import read_anew, replace_file
 from trinity_sync.fs.locks import file_lock
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +23,10 @@ WRITE_S = 60.0
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _Recorded(Record, format=ROOT_FORMAT):
     """The file of a step."""
 
-    run: int
+    run: Count
     metrics: dict[str, float]
 
 
@@ -94,7 +93,7 @@ def write_metrics(
         if before and before.run > run:
             return
         known = before.metrics if before and before.run == run else {}
-        replace_file(path, to_text(asdict(_Recorded(run, {**known, **metrics}))))
+        replace_file(path, encode_record(_Recorded(run, {**known, **metrics})))
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
@@ -121,7 +120,7 @@ def pass_on_metrics(
     with file_lock(path.parent / "lock", limit_s=limit_s):
         found = _read(path)
         if found and found.run == run:
-            replace_file(path, to_text(asdict(_Recorded(to, found.metrics))))
+            replace_file(path, encode_record(_Recorded(to, found.metrics)))
 
 
 def forget_metrics(root: str | Path, step: int) -> None:
@@ -131,18 +130,9 @@ def forget_metrics(root: str | Path, step: int) -> None:
 
 def _read(path: Path) -> _Recorded | None:
     try:
-        body = from_text(read_anew(path), path)
-        metrics = body.pop("metrics")
-        numbers = {name: _number(value) for name, value in dict(metrics).items()}
-        return make_record(_Recorded, body, metrics=numbers)
-    except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
+        return decode_record(_Recorded, read_anew(path), path)
+    except (FileNotFoundError, ValueError):
         return None
-
-
-def _number(value: object) -> float:
-    if type(value) is int or type(value) is float:
-        return float(value)
-    raise ValueError(f"{value!r} is no number")
 
 
 def _file(root: str | Path, step: int) -> Path:

@@ -15,25 +15,30 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import make_folder, names_anew, read_anew, replace_file, sync_folder
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
+from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, check_name, parse_number
 from trinity_sync.storage.leases import hold_committed, list_leases
 
 
 @dataclass(frozen=True)
-class Pin:
+class _PinRecord(Record, format=ROOT_FORMAT):
+    """The content of the file of a pin or tag."""
+
+    step: Count
+    reason: str
+    pinned_at: Seconds
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Pin(_PinRecord):
     """A step that is kept until it is unpinned; with a name, until the tag is moved or removed."""
 
-    step: int
-    reason: str
-    pinned_at: float
-    """Seconds since the epoch."""
     name: str = ""
     """The tag; empty for a pin without a name."""
 
@@ -59,9 +64,7 @@ def pin(
     """
     with hold_committed(root, step):
         _require_own_release(_pin_file(root, step))
-        made = Pin(step, reason, clock())
-        _write_pin(_pin_file(root, step), made)
-        return made
+        return _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
 
 
 def tag(
@@ -100,9 +103,7 @@ def tag(
                 f"tag {name} is at step {before.step} in {root}; to move it to step {step}: "
                 f"trinity-sync tag {root} {step} {name} --force"
             )
-        made = Pin(step, reason, clock(), name)
-        _write_pin(path, made)
-        return made
+        return _write_pin(path, _PinRecord(step, reason, clock()), name)
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
@@ -171,11 +172,10 @@ def _pin_file(root: str | Path, which: int | str) -> Path:
     return Path(root) / PRIVATE_FOLDER / "pins" / f"{which}.json"
 
 
-def _write_pin(path: Path, pin: Pin) -> None:
-    body = asdict(pin)
-    del body["name"]  # its file has it
+def _write_pin(path: Path, pin: _PinRecord, name: str = "") -> Pin:
     make_folder(path.parent)
-    replace_file(path, to_text(body))
+    replace_file(path, encode_record(pin))
+    return Pin(**vars(pin), name=name)
 
 
 def _read_pin(path: Path) -> Pin | None:
@@ -183,9 +183,9 @@ def _read_pin(path: Path) -> Pin | None:
     step = parse_number(path.stem)
     name = path.stem if step is None else ""
     try:
-        found = make_record(Pin, from_text(read_anew(path), path), name=name)
+        found = decode_record(_PinRecord, read_anew(path), path)
         if step in (None, found.step):
-            return found
+            return Pin(**vars(found), name=name)
         raise ValueError("it is that of another step")
     except FileNotFoundError:
         return None
@@ -211,4 +211,4 @@ def _require_own_release(path: Path) -> None:
         FormatError: it is.
     """
     with suppress(FileNotFoundError, ValueError):
-        from_text(read_anew(path), path)
+        decode_record(_PinRecord, read_anew(path), path)

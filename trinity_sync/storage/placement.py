@@ -11,15 +11,14 @@ the flow's parameters are the same at any scale::
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
-from trinity_sync.fs.records import TRAINER, make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, is_path
+from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
 
 _MOST_RANKS = 1 << 20
 
@@ -53,7 +52,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class _Placement:
+class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
     """The file."""
 
     run_key: str
@@ -89,7 +88,7 @@ def note_placement(
     spools: dict[str, dict[str, str]] = defaultdict(dict)
     for place in places:
         spools[place.spool][place.node] = ranges(place.ranks)
-    text = to_text(asdict(_Placement(run_key, dict(spools))))
+    text = encode_record(_Placement(run_key, spools))
     if not path.exists() or path.read_text() != text:
         make_folder(path.parent)
         replace_file(path, text)
@@ -104,7 +103,7 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     """
     path = _path(root, run, role)
     try:
-        written = make_record(_Placement, from_text(read_anew(path), path, writer=TRAINER))
+        written = decode_record(_Placement, read_anew(path), path)
         places = [
             Place(node, spool, ranks_in(text))
             for spool, nodes in written.spools.items()

@@ -10,27 +10,26 @@ goes by the same store, and a worker without the setting cannot leave it out.
 """
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, Kind
+from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import all_runs, left_behind_by
 
 
 @dataclass(frozen=True)
-class _Store:
+class _Store(Record, format=ROOT_FORMAT):
     url: str
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _Stored(Record, format=ROOT_FORMAT):
     url: str
-    run: int
+    run: Count
     kinds: tuple[Kind, ...]
 
 
@@ -40,7 +39,7 @@ def note_store(root: str | Path, url: str) -> None:
         if store_of(root) == url:
             return
     make_folder(_store(root).parent)
-    replace_file(_store(root), to_text(asdict(_Store(url))))
+    replace_file(_store(root), encode_record(_Store(url)))
 
 
 def store_of(root: str | Path) -> str:
@@ -51,7 +50,7 @@ def store_of(root: str | Path) -> str:
         FormatError: another release has written it.
     """
     try:
-        return make_record(_Store, from_text(read_anew(_store(root)), _store(root))).url
+        return decode_record(_Store, read_anew(_store(root)), _store(root)).url
     except FileNotFoundError:
         return ""
     except ValueError as error:
@@ -65,7 +64,7 @@ def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
     """Write down that a store has a step."""
     note = _note(root, manifest.step)
     make_folder(note.parent)
-    replace_file(note, to_text(asdict(_Stored(url, manifest.run, manifest.kinds))))
+    replace_file(note, encode_record(_Stored(url, manifest.run, manifest.kinds)))
 
 
 def is_stored(root: str | Path, manifest: Manifest) -> bool:
@@ -79,7 +78,7 @@ def is_stored(root: str | Path, manifest: Manifest) -> bool:
         return True
     path = _note(root, manifest.step)
     try:
-        note = make_record(_Stored, from_text(read_anew(path), path))
+        note = decode_record(_Stored, read_anew(path), path)
     except (FileNotFoundError, ValueError):
         return False
     return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds

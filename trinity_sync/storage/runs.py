@@ -9,26 +9,25 @@ what those had abandoned.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, SupersededError
 from trinity_sync.fs.atomic import create_file, make_folder, names_anew, replace_file
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER, parse_number
+from trinity_sync.fs.records import Count, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Record, format=ROOT_FORMAT):
     """One run of a job."""
 
-    number: int
+    number: Count
     key: str
     """Same in all processes of the run, different in every other run of the job."""
-    resumed_from: int
+    resumed_from: Count
     """Step that the run started from; 0 for a fresh start."""
-    resumed_run: int = 0
+    resumed_run: Count = 0
     """Run whose commit of that step it is, where a rewind says so: nothing of the runs between the
     two counts any more, whatever its step."""
 
@@ -42,7 +41,7 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
         if newest and newest.key == key:
             return newest
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
-        if create_file(folder / f"{run.number}.json", to_text(asdict(run))):
+        if create_file(folder / f"{run.number}.json", encode_record(run)):
             return run
 
 
@@ -52,7 +51,7 @@ def note_resume(root: str | Path, run: Run, step: int) -> Run:
     Otherwise it would pass for one that loads nothing, and all steps before it for superseded.
     """
     resumed = replace(run, resumed_from=step)
-    replace_file(_folder(root) / f"{run.number}.json", to_text(asdict(resumed)))
+    replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
     return resumed
 
 
@@ -72,7 +71,7 @@ def know_run(root: str | Path, run: Run) -> None:
     newest = newest_run(root)
     if newest is None or newest.number < run.number:
         make_folder(_folder(root))
-        create_file(_folder(root) / f"{run.number}.json", to_text(asdict(run)))
+        create_file(_folder(root) / f"{run.number}.json", encode_record(run))
 
 
 def newest_run(root: str | Path) -> Run | None:
@@ -178,7 +177,7 @@ def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
 def _read(path: Path) -> Run:
     wrong: ValueError | None = None
     try:
-        run = make_record(Run, from_text(path.read_bytes(), path))
+        run = decode_record(Run, path.read_bytes(), path)
         if run.number == parse_number(path.stem):
             return run
     except ValueError as error:

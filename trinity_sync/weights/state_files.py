@@ -12,23 +12,19 @@ so they are replaced atomically and not synced, and nobody waits for a disk.
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, read_anew
 from trinity_sync.fs.process import process_home, process_lives, process_name
-from trinity_sync.fs.records import make_record
-from trinity_sync.fs.root_records import from_text, to_text
-from trinity_sync.layout import PRIVATE_FOLDER
-
-T = TypeVar("T")
+from trinity_sync.fs.records import R, Record, decode_record, encode_record
+from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
 
 @dataclass(frozen=True)
-class Address:
+class Address(Record, format=ROOT_FORMAT):
     """Where a job's Synchronizer is."""
 
     name: str
@@ -46,6 +42,11 @@ class Address:
         return process_lives(self.process) if self.host == process_home() else None
 
 
+@dataclass(frozen=True)
+class _State(Record, format=ROOT_FORMAT):
+    state: dict[str, Any]
+
+
 def address_file(root: str | Path) -> Path:
     """Where the Synchronizer of the job at ``root`` says who it is."""
     return Path(root) / PRIVATE_FOLDER / "weights" / "synchronizer.json"
@@ -60,7 +61,7 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
     """Say that this process is the Synchronizer of the job."""
     address = Address(name, namespace, process_home(), process_name(os.getpid()))
     make_folder(address_file(root).parent)
-    _replace(address_file(root), asdict(address))
+    _replace(address_file(root), address)
 
 
 def read_address(root: str | Path) -> Address | None:
@@ -69,12 +70,12 @@ def read_address(root: str | Path) -> Address | None:
     Raises:
         FormatError: it is of another release.
     """
-    return _read(address_file(root), partial(make_record, Address))
+    return _read(Address, address_file(root))
 
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
     """Replace what is known, atomically."""
-    _replace(state_file(root), state)
+    _replace(state_file(root), _State(dict(state)))
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
@@ -83,20 +84,21 @@ def read_state(root: str | Path) -> dict[str, Any] | None:
     Raises:
         FormatError: a Synchronizer of another release has written it.
     """
-    return _read(state_file(root), dict)
+    found = _read(_State, state_file(root))
+    return found.state if found else None
 
 
-def _replace(path: Path, body: Mapping[str, Any]) -> None:
+def _replace(path: Path, record: Record) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
-        temporary.write_text(to_text(dict(body)))
+        temporary.write_text(encode_record(record))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path, make: Callable[[Any], T]) -> T | None:
+def _read(kind: type[R], path: Path) -> R | None:
     try:
-        return make(from_text(read_anew(path), path))
+        return decode_record(kind, read_anew(path), path)
     except (FileNotFoundError, ValueError):
         return None
