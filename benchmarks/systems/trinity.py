@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
 from benchmarks.writing import write_out
-from trinity_sync.client.state_saver import StateSaves
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.fsdp.state_dict import model_to_stage
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
@@ -85,7 +85,7 @@ class Trinity(Committed):
         super().__init__(training, folder)
         self.spool = open_job_spool(training.shared / "spool", folder)
         stager = Stager(self.spool, slots=self.at_once)
-        self._states = StateSaves(stager, lambda origin, _: self._write(origin.step))
+        self._states = StateSaver(stager, lambda origin, _: self._write(origin.step))
         self._writer: ProcessPoolExecutor | None = None
         if training.rank == 0:
             context = multiprocessing.get_context("spawn")

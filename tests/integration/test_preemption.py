@@ -1,4 +1,4 @@
-"""A real process is told to end by a real signal, and says its last words."""
+"""A real process is told to end by a real signal, and saves within the grace period."""
 
 import json
 import os
@@ -40,14 +40,14 @@ TRAINING = textwrap.dedent(
             weights.fill_(step)
             print(step, flush=True)
         state = {"model": {"w": weights}, "optim": {"m": -weights}}
-        words = saves.last_words(step, state)
+        words = saves.emergency_save(step, state)
     print(json.dumps(asdict(words)), flush=True)
     """
 )
 
 
 def preempted(root: Path, spool: Path, *, server: str, grace_s: float) -> dict[str, Any]:
-    """Run the training, send SIGTERM in its midst, and return its last words."""
+    """Run the training, send SIGTERM in its midst, and return what its emergency save reports."""
     training = subprocess.Popen(
         [sys.executable, "-c", TRAINING, str(root), str(spool), server, str(grace_s)],
         stdout=subprocess.PIPE,
@@ -66,7 +66,7 @@ def preempted(root: Path, spool: Path, *, server: str, grace_s: float) -> dict[s
 def test_the_step_at_which_the_signal_came_is_committed(root: Path, tmp_path: Path) -> None:
     words = preempted(root, tmp_path / "spool", server="there", grace_s=60)
     assert words["undone"] == []
-    assert words["handed_over"] == ["model", "optim"]
+    assert words["submitted"] == ["model", "optim"]
     assert words["committed"] == ["checkpoint", "state_dict"]
     found = newest(root)
     assert found is not None
@@ -88,7 +88,7 @@ def test_with_no_server_the_deadline_holds_and_the_images_stay(root: Path, tmp_p
 
 def test_with_no_time_left_nothing_is_begun(root: Path, tmp_path: Path) -> None:
     words = preempted(root, tmp_path / "spool", server="there", grace_s=0)
-    assert words["handed_over"] == []
+    assert words["submitted"] == []
     assert any("the 0 s were over" in sentence for sentence in words["undone"])
     assert newest(root) is None
 

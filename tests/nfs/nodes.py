@@ -23,7 +23,7 @@ from tests.nfs.conftest import Node
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.client import init_root
-from trinity_sync.client.callable_saver import FunctionSaves
+from trinity_sync.client.callable_saver import CallableSaver
 from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
@@ -491,7 +491,7 @@ def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
             (folder / "removed").unlink()
 
         begun = Receipt("save", 1, 1, "checkpoint", 0, "1/1")
-        FunctionSaves(root, spool).call(save, begun)
+        CallableSaver(root, spool).call(save, begun)
         assert list(folder.glob(".nfs*"))
     (receipt,) = receipts_of(spool, 1, 1, "checkpoint")
     assert receipt.files == ("kept",)

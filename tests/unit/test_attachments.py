@@ -132,12 +132,12 @@ def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
 ) -> None:
     saves = coordinator_of()
     saves.save(10, {"model": {"w": torch.ones(1 << 24)}}, overlap=True)
-    with pytest.raises(ConfigError, match="step 10: 'x' cannot be attached any more"):
+    with pytest.raises(ConfigError, match="step 10: 'x' can no longer be attached"):
         saves.attach("x", b"", step=10)
     saves.attach("position", b"20", step=20)
     saves.wait_staged()
     saves.save(20, MODEL)
-    with pytest.raises(ConfigError, match="since step 20 was handed over"):
+    with pytest.raises(ConfigError, match="since step 20 was submitted"):
         saves.attach("x", b"", step=10)
     job.commit(20, "model", "attachments")
     assert saves.attachment(20, "position") == b"20"

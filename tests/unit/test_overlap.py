@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.test_image import SPECIAL, records_in, saved
-from trinity_sync.client.state_saver import StateSaves
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.mutation_guard import SMALL, named_tensors, rows_equal, sampled
@@ -41,9 +41,9 @@ class Saves:
         self.spool = open_job_spool(folder / "spool", self.root)
         self.stager = Held(self.spool)
         self.stager.begin = threading.Event()
-        self.handed_over: list[int] = []
-        self.states = StateSaves(
-            self.stager, lambda origin, _: self.handed_over.append(origin.step), check_overlap=check
+        self.submitted: list[int] = []
+        self.states = StateSaver(
+            self.stager, lambda origin, _: self.submitted.append(origin.step), check_overlap=check
         )
 
     def save(self, step: int, state: object, overlap: bool = True) -> Staged:
@@ -70,16 +70,16 @@ def saves(tmp_path: Path) -> Iterator[Saves]:
     made.stager.close()
 
 
-def test_the_call_returns_before_anything_is_copied_or_handed_over(saves: Saves) -> None:
+def test_the_call_returns_before_anything_is_copied_or_submitted(saves: Saves) -> None:
     weight = torch.rand(BIG)
     staged = saves.save(1, {"w": weight})
     assert staged.components == ("model",)
     assert staged.nbytes > weight.nbytes
     assert not saves.spool.tickets()[0]
-    assert not saves.handed_over
+    assert not saves.submitted
     saves.copied()
     assert torch.equal(saves.staged()["w"], weight)
-    assert saves.handed_over == [1]
+    assert saves.submitted == [1]
 
 
 def test_small_tensors_and_plain_values_are_those_of_the_call(saves: Saves) -> None:
@@ -119,7 +119,7 @@ def test_a_state_that_changed_too_early_is_not_saved_and_is_named(saves: Saves) 
     with pytest.raises(ImageError, match=r"layers\[0\]\.w changed while overlapped staging"):
         saves.copied()
     assert not saves.spool.tickets()[0]
-    assert not saves.handed_over
+    assert not saves.submitted
 
 
 def test_a_later_save_that_is_torn_does_not_stop_the_training(saves: Saves) -> None:
@@ -133,7 +133,7 @@ def test_a_later_save_that_is_torn_does_not_stop_the_training(saves: Saves) -> N
     assert "model of step 2" in saves.states.take_failures()[0]
     saves.save(3, {"w": weight})
     saves.states.wait_staged()
-    assert saves.handed_over == [1, 3]
+    assert saves.submitted == [1, 3]
 
 
 def test_the_next_save_waits_for_the_one_that_overlaps(saves: Saves) -> None:
@@ -141,7 +141,7 @@ def test_the_next_save_waits_for_the_one_that_overlaps(saves: Saves) -> None:
     saves.save(1, {"w": weight})
     saves.stager.begin.set()
     saves.save(2, {"w": weight}, overlap=False)
-    assert saves.handed_over == [1, 2]
+    assert saves.submitted == [1, 2]
 
 
 def test_a_change_that_pytorch_does_not_count_is_found_by_a_sample(saves: Saves) -> None:
@@ -174,7 +174,7 @@ def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(
 
     monkeypatch.setattr(torch.UntypedStorage, "clone", full)
     assert saves.save(2, {"small": torch.ones(3)}).components == ()
-    assert saves.handed_over == [1]
+    assert saves.submitted == [1]
     (failure,) = saves.states.take_failures()
     assert "step 2, role actor, rank 0" in failure
     assert "no room" in failure
@@ -219,7 +219,7 @@ def test_a_later_save_of_what_cannot_be_pickled_does_not_stop_the_training(
     assert "groups[0].f cannot be pickled, TypeError" in failure
     saves.save(4, {"w": torch.zeros(3)}, overlap)
     saves.states.wait_staged()
-    assert saves.handed_over == [2, 4]
+    assert saves.submitted == [2, 4]
 
 
 def crashes(script: str, folder: Path) -> int:
@@ -299,7 +299,7 @@ def test_a_clean_end_stages_what_still_overlaps(tmp_path: Path) -> None:
     saves.save(1, {"w": torch.zeros(BIG)})
     saves.stager.begin.set()
     saves.states.close()
-    assert saves.handed_over == [1]
+    assert saves.submitted == [1]
 
 
 def test_tensors_are_named_by_their_paths() -> None:

@@ -220,12 +220,12 @@ def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
     saves.wait_all(10)
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
-    saves._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
+    saves._watcher._trigger.answer = Outcome("failed", "the store is full")  # type: ignore[attr-defined]
     with pytest.raises(
         SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):
         saves.wait_all(10)
-    saves._trigger.answer = Outcome("running")  # type: ignore[attr-defined]
+    saves._watcher._trigger.answer = Outcome("running")  # type: ignore[attr-defined]
     one.commit(saves, 3)
     saves.wait_all(10)
 
@@ -237,7 +237,7 @@ def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
     saves = one.start("first")
     one.commit(saves, 1, sent=False)
     (saves.root / ".trinity_sync/store.json").write_text("{")
-    saves._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
+    saves._watcher._trigger.answer = Outcome("failed", "store.json is torn")  # type: ignore[attr-defined]
     with pytest.raises(SaveFailedError, match=r"was not committed: store\.json is torn"):
         saves.wait_all(10)
 

@@ -90,13 +90,13 @@ def test_a_sync_right_after_a_resume_keeps_the_checkpoint(coordinator_of: Open, 
     assert torch.equal(again["model"]["w"], state(40)["model"]["w"])
 
 
-def test_last_words_right_after_a_resume_are_a_whole_checkpoint(
+def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
     coordinator_of: Open, job: Job, saved: Path
 ) -> None:
     second = coordinator_of(run_key="second")
     loaded = second.load(40)
-    words = second.last_words(40, {**loaded, "extra_state": {"rng": 1}}, deadline_s=0.5)
-    assert words.handed_over == ("model", "extra_state")
+    words = second.emergency_save(40, {**loaded, "extra_state": {"rng": 1}}, deadline_s=0.5)
+    assert words.submitted == ("model", "extra_state")
     assert {sealed.ticket.kind for sealed in job.spool.tickets()[0]} == {"checkpoint"}
     job.commit(40, "model", "extra_state", run=2)
     assert second.latest() == step_folder(job.root, 40)
@@ -117,7 +117,7 @@ def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of
     saves = coordinator_of()
     saves.save_sync(lambda: None, 10)
     asyncio.run(saves.register_and_monitor(10))
-    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has asked .* before it"):
+    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has .* before it"):
         saves.save(10, state(10))
     saves.save(10, state(10), kind="state_dict")
     saves.save(20, state(20))

@@ -35,60 +35,62 @@ def test_a_signal_is_noticed_until_the_coordinator_is_closed(
     assert others == [signal.SIGUSR1]
 
 
-def test_last_words_raise_nothing_where_the_root_cannot_be_used(
+def test_an_emergency_save_raises_nothing_where_the_root_cannot_be_used(
     coordinator_of: Open, job: Job
 ) -> None:
     saves = coordinator_of()
     (job.root / ".trinity_sync").write_text("in the way")
-    words = saves.last_words(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
-    assert (words.handed_over, words.committed) == ((), ())
-    assert "model: not handed over" in words.undone[0]
+    words = saves.emergency_save(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
+    assert (words.submitted, words.committed) == ((), ())
+    assert "model: not submitted" in words.undone[0]
 
 
-def test_last_words_raise_nothing_whatever_the_states_are(coordinator_of: Open, job: Job) -> None:
+def test_an_emergency_save_raises_nothing_whatever_the_states_are(
+    coordinator_of: Open, job: Job
+) -> None:
     saves = coordinator_of()
     states = {"model": {"w": torch.ones(3)}, "extra_state": {"loader": (i for i in range(3))}}
-    words = saves.last_words(4, states, deadline_s=0)
-    assert words.undone[0].startswith("model: not handed over")
-    words = saves.last_words(5, {"extra_state": states["extra_state"]}, deadline_s=5)
-    assert words.handed_over == ()
-    assert "extra_state: not handed over" in words.undone[0]
+    words = saves.emergency_save(4, states, deadline_s=0)
+    assert words.undone[0].startswith("model: not submitted")
+    words = saves.emergency_save(5, {"extra_state": states["extra_state"]}, deadline_s=5)
+    assert words.submitted == ()
+    assert "extra_state: not submitted" in words.undone[0]
     assert "loader cannot be pickled, TypeError" in words.undone[0]
-    words = saves.last_words(6, states, deadline_s=5)
-    assert words.handed_over == ("model",)
+    words = saves.emergency_save(6, states, deadline_s=5)
+    assert words.submitted == ("model",)
     assert any("loader cannot be pickled" in sentence for sentence in words.undone)
     job.commit(6, "model", kind="state_dict")
-    words = saves.last_words("seven", states, deadline_s=1)  # type: ignore[arg-type]
+    words = saves.emergency_save("seven", states, deadline_s=1)  # type: ignore[arg-type]
     assert "step 'seven' is no whole number" in words.undone[0]
 
 
-def test_last_words_tell_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:
+def test_an_emergency_save_tells_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:
     saves = coordinator_of()
     odd = {"w": torch.ones(BIG), "f": lambda: 0}
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.save(4, {"model": odd}, overlap=True)
-    words = saves.last_words(5, {"model": {"w": torch.ones(3)}}, deadline_s=0.5)
-    assert words.handed_over == ("model",)
+    words = saves.emergency_save(5, {"model": {"w": torch.ones(3)}}, deadline_s=0.5)
+    assert words.submitted == ("model",)
     assert any(sentence.startswith("step 4, role actor") for sentence in words.undone)
 
 
-def test_last_words_are_said_where_the_first_save_was_torn(coordinator_of: Open) -> None:
+def test_an_emergency_save_is_made_where_the_first_save_was_torn(coordinator_of: Open) -> None:
     saves = coordinator_of()
     weight = torch.ones(BIG)
     torn = [torch.ones(16 << 20), weight]
     saves.save(4, {"model": torn}, overlap=True)
     weight.add_(1)  # long before the other is copied
-    words = saves.last_words(5, {"model": torn}, deadline_s=5)
-    assert words.handed_over == ("model",)
+    words = saves.emergency_save(5, {"model": torn}, deadline_s=5)
+    assert words.submitted == ("model",)
 
 
-def test_what_interrupts_last_words_ends_them(coordinator_of: Open) -> None:
+def test_what_interrupts_an_emergency_save_ends_it(coordinator_of: Open) -> None:
     class Interrupts:
         def __reduce__(self) -> Any:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        coordinator_of().last_words(4, {"model": Interrupts()}, deadline_s=5)
+        coordinator_of().emergency_save(4, {"model": Interrupts()}, deadline_s=5)
 
 
 def test_who_takes_the_signal_later_keeps_it(coordinator_of: Open, others: list[int]) -> None:

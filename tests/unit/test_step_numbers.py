@@ -50,12 +50,12 @@ def test_a_step_of_any_integral_type_is_that_number(
 
 
 @pytest.mark.parametrize("step", [*INTEGRAL[:1], True, -1])
-def test_last_words_take_the_steps_that_a_save_takes(
+def test_an_emergency_save_takes_the_steps_that_a_save_takes(
     coordinator_of: Open, job: Job, step: Any
 ) -> None:
-    words = coordinator_of().last_words(step, MODEL, deadline_s=0.1)
+    words = coordinator_of().emergency_save(step, MODEL, deadline_s=0.1)
     if step == 4:
-        assert (words.handed_over, type(words.step)) == (("model",), int)
+        assert (words.submitted, type(words.step)) == (("model",), int)
     else:
         assert f"step {step} is no whole number" in words.undone[0]
         assert not job.spool.tickets()[0]

@@ -1,8 +1,8 @@
 """Small files that are committed with a step: the position of a dataloader, an explorer's state.
 
-They are kept in memory until the step is handed over, staged with its states: then they are
-committed with the step or not at all, and outlive the trainer. A hand-over that fails leaves them
-here for the next attempt.
+They are kept in memory until the step is submitted and staged with its states: then they are
+committed with the step or not at all, and outlive the trainer. A save that fails leaves them here
+for the next attempt.
 """
 
 import re
@@ -16,7 +16,7 @@ _NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Attachments:
-    """Those of one rank of the job at ``root``."""
+    """The attachments of one rank of the job at ``root``."""
 
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
@@ -33,8 +33,8 @@ class Attachments:
         path = _path(name, self._rank)
         if step <= self._newest_taken:
             raise ConfigError(
-                f"step {step}: {name!r} cannot be attached any more, since step "
-                f"{self._newest_taken} was handed over or is on its way; attach before the save"
+                f"step {step}: {name!r} can no longer be attached, since step "
+                f"{self._newest_taken} was submitted or is in flight; attach before the save"
             )
         try:
             whole = Path(content).read_bytes() if isinstance(content, str | Path) else content
@@ -46,19 +46,19 @@ class Attachments:
         self._pending.setdefault(step, {})[name] = bytes(whole)
 
     def take(self, step: int) -> bytes | None:
-        """All that waits for a step, packed; from now on nothing more is attached to it."""
+        """Return all attachments of a step, packed; afterwards the step accepts no more."""
         self._newest_taken = max(step, self._newest_taken)
         mine = self._pending.get(step)
         return pack(mine) if mine else None
 
-    def handed_over(self, step: int) -> None:
-        """Let go of what was taken for a step, and of what belongs to earlier ones."""
+    def discard(self, step: int) -> None:
+        """Delete what was taken for a step that is submitted, and what belongs to earlier steps."""
         for other in list(self._pending):  # in place: a trainer attaches while a thread stages
             if other <= step:
                 del self._pending[other]
 
     def read(self, step: int, name: str, rank: int) -> bytes:
-        """What a rank attached to a committed step.
+        """Return what a rank attached to a committed step.
 
         Raises:
             CommitError: the step is not committed or damaged, or has no such attachment.

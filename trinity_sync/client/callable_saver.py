@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, DAMAGE_MARK)
 
 
-class FunctionSaves:
-    """The save functions of one process, for the job at ``root``."""
+class CallableSaver:
+    """Runs the save functions of one process, for the job at ``root``."""
 
     def __init__(self, root: Path, spool: JobSpool) -> None:
         self._root = root

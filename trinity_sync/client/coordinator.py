@@ -1,10 +1,10 @@
-"""The trainer's front door: hand a step over, go on training, hear of every failure.
+"""A trainer's saves: submit a step, continue training, be told of every failure."""
 
-`CheckpointCoordinator.save` is for states, and costs the caller one copy into shared memory and
-nothing else. What Trinity calls is in `trinity_calls`; the run, the request for a flow run and what
-becomes of it are in `job_process`.
-"""
-
+import logging
+import os
+import signal
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,43 +15,65 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.client.init_root import open_together
-from trinity_sync.client.job_process import own_run_key
-from trinity_sync.client.preemption import LastWords, say_last_words
+from trinity_sync.client.attachments import Attachments
+from trinity_sync.client.callable_saver import CallableSaver
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
+from trinity_sync.client.init_root import folder_of, open_root, open_together
+from trinity_sync.client.preemption import Preemption, noticed_by_any
+from trinity_sync.client.run_context import RunContext, own_run_key
+from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.trinity_calls import TrinityCalls
-from trinity_sync.errors import ConfigError, SaveFailedError
-from trinity_sync.layout import COMPONENTS, FOLDERS, KINDS, Kind, check_number
+from trinity_sync.client.state_saver import StateSaver
+from trinity_sync.errors import ConfigError, PrefectApiError, SaveFailedError
+from trinity_sync.fs.process import process_name
+from trinity_sync.layout import (
+    COMPONENTS,
+    FOLDERS,
+    KINDS,
+    Kind,
+    check_name,
+    check_number,
+    step_folder,
+)
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.metrics import MetricsLog
+from trinity_sync.storage.placement import Place, places_of
 from trinity_sync.storage.restore import load_states
 
+logger = logging.getLogger(__name__)
 
-class CheckpointCoordinator(TrinityCalls):
-    """Saves of one process of a job; each rank has one, rank 0 asks Prefect for the flow runs.
+
+class CheckpointCoordinator:
+    """Saves and loads the steps of a job; each rank has one coordinator.
+
+    A save costs the caller one copy into shared memory. Rank 0 requests a Prefect flow run for each
+    save, which writes and commits it. In a child that is forked, `close` and leaving the ``with``
+    block do nothing, and every method that would save, load or wait raises `ConfigError`.
 
     Args:
         root: the job's folder (Trinity's ``checkpoint_job_dir``); steps go to
             ``root/global_step_{N}/{role}/``. Made if it is missing.
         rank: rank of this process.
         world_size: ranks that save together.
-        places: on which nodes the ranks are; all of them on this one by default. Whoever gives
-            them has opened the root, as `of_process_group` does.
-        run_key: what all processes of this run have in common and no other run of the job has.
-            By default ``TRINITY_SYNC_RUN``, else one of this coordinator's own. Roles that save
-            from separate process groups need it.
+        places: nodes of the ranks; all of them on this node by default. A caller that passes them
+            has opened the root, as `of_process_group` does.
+        run_key: key that all processes of this run share and no other run of the job has. By
+            default ``TRINITY_SYNC_RUN``, otherwise a random one. Roles that save from separate
+            process groups need it.
         roles: roles that make one checkpoint together; from the settings by default.
         settings: from the environment by default.
-        trigger: requests the flow runs; by default of the Prefect server that ``PREFECT_API_URL``
+        trigger: requests the flow runs; by default from the Prefect server that ``PREFECT_API_URL``
             or the local stack's state file names. Where neither does, rank 0 logs a warning.
         require_stack: ask that server first, and raise where it cannot take saves.
-
-    It belongs to the process that made it: in a child that is forked, leaving its block and `close`
-    do nothing, and whatever would save, load or wait raises `ConfigError`.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -69,47 +91,147 @@ class CheckpointCoordinator(TrinityCalls):
                     saves.save(step, {"model": model.state_dict(), "optim": optim.state_dict()})
     """
 
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        places: Sequence[Place] = (),
+        run_key: str | None = None,
+        roles: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        trigger: SaveTrigger | None = None,
+        require_stack: bool = False,
+    ) -> None:
+        self._process = os.getpid()
+        rank, world_size = check_number("rank", rank), check_number("world size", world_size)
+        if not rank < world_size:
+            raise ConfigError(f"rank {rank} is not below the world size {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.settings = settings or Settings()
+        self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
+        requests = trigger or SaveTrigger(self.settings)
+        opens = rank == 0 and not places
+        if opens and require_stack:
+            requests.require_stack()
+        self.root = open_root(root, self.settings) if opens else folder_of(root)
+        self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        if rank == 0 and trigger is None and not require_stack:
+            self._warn_without_stack(requests)
+        here = (self.settings.node, str(self.spool.folder.absolute()))
+        self._places = tuple(places) or places_of([here] * world_size)
+        self._run = RunContext(self.root, run_key or own_run_key())
+        self._attachments = Attachments(self.root, rank)
+        self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
+        self._submitter = SaveSubmitter(
+            self.root,
+            self.spool,
+            self._run,
+            self._watcher,
+            self._attachments,
+            rank=rank,
+            world_size=world_size,
+            roles=self.roles,
+            places=self._places,
+            strategy=self.settings.save_strategy,
+        )
+        self._stager = Stager(
+            self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
+        )
+        self._states = StateSaver(
+            self._stager,
+            self._submitter.submit_states,
+            check_overlap=self.settings.check_overlap,
+        )
+        self._callables = CallableSaver(self.root, self.spool)
+        self._metrics = MetricsLog(self.root)
+        self._preemption = Preemption()
+        self._failures: list[str] = []
+        """Failures that no `wait_all` has raised yet."""
+
     @classmethod
     def of_process_group(
-        cls, root: str | Path, *, require_stack: bool = False, **arguments: Any
+        cls,
+        root: str | Path,
+        *,
+        run_key: str | None = None,
+        roles: Sequence[str] | None = None,
+        settings: Settings | None = None,
+        trigger: SaveTrigger | None = None,
+        require_stack: bool = False,
     ) -> "CheckpointCoordinator":
-        """A coordinator for each rank of the default process group; all ranks call it together.
+        """Make the coordinator of each rank of the default process group; a collective call.
 
-        Ranks learn from each other which nodes they are on, and take rank 0's run key. Further
-        ``arguments`` go to the constructor.
+        Ranks tell each other their nodes, and take rank 0's run key.
+
+        Args:
+            root, run_key, roles, settings, trigger, require_stack: as the constructor's.
 
         Raises:
-            RootError: on all ranks: the root lacks what a commit needs, or the nodes do not see one
-                and the same.
+            RootError: on all ranks: the root lacks what a commit needs, or the nodes do not share
+                it.
             ConfigError, RemoteError, PrefectApiError: on all ranks: as the constructor's, on rank
                 0.
         """
-        settings = arguments.pop("settings", None) or Settings()
-        key = arguments.pop("run_key", None) or own_run_key()
-        trigger = arguments.get("trigger") or SaveTrigger(settings)
-        check = trigger.require_stack if require_stack else None
-        places, key = open_together(root, settings, key, check=check)
+        settings = settings or Settings()
+        check = (trigger or SaveTrigger(settings)).require_stack if require_stack else None
+        places, key = open_together(root, settings, run_key or own_run_key(), check=check)
         return cls(
             root,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             places=places,
             run_key=key,
+            roles=roles,
             settings=settings,
+            trigger=trigger,
             require_stack=require_stack,
-            **arguments,
         )
 
+    # ------------------------------------------------------------ resuming
+
+    def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:
+        """Return the number of the newest committed step of ``kind``, or None if there is none.
+
+        Args:
+            kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
+            settle_s: seconds to wait first for saves that an earlier run submitted on this node and
+                that are still in flight; resuming from an older step would supersede them. Where
+                ranks are on several nodes, let one of them ask and tell the others.
+        """
+        deadline = time.monotonic() + settle_s
+        while time.monotonic() < deadline:
+            if all(sealed.failed for sealed in self.spool.tickets()[0]):
+                break
+            time.sleep(0.05)
+        manifest = newest(self.root, kind)
+        return manifest.step if manifest else None
+
+    def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
+        """Return the folder of the newest committed step, or None.
+
+        Args:
+            kind, settle_s: as in `latest_step`.
+        """
+        step = self.latest_step(kind, settle_s=settle_s)
+        return None if step is None else step_folder(self.root, step)
+
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
-        """This rank's states of a committed step, by component; this run begins at the step.
+        """Load this rank's states of a committed step; this run resumes from the step.
 
-        A step that cannot be loaded begins nothing, so another may be tried.
+        They are read from the spool if this node still holds them, otherwise from disk; the log
+        says which. After a failure this run has not resumed, so another step may be tried.
 
-        They are read from the spool if this node still holds them, else from disk; the log says
-        which. Tensors are on the CPU.
+        Args:
+            step: training step.
+            role: folder below the step's.
+
+        Returns:
+            State by component. Tensors are on the CPU.
 
         Raises:
-            CommitError: the step is not committed, has no shards for this rank, or is damaged.
+            CommitError: the step is not committed, has no shards for this rank, or is corrupted.
             ConfigError: as `check_resume`.
         """
         step = check_number("step", step)
@@ -121,6 +243,46 @@ class CheckpointCoordinator(TrinityCalls):
             )
             self.resumed_from(step)  # from here on, retention spares the step for this run
         return states
+
+    def check_resume(self, step: int) -> None:
+        """Check, before a step is loaded, that this run can resume from it; `load` does it as well.
+
+        Raises:
+            ConfigError: this run has begun already, at another step; or its key is that of a run
+                that is not new.
+        """
+        step = check_number("step", step)
+        self.wait_staged()  # what is loaded next must not reach an image
+        self._run.require_can_begin_at(step)
+
+    def resumed_from(self, step: int) -> None:
+        """Begin this run at a step that was loaded by other means than `load`.
+
+        Saves of earlier runs beyond the step that are not committed yet are superseded.
+
+        Raises:
+            ConfigError: as `check_resume`.
+        """
+        step = check_number("step", step)
+        self.wait_staged()
+        self._run.begin_at(step)
+
+    def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
+        """Return what a rank attached to a committed step.
+
+        Args:
+            step: training step.
+            name: of the attachment.
+            rank: the rank that attached it; this one by default.
+
+        Raises:
+            CommitError: the step is not committed or corrupted, or has no such attachment.
+            ConfigError: the name cannot be used.
+        """
+        rank = self.rank if rank is None else check_number("rank", rank)
+        return self._attachments.read(check_number("step", step), name, rank)
+
+    # ------------------------------------------------------------ saving
 
     def save(
         self,
@@ -134,53 +296,49 @@ class CheckpointCoordinator(TrinityCalls):
         keep: int = 0,
         export: Export = "",
     ) -> Staged:
-        """Hand the state of one step over; it commits even if this process dies right afterwards.
+        """Submit the state of one step; it commits even if this process dies right afterwards.
 
-        Every rank calls it, for every role, with the same ``step`` and ``kind``. What was handed
-        over at this step before (the model, for a sync) is not copied again, unless it has changed
-        since; then this save fails, as `wait_all` raises.
+        Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
+        was submitted at this step before (the model, for a sync) is not copied again, unless it has
+        changed since; then this save fails, as `wait_all` raises.
 
         Args:
-            step: training step, a whole number from 0 on of whichever integral type.
+            step: training step, a whole number from 0 on of any integral type.
             components: state by component: ``model``, ``optim``, ``extra_state``. Anything that
                 ``torch.save`` accepts.
             role: folder below the step's.
-            kind: ``state_dict`` for the weights of a sync, ``checkpoint`` for all of it.
-            metadata: folder of small files that belong beside the shards; rank 0's counts. It is
-                read once: hand a new folder over when its content has changed.
+            kind: ``state_dict`` for the weights of a sync, ``checkpoint`` for all components.
+            metadata: folder of small files to commit next to the shards; only rank 0's is used. It
+                is read once: pass a new folder when its content has changed.
             overlap: return before large tensors are copied, and copy them while the next forward
-                and backward pass runs. They must not change before `wait_staged`; have it called
-                for you with `wait_staged_before`. Until then the save is not handed over. A change
-                is refused if it is noticed; ``TRINITY_SYNC_CHECK_OVERLAP`` notices all of them.
+                and backward pass runs. They must not change before `wait_staged`, which
+                `wait_staged_before` calls for you. Until then the save is not submitted. A change
+                that is noticed fails the save; ``TRINITY_SYNC_CHECK_OVERLAP`` notices all of them.
             keep: checkpoints that are left once this one is committed, older ones being removed
                 after it and never before; 0 leaves all. See `retention.prune`.
-            export: have the FSDP shards of the model written as a Hugging Face model, too, into
+            export: also write the FSDP shards of the model as a Hugging Face model into
                 ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
 
         Returns:
-            What was copied, and how long the caller stood still.
+            What was copied, and the seconds for which it stalled the caller.
 
         Raises:
             ConfigError: an argument cannot work.
             SpoolError: the very first save cannot be written into the spool.
             ImageError: the very first save cannot be pickled or copied; the message names the key.
-                Later on, a save that cannot be handed over does not stop the training:
-                `wait_all` raises it.
+                A later save that cannot be submitted does not stop the training: `wait_all` raises
+                its error.
         """
         self._require_own_process()
         step = check_number("step", step)
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
-        self._check(step, components, role, kind)
-        if (step, kind) in self._monitored:
-            raise ConfigError(
-                f"step {step}: register_and_monitor has asked for the flow run of its {kind}, "
-                "which may be committed; call save before it"
-            )
-        origin = self._origin(
+        self._check_components(step, components, role, kind)
+        self._submitter.require_not_monitored(step, kind)
+        origin = self._submitter.origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
         )
         if self.rank == 0:
-            self._place(role)
+            self._submitter.write_placement(role)
         attached = None
         if kind == "checkpoint":
             self._run.require_new_step(step)
@@ -190,17 +348,39 @@ class CheckpointCoordinator(TrinityCalls):
             origin, components, metadata=metadata, attachments=attached, overlap=overlap
         )
 
+    def wait_staged(self) -> float:
+        """Wait until an overlapped save is staged; from then on the state may change.
+
+        Returns:
+            Seconds for which it stalled the caller.
+
+        Raises:
+            SpoolFullError, ImageError: as `save`; the state changed before it was copied.
+            ConfigError: this is not the process that made the coordinator.
+        """
+        self._require_own_process()
+        return self._states.wait_staged()
+
+    def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Call `wait_staged` before every ``optimizer.step()``; returns the hook's handle."""
+
+        def wait(*_: Any) -> None:
+            if self._is_own:  # a forked child has a copy of the memory
+                self.wait_staged()
+
+        return optimizer.register_step_pre_hook(wait)
+
     def attach(self, name: str, content: str | Path | bytes, *, step: int) -> None:
-        """Commit something small with the checkpoint of a step: a dataloader's position, say.
+        """Commit a small file with the checkpoint of a step, such as a dataloader's position.
 
         Call it before `save` of that step (or the engine's ``save_checkpoint``), which stages it
         with the states; it becomes ``global_step_{N}/attachments/{name}``, and
-        ``attachments/rank_{R}/{name}`` for a rank other than 0. Where any rank attaches, rank 0
-        does, too. With several roles, it goes with the one that is saved first.
+        ``attachments/rank_{R}/{name}`` for a rank other than 0. If any rank attaches, rank 0 has to
+        attach as well. With several roles, it goes with the one that is saved first.
 
         Args:
-            name: of the file; again for the same step replaces what was attached.
-            content: bytes, or the path of a file, which is read here and now.
+            name: of the file; a second call with it for the same step replaces the content.
+            content: bytes, or the path of a file, which is read by this call.
             step: training step.
 
         Raises:
@@ -210,51 +390,54 @@ class CheckpointCoordinator(TrinityCalls):
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
 
-    def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
-        """What a rank, this one by default, attached to a committed step.
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step, for policies such as ``best=2:reward:max``.
+
+        It may be called before the step's commit or after it, on any rank; later calls add to the
+        metrics of the step. A thread writes them to a small file, and logs it if it cannot.
+
+        Args:
+            step: training step.
+            metrics: numbers by name; a tensor of one element counts as a number.
 
         Raises:
-            CommitError: the step is not committed or damaged, or has no such attachment.
-            ConfigError: the name cannot be used.
+            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
         """
-        rank = self.rank if rank is None else check_number("rank", rank)
-        return self._attachments.read(check_number("step", step), name, rank)
+        self._require_own_process()
+        step = check_number("step", step)
+        self._metrics.record(self._run.get().number, step, metrics)
 
     def upload(
         self, step: int, collect: Callable[[], Any], *, role: str = "actor"
     ) -> tuple[Published | None, Staged]:
-        """Let readers of this node have the model of a step, from shared memory; it is not saved.
+        """Publish the model of a step to readers on this node, in shared memory; nothing is saved.
 
-        Every rank calls it with the same ``step``. Where the step was saved before, its image is
-        the one that they get, and nothing is copied; a save that follows takes the image over.
+        Every rank calls it with the same ``step``. Where the step was saved before, readers get its
+        image, and nothing is copied; a save that follows takes the image over.
 
         Args:
             step: training step, the version of the weights.
-            collect: gives the model's state; called only if it has to be staged.
-            role: whose weights these are.
+            collect: returns the model's state; called only if it has to be staged.
+            role: role whose weights these are.
 
         Returns:
-            What readers may read; None where it could not be staged, which `wait_all` raises. And
-            what staging cost the caller.
+            The published version, or None where it could not be staged, which `wait_all` raises;
+            and what staging cost the caller.
 
         Raises:
             ConfigError: an argument cannot work.
             SpoolError, ImageError: the very first image cannot be staged, as in `save`.
         """
-        origin = self._origin(check_number("step", step), role, "state_dict")
+        self._require_own_process()
+        origin = self._submitter.origin(check_number("step", step), role, "state_dict")
         return self._states.upload(origin, collect)
 
-    def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Have every ``optimizer.step()`` call `wait_staged` first; returns the hook's handle."""
-
-        def wait(*_: Any) -> None:
-            if self._is_own:  # the memory of a forked child is another
-                self.wait_staged()
-
-        return optimizer.register_step_pre_hook(wait)
-
     def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
-        """Map and touch the slots of components of so many bytes, before the first save.
+        """Map and touch the slots before the first save, which is then as fast as the next.
+
+        Args:
+            nbytes: bytes of this rank's image, by component.
+            role: role of the images.
 
         Raises:
             SpoolFullError: the spool is too small for them; the message says what is needed.
@@ -265,36 +448,175 @@ class CheckpointCoordinator(TrinityCalls):
             self._stager.prewarm(role, component, self.rank, size)
 
     def require_room(self, nbytes: int) -> None:
-        """See at the start that all slots of this node's ranks will fit.
+        """Require at the start that all slots of this node's ranks fit into the spool.
 
         Args:
             nbytes: bytes of one image of each component of a rank, together.
 
         Raises:
-            SpoolFullError: they will not; the message says what is needed.
+            SpoolFullError: they do not fit; the message says what is needed.
         """
         here = [place for place in self._places if place.node == self.settings.node]
         ranks = sum(len(place.ranks) for place in here)
         self.spool.check_room(self.settings.slots * nbytes * ranks)
 
-    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what was measured at a step, for policies such as ``best=2:reward:max``.
+    # ------------------------------------------------------------ outcomes
 
-        It may come before the step's commit or after it, from any rank; values of another call add
-        to those of the step. A thread writes them to a small file, and logs it if it cannot.
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Wait until all that this process submitted is committed, or has failed.
 
         Args:
-            step: training step.
-            metrics: numbers by name; a tensor of one element is one.
+            timeout: seconds; by default there is no limit, also while the Prefect server is away.
 
         Raises:
-            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
+            SaveFailedError: a save was not committed; the message says which, why and where to
+                look. Each failure is raised once.
+            SaveTimeoutError: the time is over, or this was closed; the saves may still commit.
+            ConfigError: this is not the process that made the coordinator.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.wait_staged()
+        self._failures += self._states.take_failures()
+        self._failures += self._callables.wait(deadline)  # kept, should the next line time out
+        failures = [*self._watcher.wait(deadline), *self._take_failures()]
+        if failures:
+            raise SaveFailedError("\n".join(failures))
+
+    @property
+    def commit_seconds(self) -> Mapping[str, float]:
+        """Seconds from submission to commit, by request key, of this process's committed saves.
+
+        Ranks other than 0 learn of commits in `wait_all`, and take the time from the manifest: by
+        the clock of the node that committed, against their own.
+        """
+        return self._watcher.commit_seconds
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Release all resources. Saves already submitted continue without this process.
+
+        Signals that `on_preemption` took get their earlier handlers back.
+
+        Args:
+            timeout: seconds to send requests that Prefect has not taken yet. After that the worker
+                of this node finds their images by itself.
+        """
+        if not self._is_own:
+            return
+        try:
+            self._states.close()
+        finally:
+            self._metrics.close()
+            self._watcher.close(timeout)
+            self._preemption.forget()
+        self.spool.remove_if_unused()
+
+    def __enter__(self) -> "CheckpointCoordinator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._is_own:
+            return  # a child that was forked in the block leaves it
+        try:
+            if error is None and not self.preempted:  # then emergency_save has waited
+                self.wait_all()
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------ Trinity's calls
+
+    def save_async(
+        self,
+        name: str,
+        save_fn: Callable[[], Any],
+        global_step: int,
+        is_state_dict: bool = False,
+    ) -> None:
+        """Run ``save_fn`` in a background thread; the step's flow waits for it to end.
+
+        It follows Trinity's method. Saves of the same name run one after the other. The files
+        below the step's folder that change while it runs enter the manifest. Call it before `save`
+        of the same step, or `register_and_monitor` after it: those request the flow run.
+
+        Args:
+            name: name of the save, unique within a step and rank.
+            save_fn: called without arguments. Its failure fails the step's flow and is raised by
+                `wait_all`; later saves are unaffected.
+            global_step: training step.
+            is_state_dict: whether it belongs to the sync of the step or to its checkpoint.
+        """
+        self._callables.start(name, save_fn, self._status_of(name, global_step, is_state_dict))
+
+    def save_sync(
+        self, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
+    ) -> None:
+        """Run ``save_fn`` in the calling thread, e.g. because it calls collectives.
+
+        Args:
+            save_fn, global_step, is_state_dict: as in `save_async`. Its error is raised here, too.
+        """
+        name = f"sync-{uuid.uuid4().hex[:8]}"
+        self._callables.call(save_fn, self._status_of(name, global_step, is_state_dict))
+
+    async def register_and_monitor(
+        self,
+        global_step: int,
+        is_state_dict: bool = False,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+    ) -> None:
+        """Request the flow run of a step whose saves were dispatched; it does not wait for them.
+
+        It follows Trinity's method. A step whose ranks have asked already gets no second run.
+
+        Args:
+            global_step: training step.
+            is_state_dict: whether the sync or the checkpoint of the step is meant.
+            state_dict_thread_count: saves of model weights to expect at least.
+            checkpoint_thread_count: other saves to expect at least.
+
+        Raises:
+            ConfigError: the step or a count is no whole number, or negative.
+        """
+        step = check_number("step", global_step)
+        expected = check_number("state_dict_thread_count", state_dict_thread_count)
+        expected += check_number("checkpoint_thread_count", checkpoint_thread_count)
+        self.wait_staged()
+        self._submitter.submit_callables(step, _kind(is_state_dict), expected)
+
+    # ------------------------------------------------------------ preemption
+
+    def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
+        """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
+
+        The handler only records the time; ask `preempted` between two steps. In processes that this
+        one forks (a DataLoader's workers) the signal does what it did before.
+
+        Args:
+            signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
+            grace_s: seconds from the signal until the process is killed.
+
+        Raises:
+            ConfigError: this is not the main thread, or the signal cannot be caught; or this is not
+                the process that made the coordinator.
         """
         self._require_own_process()
-        step = check_number("step", step)
-        self._metrics.record(self._run.begun().number, step, metrics)
+        self._preemption.notice(signum, grace_s)
 
-    def last_words(
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told to end; ranks are told at different times."""
+        return self._preemption.noticed
+
+    def any_preempted(self) -> bool:
+        """Whether any rank of the default process group was told to end; a collective call."""
+        return noticed_by_any(self.preempted)
+
+    def emergency_save(
         self,
         step: int,
         components: Mapping[str, Any],
@@ -302,18 +624,18 @@ class CheckpointCoordinator(TrinityCalls):
         role: str = "actor",
         metadata: str | Path | None = None,
         deadline_s: float | None = None,
-    ) -> LastWords:
+    ) -> EmergencySave:
         """Save a last step within a deadline: the weights first, the rest after them.
 
-        Every rank calls it at the same step. It raises nothing: what did not get done is in the
-        answer and in the log. Copying a component is not interrupted, so the last copy may end
-        after the deadline; leave some seconds for it.
+        Every rank calls it at the same step. It raises nothing: the result and the log say what
+        was not done. Copying a component is not interrupted, so the last copy may end after the
+        deadline; leave some seconds for it.
 
         Args:
             step, components, role, metadata: as in `save`.
-            deadline_s: seconds for all of it; by default what is left of ``grace_s``.
+            deadline_s: seconds for all of it; by default the rest of ``grace_s``.
         """
-        with suppress(ConfigError):  # of another, save says what is wrong with it
+        with suppress(ConfigError):  # save raises it again
             step = check_number("step", step)
         left = self._preemption.left_s if deadline_s is None else deadline_s
         self._stager.wait_at_most(left / 4)
@@ -329,48 +651,50 @@ class CheckpointCoordinator(TrinityCalls):
                 raise SaveFailedError("\n".join(failures))
             return staged.components
 
-        def failures() -> list[str]:
-            found, self._failures = self._failures, []
-            return found
-
-        def committed() -> tuple[Kind, ...]:
-            with suppress(Exception):  # a root that is away tells nothing
-                run = self._run.begun().number
-                return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
-            return ()
-
         kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
         if step == self._run.resumed_from:  # whose weights are committed
             kinds = ("checkpoint",)
-        return say_last_words(
+        return run_emergency_save(
             step,
             components,
             left,
             kinds=kinds,
             save=save,
             wait=self.wait_all,
-            failures=failures,
-            committed=committed,
+            failures=self._take_failures,
+            committed=lambda: self._committed_kinds(step),
         )
 
-    def __enter__(self) -> "CheckpointCoordinator":
-        return self
+    # ------------------------------------------------------------ private
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process made the coordinator, and did not inherit it in a fork."""
+        return self._process == os.getpid()
+
+    def _require_own_process(self) -> None:
         if not self._is_own:
-            return  # a child that was forked in the block leaves it
-        try:
-            if error is None and not self.preempted:  # then last_words has waited
-                self.wait_all()
-        finally:
-            self.close()
+            raise ConfigError(
+                f"rank {self.rank} of {self.root}: this coordinator was made by process "
+                f"{self._process}, and this is process {os.getpid()}, which was forked from it; "
+                "its slots, threads and saves stay there. Call it in that process, or make a "
+                "coordinator of its own here, with another root."
+            )
 
-    def _check(self, step: int, components: Mapping[str, Any], role: str, kind: Kind) -> None:
+    def _warn_without_stack(self, trigger: SaveTrigger) -> None:
+        try:
+            trigger.find_stack()
+        except PrefectApiError as error:
+            logger.warning(
+                "%s. Until then saves of %s wait in %s and are not committed",
+                error,
+                self.root,
+                self.spool.folder,
+            )
+
+    def _check_components(
+        self, step: int, components: Mapping[str, Any], role: str, kind: Kind
+    ) -> None:
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
@@ -382,3 +706,28 @@ class CheckpointCoordinator(TrinityCalls):
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
+
+    def _status_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
+        self._require_own_process()
+        return Receipt(
+            name=check_name("name of a save", name),
+            run=self._run.get().number,
+            step=check_number("step", step),
+            kind=_kind(is_state_dict),
+            rank=self.rank,
+            process=process_name(os.getpid()),
+        )
+
+    def _take_failures(self) -> list[str]:
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _committed_kinds(self, step: int) -> tuple[Kind, ...]:
+        with suppress(Exception):  # the root cannot be read
+            run = self._run.get().number
+            return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+        return ()
+
+
+def _kind(is_state_dict: bool) -> Kind:
+    return "state_dict" if is_state_dict else "checkpoint"

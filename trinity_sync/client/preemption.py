@@ -1,28 +1,21 @@
-"""What a trainer does with the seconds between a signal and its end.
+"""The signal that announces the end of a trainer's process.
 
-The signal's handler notes the time and nothing else; the training loop asks between two steps.
-Then the weights go first, as a sync of their own, and the rest after them: the two add up to one
-checkpoint, and if time runs out in between, the weights are what is left.
+The handler records the time and nothing else; the training loop asks between two steps.
 """
 
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from trinity_sync.errors import ConfigError, SaveTimeoutError, TrinitySyncError
-from trinity_sync.layout import Kind
-
-logger = logging.getLogger(__name__)
+from trinity_sync.errors import ConfigError
 
 
 class Preemption:
@@ -161,80 +154,3 @@ def noticed_by_any(noticed: bool) -> bool:
     flag = torch.tensor(int(noticed), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
-
-
-@dataclass(frozen=True)
-class LastWords:
-    """What became of the last save of a process that is to end."""
-
-    step: int
-    handed_over: tuple[str, ...]
-    """Components that are sealed in the spool; they survive the process, not the machine."""
-    committed: tuple[Kind, ...]
-    """What the step is good for now: nothing, the weights (``state_dict``), or all of it."""
-    undone: tuple[str, ...]
-    """A sentence for all that did not get done, and for earlier saves that have failed."""
-
-
-def say_last_words(
-    step: int,
-    components: Mapping[str, Any],
-    deadline_s: float,
-    *,
-    kinds: Sequence[Kind] = ("state_dict", "checkpoint"),
-    save: Callable[[Kind, Mapping[str, Any]], Sequence[str]],
-    wait: Callable[[float], None],
-    failures: Callable[[], Sequence[str]],
-    committed: Callable[[], tuple[Kind, ...]],
-) -> LastWords:
-    """Hand over what fits into ``deadline_s`` seconds, and wait for its commit with what is left.
-
-    Args:
-        step: training step.
-        components: state by component.
-        deadline_s: seconds for all of it.
-        kinds: saves of the step, in their order.
-        save: stages and hands over; returns the components that are sealed, or raises.
-        wait: waits so many seconds for all saves, and raises what `wait_all` does.
-        failures: earlier saves that failed and that ``wait``, out of time, did not raise.
-        committed: what is committed of the step.
-    """
-    deadline = time.monotonic() + deadline_s
-    weights = {name: state for name, state in components.items() if name == "model"}
-    turns: list[tuple[Kind, Mapping[str, Any]]] = [
-        (kind, weights if kind == "state_dict" else components)
-        for kind in kinds
-        if kind == "checkpoint" or (weights and len(components) > 1)
-    ]
-    sealed: list[str] = []
-    undone: list[str] = []
-    for kind, states in turns:
-        new = [name for name in states if name not in sealed]
-        if time.monotonic() >= deadline:
-            undone.append(f"{', '.join(new)}: not handed over, the {deadline_s:g} s were over")
-            break
-        try:
-            found = save(kind, states)
-        except Exception as error:
-            undone.append(f"{', '.join(new)}: not handed over, {_said(error)}")
-            break
-        sealed += [name for name in found if name not in sealed]
-    try:
-        wait(max(0.0, deadline - time.monotonic()))
-    except SaveTimeoutError as error:
-        undone += [f"{error} Until then the images wait in the spool of this node.", *failures()]
-    except Exception as error:
-        undone.append(_said(error))
-    words = LastWords(step, tuple(sealed), committed(), tuple(undone))
-    logger.warning(
-        "last words at step %s: %s handed over, committed as %s%s",
-        step,
-        ", ".join(sealed) or "nothing",
-        " and ".join(words.committed) or "nothing",
-        "".join(f"; {sentence}" for sentence in undone),
-    )
-    return words
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"

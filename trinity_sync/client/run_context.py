@@ -1,12 +1,15 @@
-"""Which run of the job a process takes part in, and where that run begins.
+"""The run of the job that a process takes part in, and the step at which that run begins.
 
-All processes of a run share a key, and whichever comes first opens the run: with the step that it
-loads, or with none, where its role has nothing to load. A key that is used again at the next start
-would make that start the run of the one before, whose steps would pass for its own. That is refused
-where it shows.
+All processes of a run share a key, and the first of them opens the run: with the step that it
+loads, or with none where its role has nothing to load. A key that is used again at the next start
+would make that start the same run, and its steps would pass for those of the new start. That is
+refused where it shows.
 """
 
 import logging
+import os
+import threading
+import uuid
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
@@ -19,7 +22,7 @@ from trinity_sync.storage.runs import Run, newest_run, note_resume, open_run
 logger = logging.getLogger(__name__)
 
 
-class OwnRun:
+class RunContext:
     """The run that this process takes part in.
 
     Args:
@@ -31,16 +34,18 @@ class OwnRun:
         self._root = root
         self._key = key
         self._run: Run | None = None
+        self._opening = threading.Lock()
         self._has_saved = False
 
-    def begun(self) -> Run:
-        """The run; it begins at step 0 if none of its processes has begun it yet."""
-        if self._run is None:
-            before = newest_run(self._root)
-            self._run = open_run(self._root, self._key, 0)
-            if before and before.number < self._run.number:
-                self._warn_of_earlier_steps(self._run)
-        return self._run
+    def get(self) -> Run:
+        """Return the run; it begins at step 0 if none of its processes has begun it yet."""
+        with self._opening:  # by threads that stage, too
+            if self._run is None:
+                before = newest_run(self._root)
+                self._run = open_run(self._root, self._key, 0)
+                if before and before.number < self._run.number:
+                    self._warn_of_earlier_steps(self._run)
+            return self._run
 
     def begin_at(self, step: int) -> None:
         """Begin the run at a step that was loaded.
@@ -51,7 +56,7 @@ class OwnRun:
         self.require_can_begin_at(step)
         if self._run is None:
             run = open_run(self._root, self._key, step)
-            if run.resumed_from != step:  # whoever began it had nothing to load
+            if run.resumed_from != step:  # the process that began it had nothing to load
                 run = note_resume(self._root, run, step)
             self._run = run
 
@@ -94,7 +99,7 @@ class OwnRun:
         """
         if self._has_saved:
             return
-        run = self.begun()
+        run = self.get()
         if step != run.resumed_from and is_committed(self._root, run.number, step, "checkpoint"):
             raise ConfigError(
                 f"step {step} of {self._root} was committed before by run {run.number}, whose key "
@@ -118,3 +123,8 @@ class OwnRun:
 
     def _has_committed(self, run: Run) -> bool:
         return any(run_of(self._root, step) == run.number for step in steps_on_disk(self._root))
+
+
+def own_run_key() -> str:
+    """Return ``TRINITY_SYNC_RUN``, or a random key where it is not set."""
+    return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""Saves of states: what a process has staged, what it has handed over, and what still overlaps.
+"""Saves of states: what a process has staged and submitted, and what still overlaps.
 
 A save is staged in the calling thread, or, overlapped, in one of its own while training goes on;
-either way it is handed over the moment its last image is sealed.
+either way it is submitted the moment its last image is sealed.
 """
 
 import logging
@@ -24,27 +24,27 @@ MODEL: Component = "model"
 NOTHING_STAGED = Staged((), 0, 0.0, 0.0)
 
 
-class StateSaves:
-    """The states of one process.
+class StateSaver:
+    """Stages and submits the states of one process.
 
     Args:
         stager: copies them.
-        hand_over: called with who saves and what was staged, once its images are sealed.
+        submit: called with the save and what was staged, once its images are sealed.
         check_overlap: compare what was staged while training went on with a digest of the state.
     """
 
     def __init__(
         self,
         stager: Stager,
-        hand_over: Callable[[Origin, Staged], None],
+        submit: Callable[[Origin, Staged], None],
         *,
         check_overlap: bool = False,
     ) -> None:
         self._stager = stager
-        self._hand_over = hand_over
+        self._submit = submit
         self._check_overlap = check_overlap
         self._staged: dict[tuple[str, int], list[str]] = {}
-        self._handed_over: set[tuple[str, int, Kind]] = set()
+        self._submitted: set[tuple[str, int, Kind]] = set()
         self._uploaded = False
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
@@ -60,12 +60,12 @@ class StateSaves:
         attachments: bytes | None = None,
         overlap: bool = False,
     ) -> Staged:
-        """Stage what was not staged at this step before, or has changed since, and hand it over.
+        """Stage what was not staged at this step before, or has changed since, and submit it.
 
         What has changed is compared with the step when that is committed: this save fails then.
 
         Raises:
-            ConfigError: components come after the save was handed over.
+            ConfigError: components come after the save was submitted.
             SpoolError, ImageError: the very first save cannot be staged. A later one that cannot
                 is among the failures, and training goes on.
         """
@@ -77,13 +77,13 @@ class StateSaves:
             if name not in components or self._is_staged(origin, name, components[name], overlap)
         ]
         states = {name: state for name, state in components.items() if name not in earlier}
-        handed_over = (role, step, kind) in self._handed_over
+        submitted = (role, step, kind) in self._submitted
         if not states and attachments is None:
-            if handed_over or kind == "state_dict":  # a checkpoint serves as the step's sync, too
+            if submitted or kind == "state_dict":  # a checkpoint serves as the step's sync, too
                 return NOTHING_STAGED
             states = dict(components)  # all of it went with the sync: the checkpoint has its own
         late = [name for name in states if name not in self._staged.get((role, step), [])]
-        if handed_over and (late or attachments is not None):
+        if submitted and (late or attachments is not None):
             raise ConfigError(
                 f"step {step}, role {role}: {', '.join(late) or 'attachments'} comes after the "
                 f"{kind} was submitted; submit all components of a step in one call"
@@ -150,12 +150,12 @@ class StateSaves:
         return time.perf_counter() - start
 
     def take_failures(self) -> list[str]:
-        """What could not be staged since the last call."""
+        """Return what could not be staged since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def close(self) -> None:
-        """Wait for what overlaps, and let go of the slots."""
+        """Wait for the save that overlaps, and release the slots."""
         try:
             self.wait_staged()
         finally:
@@ -177,21 +177,21 @@ class StateSaves:
             return self._failed(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}
         self._staged = {**kept, (origin.role, origin.step): list(staged.components)}
-        self._handed_over = {key for key in self._handed_over if key[:2] in self._staged}
-        self._handed_over.add((origin.role, origin.step, origin.kind))
-        self._hand_over(origin, staged)
+        self._submitted = {key for key in self._submitted if key[:2] in self._staged}
+        self._submitted.add((origin.role, origin.step, origin.kind))
+        self._submit(origin, staged)
         return staged
 
     def _failed(self, origin: Origin, error: Exception) -> Staged:
         if not isinstance(error, TrinitySyncError):  # of torch, of the system, of a state's object
             cause = error
             error = ImageError(
-                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed "
-                f"over, because staging failed with {type(cause).__name__}: {cause}"
+                f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
+                f"submitted, because staging failed with {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
         if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))
-        logger.error("step %d is not saved, training goes on: %s", origin.step, error)
+        logger.error("Step %d is not saved, training goes on: %s", origin.step, error)
         return NOTHING_STAGED

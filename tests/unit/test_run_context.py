@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.client.run_context import OwnRun
+from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.policies import LastN
 from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 
@@ -12,17 +12,17 @@ from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 def test_a_run_that_begins_anew_where_steps_are_is_told_once(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert OwnRun(job.root, "first").begun().number == 1
+    assert RunContext(job.root, "first").get().number == 1
     job.stage(10, {"model": {"w": torch.ones(3)}})
     job.commit(10)
     assert caplog.text == ""
-    assert OwnRun(job.root, "first").begun().number == 1  # another rank
-    loaded = OwnRun(job.root, "second")
+    assert RunContext(job.root, "first").get().number == 1  # another rank
+    loaded = RunContext(job.root, "second")
     loaded.begin_at(10)
-    assert loaded.begun().number == 2
+    assert loaded.get().number == 2
     assert caplog.text == ""
-    forgot = OwnRun(job.root, "third")
-    assert forgot.begun().number == forgot.begun().number == 3
+    forgot = RunContext(job.root, "third")
+    assert forgot.get().number == forgot.get().number == 3
     assert caplog.text.count("RUN 3 BEGINS AT STEP 0") == 1
     assert "load step 10 first" in caplog.text
 
@@ -31,11 +31,11 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
     job: Job,
 ) -> None:
     for number, loaded in ((1, 0), (2, 3), (3, 6)):
-        early, late = (OwnRun(job.root, f"run {number}") for _ in range(2))
-        assert early.begun().resumed_from == 0
+        early, late = (RunContext(job.root, f"run {number}") for _ in range(2))
+        assert early.get().resumed_from == 0
         if loaded:
             late.begin_at(loaded)
-            OwnRun(job.root, f"run {number}").begin_at(loaded)
+            RunContext(job.root, f"run {number}").begin_at(loaded)
         for step in range(loaded + 1, loaded + 4):
             job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
             job.commit(step, run=number)

@@ -1,0 +1,164 @@
+"""From a staged step to the request for its flow run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_sync.client.attachments import Attachments
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.run_context import RunContext
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.errors import ConfigError
+from trinity_sync.layout import COMPONENTS, Component, Kind, SaveStrategy, check_name
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.stager import Origin, Staged
+from trinity_sync.snapshot.ticket import Export, components_of
+from trinity_sync.storage.placement import Place, note_placement, placement
+
+
+class SaveSubmitter:
+    """Names the saves of one rank, and submits them to the commit watcher.
+
+    Args:
+        root: of the job.
+        spool: of the job on this node.
+        run: the run of the job.
+        watcher: requests the flow runs and follows them.
+        attachments: of this rank; deleted once their step is submitted.
+        rank: of this process.
+        world_size: ranks that save together.
+        roles: roles that make one checkpoint together.
+        places: nodes of the ranks.
+        strategy: how saves share the stack.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        spool: JobSpool,
+        run: RunContext,
+        watcher: CommitWatcher,
+        attachments: Attachments,
+        *,
+        rank: int,
+        world_size: int,
+        roles: Sequence[str],
+        places: Sequence[Place],
+        strategy: SaveStrategy,
+    ) -> None:
+        self._root = root
+        self._spool = spool
+        self._run = run
+        self._watcher = watcher
+        self._attachments = attachments
+        self._rank = rank
+        self._world_size = world_size
+        self._roles = tuple(roles)
+        self._places = tuple(places)
+        self._strategy = strategy
+        self._placed: set[str] = set()
+        """Roles whose placement this run has written."""
+        self._monitored: set[tuple[int, Kind]] = set()
+        """Saves of the newest step that `submit_callables` has submitted."""
+
+    def origin(
+        self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
+    ) -> Origin:
+        """Return what the tickets of this rank's images say of a save."""
+        run = self._run.get()
+        return Origin(
+            root=str(self._root),
+            run=run.number,
+            run_key=run.key,
+            step=step,
+            kind=kind,
+            role=check_name("role", role),
+            roles=self._roles if kind == "checkpoint" else (role,),
+            rank=self._rank,
+            world_size=self._world_size,
+            keep=keep,
+            export=export,
+            strategy=self._strategy,
+        )
+
+    def write_placement(self, role: str) -> None:
+        """Write the nodes of a role's ranks into the root, once a run and before it saves."""
+        if role not in self._placed:
+            run = self._run.get()
+            note_placement(self._root, run.number, run.key, role, self._places)
+            self._placed.add(role)
+
+    def require_not_monitored(self, step: int, kind: Kind) -> None:
+        """Require that `submit_callables` has not submitted the save.
+
+        Raises:
+            ConfigError: it has, and the save may be committed.
+        """
+        if (step, kind) in self._monitored:
+            raise ConfigError(
+                f"step {step}: register_and_monitor has requested the flow run of its {kind}, "
+                "which may be committed; call save before it"
+            )
+
+    def submit_states(self, origin: Origin, staged: Staged) -> None:
+        """Submit a save whose images are sealed."""
+        components: Sequence[str] = staged.components
+        if origin.kind == "checkpoint":
+            self._attachments.discard(origin.step)
+        if len(origin.roles) > 1:  # the first role's request counts, and others may have more
+            components = COMPONENTS
+        request = self._request(
+            origin.step, origin.kind, origin.roles, components, keep=origin.keep
+        )
+        self._watcher.follow(
+            request,
+            images=staged.images,
+            exports=origin.role if origin.export else "",
+            submit=self._rank == 0,
+        )
+
+    def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
+        """Submit a step with save functions, and with the states that are staged for it.
+
+        Args:
+            step: training step.
+            kind: the sync or the checkpoint of the step.
+            expected: save functions and images of all ranks to expect at least.
+        """
+        self._monitored = {each for each in self._monitored if each[0] == step}
+        self._monitored.add((step, kind))
+        run = self._run.get()
+        tickets = [sealed.ticket for sealed in self._spool.of_step(run.number, step)[0]]
+        mine = [ticket for ticket in tickets if ticket.kind == kind]
+        roles = mine[0].roles if mine else self._roles
+        for role in roles:
+            if placement(self._root, run.number, run.key, role) is None:  # save functions only
+                self.write_placement(role)
+        keep = max((ticket.keep for ticket in mine), default=0)
+        request = self._request(
+            step, kind, roles, components_of(mine), keep=keep, expected=expected
+        )
+        self._watcher.follow(request, submit=True)
+
+    def _request(
+        self,
+        step: int,
+        kind: Kind,
+        roles: Sequence[str],
+        components: Sequence[str],
+        *,
+        keep: int,
+        expected: int = 0,
+    ) -> SaveRequest:
+        known: list[Component] = [name for name in COMPONENTS if name in components]
+        run = self._run.get()
+        return SaveRequest(
+            root=str(self._root),
+            step=step,
+            run=run.number,
+            run_key=run.key,
+            kind=kind,
+            roles=tuple(roles),
+            components=tuple(known),
+            expected=expected,
+            keep=keep,
+        )
