@@ -38,5 +38,5 @@ def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
     assert killed_at.kinds == ("checkpoint", "state_dict")
     assert killed_at.file("attachments/explorer.rng") is not None
     book = read_state(root)
-    assert book is None or book["book"]["versions"][-1]["step"] == 140
+    assert book is None or book["registry"]["versions"][-1]["step"] == 140
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -35,7 +35,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.book import Book
+from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_address, write_state
 from trinity_sync.weights.version import Version
 
@@ -164,27 +164,27 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
     assert job.flow_runs == {step: str(step // 5) for step in range(80)}
 
 
-def told(root: Path, book: Book) -> None:
+def told(root: Path, registry: VersionRegistry) -> None:
     """What the Synchronizer of a job writes after each change."""
     write_address(root, "synchronizer", "job")
-    write_state(root, {"book": book.to_json()})
+    write_state(root, {"registry": registry.to_json()})
 
 
 def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them(
     url: str, root: Path
 ) -> None:
     history(root)
-    book = Book()
+    registry = VersionRegistry()
     with opened(url) as engine:
         note_versions(engine, root)  # of a job that the catalog does not know
         for step in (10, 11):
-            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
-        book.record(Version(10, 1, "checkpoint", str(root)), 200.0)
-        told(root, book)
+            registry.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        registry.record(Version(10, 1, "checkpoint", str(root)), 200.0)
+        told(root, registry)
         mirror(engine, root, [10])
         for step in range(12, 30):
-            book.record(Version(step, 1, "memory", str(root)), 100.0 + step)
-        told(root, book)
+            registry.record(Version(step, 1, "memory", str(root)), 100.0 + step)
+        told(root, registry)
         for _ in range(2):
             note_versions(engine, root)
         seen = [(each.step, each.source, each.published_at) for each in jobs(engine)[0].versions]

@@ -72,8 +72,8 @@ from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check, choose, judge
-from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import CommitNotification
+from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import (
     read_address,
     read_state,
@@ -663,7 +663,7 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
     of_another_release(_metrics(job))
     of_another_release(step_folder(job.root, 2) / "manifest.json")
     write_address(job.root, "synchronizer", "weights")
-    write_state(job.root, {"book": Book().to_json()})
+    write_state(job.root, {"registry": VersionRegistry().to_json()})
     of_another_release(job.root / ".trinity_sync/weights/state.json")
     with opened(f"sqlite:///{tmp_path}/catalog.db") as engine:
         assert rebuild(engine, job.root) == 2
@@ -783,7 +783,7 @@ def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change
 @both
 def test_a_synchronizer_of_another_release_keeps_what_it_knows(job: Job, change: int) -> None:
     write_address(job.root, "synchronizer", "weights")
-    write_state(job.root, {"book": {}})
+    write_state(job.root, {"registry": {}})
     for path in (job.root / ".trinity_sync/weights").iterdir():
         of_another_release(path, change)
     for read in (read_state, read_address):

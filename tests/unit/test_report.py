@@ -19,7 +19,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.rewind import rewind
-from trinity_sync.weights.book import Book
+from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_state
 
 
@@ -35,10 +35,10 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
     (job.root / "global_step_20/actor/model_world_size_1_rank_0.pt").unlink()
     (job.root / "global_step_50").mkdir()
     pin(job.root, 10, "the <b>paper</b>'s")
-    book = Book()
-    book.serve("explorer-1", 30, now=1.7e9, run=1)
+    registry = VersionRegistry()
+    registry.set_serving("explorer-1", 30, now=1.7e9, run=1)
     (job.root / ".trinity_sync/weights").mkdir()
-    write_state(job.root, {"book": book.to_json()})
+    write_state(job.root, {"registry": registry.to_json()})
     with environment({}), acquire_lease(job.root, 30, "reader 7"):
         yield gather(Settings(home=tmp_path), job.root)
 

@@ -21,10 +21,10 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.version import Version
 
 State = dict[str, torch.Tensor]
@@ -124,10 +124,10 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_who_waits(
     looks: queue.Queue[None] = queue.Queue()
 
     class Registry(FileRegistry):
-        def _book(self, scan: bool = False) -> Book:
-            book = super()._book(scan)
+        def _read_versions(self, scan: bool = False) -> VersionRegistry:
+            versions = super()._read_versions(scan)
             looks.put(None)
-            return book
+            return versions
 
     job.world_size = 2
     registry = Registry(job.root, settings=settings)

@@ -165,7 +165,9 @@ def _versions(job: str, root: str | Path) -> list[dict[str, Any]]:
                 "source": str(version["source"]),
                 "published_at": float(version["known_at"]),
             }
-            for version in (read_state(root) or {"book": {"versions": []}})["book"]["versions"]
+            for version in (read_state(root) or {"registry": {"versions": []}})["registry"][
+                "versions"
+            ]
         ]
     except (FormatError, KeyError, TypeError, ValueError):
         return []  # of another release

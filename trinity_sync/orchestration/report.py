@@ -116,7 +116,7 @@ def _step(root: Path, step: int, iterations: Mapping[Kind, int | None]) -> StepF
 def _readers(root: Path) -> dict[str, dict[str, Any]]:
     """Of the Synchronizer's state file; empty where there is none, or another format."""
     try:
-        readers = (read_state(root) or {})["book"]["readers"]
+        readers = (read_state(root) or {})["registry"]["readers"]
         return {str(name): dict(serving) for name, serving in readers.items()}
     except (OSError, FormatError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -2,7 +2,7 @@
 
 Versions in memory are the notes beside the slots of the job's spool on this node; a version counts
 once the images of all its ranks are here. Commits are noticed through the root. The rules are those
-of the Synchronizer, whose `Book` is filled anew at each look, so nothing outlives its file.
+of the Synchronizer's `VersionRegistry`, filled again at each look, so nothing outlives its file.
 
 Images on other nodes are not seen: where ranks of several nodes make a version, it is read from its
 commit. Nobody is told which version a reader serves.
@@ -23,10 +23,10 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, require_own
 from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.storage.runs import Run, all_runs, began_after
-from trinity_sync.weights.book import Book
 from trinity_sync.weights.commit_notification import SCAN_S, CommitMark, CommitNotification
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.object_store import Copy, delta_between
+from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import Gone, ImageRef, Version
 
@@ -76,7 +76,7 @@ class FileRegistry:
             CommitError: a run file of the root is torn.
             SpoolError: the spool is not of this user alone.
         """
-        return self._book().newest(readable=True)
+        return self._read_versions().newest(readable=True)
 
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
@@ -120,7 +120,7 @@ class FileRegistry:
         ]
 
     def _newer(self, than: int, run: int | None, scan: bool = False) -> Version | None:
-        return self._book(scan).newer(than, run, readable=True)
+        return self._read_versions(scan).newer(than, run, readable=True)
 
     async def _next(self, than: int, run: int | None) -> Version:
         seen: Mark | None = None
@@ -162,14 +162,14 @@ class FileRegistry:
             return None
         return found.st_ino, found.st_mtime_ns
 
-    def _book(self, scan: bool = False) -> Book:
-        runs, book = all_runs(self._root), Book()
-        book.begin_runs(runs)
+    def _read_versions(self, scan: bool = False) -> VersionRegistry:
+        runs, versions = all_runs(self._root), VersionRegistry()
+        versions.add_runs(runs)
         for version in self._in_memory(runs):
-            book.record(version, 0.0)
+            versions.record(version, 0.0)
         if committed := self._commits.newest(runs, scan=scan):
-            book.record(committed, 0.0)
-        return book
+            versions.record(committed, 0.0)
+        return versions
 
     def _in_memory(self, runs: Sequence[Run]) -> Iterator[Version]:
         """Versions of which this node has the images of all ranks."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights import meeting
-from trinity_sync.weights.ledger import Ledger
 from trinity_sync.weights.liveness import PROBE_S, Liveness, find
 from trinity_sync.weights.parties import Handshake, Status
+from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
 from trinity_sync.weights.sync_settings import SyncSettings
 
 logger = logging.getLogger(__name__)
@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 class Handshakes:
     """The methods of Trinity's Synchronizer that a broadcast needs."""
 
-    def __init__(self, ledger: Ledger, namespace: str, settings: SyncSettings) -> None:
-        self._ledger, self._namespace, self._settings = ledger, namespace, settings
-        self._lives = Liveness(namespace, ledger.parties.actors)
+    def __init__(
+        self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
+    ) -> None:
+        self._registry, self._namespace, self._settings = registry, namespace, settings
+        self._lives = Liveness(namespace, registry.parties.actors)
         self._met: Handshake | None = None
         """The last handshake that all came to."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -44,19 +46,19 @@ class Handshakes:
         """
         who = _party(module, trainer_step, explorer or self._settings.explorer)
         if who is None:
-            await self._ledger.refresh()
-        shake = self._ledger.parties.arrive(who, trainer_step)
+            await self._registry.refresh()
+        shake = self._registry.parties.arrive(who, trainer_step)
         self._in_background(self._note(who or self._settings.trainer))
-        for party in {*self._ledger.parties.live_explorers, None} - {who, *shake.watched}:
+        for party in {*self._registry.parties.live_explorers, None} - {who, *shake.watched}:
             shake.watched.add(party)
             self._in_background(self._watch(party, lambda: shake.over))
         try:
-            await self._ledger.tell()
+            await self._registry.notify()
             limit = self._settings.timeout_s if timeout_s is None else timeout_s
-            await self._ledger.until(lambda: shake.over or None, limit)
+            await self._registry.until(lambda: shake.over or None, limit)
         finally:
-            self._ledger.parties.withdraw(shake, who)
-        await self._ledger.tell()
+            self._registry.parties.withdraw(shake, who)
+        await self._registry.notify()
         if shake.version is None:
             logger.warning("%s was ready for a weight sync, the others were not", who or "trainer")
         else:
@@ -98,7 +100,7 @@ class Handshakes:
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """Trinity's: explorers leave the group, then the trainer; the dead do not hold it up."""
-        names = sorted(self._ledger.parties.live_explorers)
+        names = sorted(self._registry.parties.live_explorers)
         found = {name: await find(name, self._namespace) for name in names}
         trainer = await find(self._settings.trainer, self._namespace)
         limit = min(60.0, self._settings.timeout_s)
@@ -110,7 +112,7 @@ class Handshakes:
         Raises:
             WeightSyncError: there is none, or one is no Ray actor of this namespace.
         """
-        names = self._ledger.parties.live_explorers or {self._settings.explorer}
+        names = self._registry.parties.live_explorers or {self._settings.explorer}
         found = {name: await find(name, self._namespace) for name in sorted(names)}
         if missing := [name for name, actor in found.items() if actor is None]:
             raise WeightSyncError(
@@ -124,21 +126,21 @@ class Handshakes:
         name = explorer or self._settings.trainer
         await self._note(name)
         while not self._lives.is_dead(name):
-            if await self._ledger.until(lambda: over() or None, PROBE_S):
+            if await self._registry.until(lambda: over() or None, PROBE_S):
                 return
         logger.warning("%s died before a weight sync", name)
-        self._ledger.parties.actors.discard(name)
+        self._registry.parties.actors.discard(name)
         if explorer is None:
-            self._ledger.parties.set_trainer(Status.STOPPED)
+            self._registry.parties.set_trainer(Status.STOPPED)
         else:
-            self._ledger.parties.set_explorer(explorer, Status.STOPPED)
-        await self._ledger.tell()
+            self._registry.parties.set_explorer(explorer, Status.STOPPED)
+        await self._registry.notify()
 
     async def _note(self, name: str) -> None:
         """Look the party up, and have it known after a restart that it is an actor."""
         if await self._lives.note(name):
-            self._ledger.parties.note_actor(name)
-            await self._ledger.save()
+            self._registry.parties.note_actor(name)
+            await self._registry.save()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

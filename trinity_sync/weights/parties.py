@@ -1,8 +1,8 @@
 """Trainer and explorers: what each is doing, and the handshake before a broadcast.
 
-Pure state, like the book. A status belongs to an explorer and not to a count, so no time-out and no
-death can make the counts wrong. A handshake succeeds for all parties or for none; it never touches
-the versions, so one that fails cannot advance them.
+Pure state, like the version registry. A status belongs to an explorer and not to a count, so no
+time-out and no death can make the counts wrong. A handshake succeeds for all parties or for none;
+it never touches the versions, so one that fails cannot advance them.
 """
 
 from collections import Counter

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.weights.book import Book, Reader
+from trinity_sync.weights.registry.versions import Reader, VersionRegistry
 from trinity_sync.weights.state_files import read_address, read_state
 from trinity_sync.weights.version import Version
 
@@ -32,10 +32,10 @@ def report(root: str | Path, now: float) -> Report | None:
     if state is None:
         return None
     try:
-        book, parties = Book.from_json(state["book"]), state["parties"]
+        registry, parties = VersionRegistry.from_json(state["registry"]), state["parties"]
         return Report(
-            newest=book.newest(),
-            readers=book.readers(now),
+            newest=registry.newest(),
+            readers=registry.readers(now),
             trainer=parties["trainer"],
             explorers=dict(parties["explorers"]),
             written_at=float(state["written_at"]),

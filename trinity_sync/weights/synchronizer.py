@@ -17,14 +17,13 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
-from trinity_sync.weights.book import Reader
 from trinity_sync.weights.committed import model_path
 from trinity_sync.weights.handshake import Handshakes
-from trinity_sync.weights.ledger import Ledger, known_root
 from trinity_sync.weights.object_store import Copies
-from trinity_sync.weights.offers import Offers
 from trinity_sync.weights.parties import Status
 from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
+from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
+from trinity_sync.weights.registry.versions import Reader
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import (
     Address,
@@ -75,7 +74,7 @@ class Synchronizer(Handshakes):
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
             return _only_one(namespace or NAMESPACE)
-        root = known_root(root)
+        root = resolve_root(root)
         name, namespace = _place_of(root, namespace, cls.name_for(root))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -105,22 +104,21 @@ class Synchronizer(Handshakes):
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
         self._root, self._name = root, name
         write_address(root, name, namespace)
-        super().__init__(Ledger(root, settings.role), namespace, settings)
+        super().__init__(AsyncVersionRegistry(root, settings.role), namespace, settings)
         self._refusals = 0
         """Counts `notify_no_new_model_state_dict`."""
         self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
         """Of Trinity's `set_model_state_dict`: step, and name -> reference into Ray's store."""
-        self._offers = Offers(self._ledger)
         self._copies = Copies()
         self._in_background(self._follow_commits())
 
     async def announce(self) -> None:
         """Be found by readers, also where the root was removed and begun anew meanwhile."""
         if await asyncio.to_thread(read_address, self._root) is None:
-            self._ledger.begin_anew()
+            self._registry.reset()
             self._state = (0, None)
             await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
-        await self._ledger.refresh()
+        await self._registry.refresh()
 
     # What the trainer says
 
@@ -134,9 +132,9 @@ class Synchronizer(Handshakes):
             ConfigError: the version is of another role than this Synchronizer's.
         """
         self._require_own_role(version)
-        await self._ledger.refresh()
-        is_newest = await self._ledger.record(version)
-        self._copies.keep_only(self._ledger.book.newest("memory"))
+        await self._registry.refresh()
+        is_newest = await self._registry.record(version)
+        self._copies.keep_only(self._registry.versions.newest("memory"))
         return is_newest
 
     async def offer(self, version: Version, world_size: int, timeout_s: float) -> None:
@@ -150,7 +148,7 @@ class Synchronizer(Handshakes):
             WeightSyncError: ranks did not offer theirs within ``timeout_s``; they are named.
         """
         self._require_own_role(version)
-        if whole := await self._offers.take(version, world_size, timeout_s):
+        if whole := await self._registry.add_images(version, world_size, timeout_s):
             await self.publish(whole)
 
     async def set_model_state_dict(
@@ -162,33 +160,35 @@ class Synchronizer(Handshakes):
         then no byte of them passes through this process. None stands for a commit, or for a
         broadcast that has ended: the explorers that were ready for it serve that version now.
         """
-        await self._ledger.refresh()
+        await self._registry.refresh()
         source: Source = "memory"
         state: dict[str, Any] | str | None = model_state_dict
         if isinstance(model_state_dict, dict):
             state = await asyncio.to_thread(_stored, model_state_dict)
         elif model_state_dict is None:
-            newest = self._ledger.book.newest("checkpoint")
+            newest = self._registry.versions.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
-        run = self._ledger.book.run
+        run = self._registry.versions.run
         if state is None and self._met and self._met.version == trainer_step:
             for explorer in self._met.arrived:
-                self._ledger.book.serve(explorer, trainer_step, self._ledger.now(), run)
+                self._registry.versions.set_serving(
+                    explorer, trainer_step, self._registry.now(), run
+                )
         version = Version(trainer_step, run, source, self._root, self._settings.role)
-        if await self._ledger.record(version):
+        if await self._registry.record(version):
             self._state = (trainer_step, state)
 
     async def set_trainer_status(self, status: Any) -> None:
         """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
-        await self._ledger.refresh()
-        self._ledger.parties.set_trainer(Status.of(status))
+        await self._registry.refresh()
+        self._registry.parties.set_trainer(Status.of(status))
         self._in_background(self._note(self._settings.trainer))
-        await self._ledger.tell()
+        await self._registry.notify()
 
     async def notify_no_new_model_state_dict(self) -> None:
         """Trinity's: let go who waits in `wait_new_model_state_dict`; there is nothing new."""
         self._refusals += 1
-        await self._ledger.tell()
+        await self._registry.notify()
 
     # What explorers and readers ask
 
@@ -196,7 +196,7 @@ class Synchronizer(Handshakes):
         self, source: Source | None = None, *, readable: bool = False
     ) -> Version | None:
         """The newest version, or the newest that can be had from ``source``, or by readers."""
-        return self._ledger.book.newest(source, readable=readable)
+        return self._registry.versions.newest(source, readable=readable)
 
     async def copies(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
         """For each rank, references of a note and bytes in Ray's object store; see `copies.fetch`.
@@ -229,7 +229,7 @@ class Synchronizer(Handshakes):
             )
 
     def _in_memory(self, run: int, step: int) -> Version:
-        newest = self._ledger.book.newest("memory")
+        newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
             raise Gone(f"version {step} (run {run}) is not the newest in memory any more")
         return newest
@@ -247,8 +247,8 @@ class Synchronizer(Handshakes):
         Name the ``run`` that made yours, and the same step of a run that resumed counts as newer.
         With ``readable``, only what readers can have counts.
         """
-        return await self._ledger.until(
-            lambda: self._ledger.book.newer(than, run, readable=readable), timeout_s
+        return await self._registry.until(
+            lambda: self._registry.versions.newer(than, run, readable=readable), timeout_s
         )
 
     async def wait_new_model_state_dict(
@@ -263,30 +263,30 @@ class Synchronizer(Handshakes):
         refusals = self._refusals
 
         def answer() -> bool | None:
-            stopped = self._ledger.parties.trainer is Status.STOPPED
+            stopped = self._registry.parties.trainer is Status.STOPPED
             over = (
                 no_wait
                 or stopped
                 or self._refusals != refusals
-                or self._ledger.number > current_version
+                or self._registry.number > current_version
             )
-            return over or self._ledger.book.newer(current_version) is not None or None
+            return over or self._registry.versions.newer(current_version) is not None or None
 
         if answer():
-            return self._ledger.number
-        self._ledger.parties.set_explorer(explorer, Status.REQUIRE_SYNC)
+            return self._registry.number
+        self._registry.parties.set_explorer(explorer, Status.REQUIRE_SYNC)
         watch = self._in_background(self._watch(None, lambda: False))
-        await self._ledger.tell()
+        await self._registry.notify()
         try:
-            await self._ledger.until(answer, self._settings.timeout_s)
+            await self._registry.until(answer, self._settings.timeout_s)
         finally:
             watch.cancel()
-            self._ledger.parties.back_to_work({explorer})
-        return self._ledger.number
+            self._registry.parties.back_to_work({explorer})
+        return self._registry.number
 
     async def get_latest_model_version(self) -> int:
         """Trinity's: the newest version's step; 0, the base model, if there is none."""
-        return self._ledger.number
+        return self._registry.number
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
         """Trinity's: the folder of the newest committed weights; see `committed.model_path`."""
@@ -306,7 +306,7 @@ class Synchronizer(Handshakes):
         if isinstance(state, dict):
             values = await asyncio.gather(*state.values())
             return dict(zip(state, values, strict=True)), step
-        return state, step if state else self._ledger.number
+        return state, step if state else self._registry.number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
         """Trinity's: the same, one tensor after the other, as a stream of Ray references."""
@@ -330,17 +330,17 @@ class Synchronizer(Handshakes):
     async def serving(self, reader: str, step: int | None, run: int | None = None) -> None:
         """``reader`` serves the version of ``step`` now, or (None) serves no more."""
         if step is None:
-            self._ledger.book.leave(reader)
+            self._registry.versions.remove_reader(reader)
         else:
-            self._ledger.book.serve(reader, step, self._ledger.now(), run)
-        await self._ledger.save()
+            self._registry.versions.set_serving(reader, step, self._registry.now(), run)
+        await self._registry.save()
 
     async def readers(self) -> tuple[Reader, ...]:
         """Who serves which version, and how stale that is."""
-        return self._ledger.book.readers(self._ledger.now())
+        return self._registry.versions.readers(self._registry.now())
 
     async def _follow_commits(self) -> None:
-        async for _ in self._ledger.commits():
+        async for _ in self._registry.commits():
             self._has_newer_commit()
 
     def _has_newer_commit(self) -> None:
@@ -356,30 +356,30 @@ class Synchronizer(Handshakes):
         ``old_status`` is not needed: the status belongs to the explorer, not to a count.
         """
         name = explorer or self._settings.explorer
-        self._ledger.parties.set_explorer(name, Status.of(status))
+        self._registry.parties.set_explorer(name, Status.of(status))
         self._in_background(self._note(name))
-        await self._ledger.tell()
+        await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:
         """Trinity's."""
-        return self._ledger.parties.trainer
+        return self._registry.parties.trainer
 
     async def get_explorer_status_counts(self) -> dict[Status, int]:
         """Trinity's."""
-        return dict(self._ledger.parties.counts)
+        return dict(self._registry.parties.counts)
 
     async def explorers(self) -> dict[str, Status]:
         """Every explorer that was heard of, and its status."""
-        return dict(self._ledger.parties.explorers)
+        return dict(self._registry.parties.explorers)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
         """Trinity's: None if the trainer has stopped."""
-        trainer = self._ledger.parties.trainer
+        trainer = self._registry.parties.trainer
         return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
 
     async def explorer_requires_sync(self) -> bool:
         """Trinity's: whether any explorer does."""
-        return self._ledger.parties.counts[Status.REQUIRE_SYNC] > 0
+        return self._registry.parties.counts[Status.REQUIRE_SYNC] > 0
 
     async def stop(self) -> None:
         """End this actor for good; what it knew stays in ``state.json``."""

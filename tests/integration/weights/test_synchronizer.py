@@ -431,5 +431,5 @@ def test_what_it_knows_can_be_read_without_ray(synchronizer: Any, root: Path) ->
     ask(synchronizer.serving.remote("rollout-0", 5))
     state = read_state(root)
     assert state
-    assert [each["step"] for each in state["book"]["versions"]] == [5]
-    assert list(state["book"]["readers"]) == ["rollout-0"]
+    assert [each["step"] for each in state["registry"]["versions"]] == [5]
+    assert list(state["registry"]["readers"]) == ["rollout-0"]

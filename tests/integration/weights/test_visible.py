@@ -11,7 +11,7 @@ from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
 from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
-from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
 from trinity_sync.weights.state_files import address_file, write_address
 from trinity_sync.weights.version import Version
 
@@ -62,10 +62,10 @@ def test_a_commit_of_the_flow_wakes_who_waits_for_weights(
 def serve_version_5_to_one_reader(root: Path) -> None:
     async def work() -> None:
         write_address(root, "synchronizer-x", "trinity_sync")
-        ledger = Ledger(root, "actor", clock=lambda: 1.7e9)
-        await ledger.record(Version(5, 1, "memory", str(root)))
-        ledger.book.serve("rollout-0", 5, ledger.now())
-        await ledger.record(Version(7, 1, "checkpoint", str(root)))
+        registry = AsyncVersionRegistry(root, "actor", clock=lambda: 1.7e9)
+        await registry.record(Version(5, 1, "memory", str(root)))
+        registry.versions.set_serving("rollout-0", 5, registry.now())
+        await registry.record(Version(7, 1, "checkpoint", str(root)))
 
     asyncio.run(work())
 

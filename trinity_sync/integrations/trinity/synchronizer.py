@@ -20,9 +20,9 @@ from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.settings import Settings
 from trinity_sync.storage.block_reuse import recycles
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.weights.ledger import known_root
 from trinity_sync.weights.liveness import PROBE_S, died
 from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.registry.event_loop import resolve_root
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.version import Version
 
@@ -47,7 +47,7 @@ class TrinitySynchronizer(Synchronizer):
         if config is None:
             return ray.get_actor(NAME, namespace=namespace)
         require_supported(config)
-        wanted, found = known_root(config.checkpoint_job_dir), _served_in(config.ray_namespace)
+        wanted, found = resolve_root(config.checkpoint_job_dir), _served_in(config.ray_namespace)
         if found not in (None, wanted):
             raise ConfigError(
                 f"Ray namespace {config.ray_namespace!r} has a Synchronizer already ({found}), and "
@@ -97,7 +97,7 @@ class TrinitySynchronizer(Synchronizer):
             await asyncio.to_thread(lease.release)
         number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
         self._told = number
-        newest = self._ledger.book.newest("checkpoint")
+        newest = self._registry.versions.newest("checkpoint")
         if newest and number == newest.step > current_version:
             await self._lease(name, number)
         return number
@@ -108,12 +108,12 @@ class TrinitySynchronizer(Synchronizer):
         It is the one that the explorer was told of, and by whose number it calls its rollouts; the
         newest, if that one is overwritten.
         """
-        memory, (given, state) = self._ledger.book.newest("memory"), self._state
+        memory, (given, state) = self._registry.versions.newest("memory"), self._state
         if memory is None or (state is not None and given >= memory.step):
             async for named in super().get_model_state_dict_iterator():
                 yield named
             return
-        told = self._ledger.book.find(self._told, "memory") or memory
+        told = self._registry.versions.find(self._told, "memory") or memory
         tensors = _tensors(WeightReader(ray.get_runtime_context().current_actor, name=NAME), told)
         try:
             while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:

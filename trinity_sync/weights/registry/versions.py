@@ -1,10 +1,11 @@
-"""Which versions there are, and who serves which.
+"""The versions of a job's weights, and the version that each reader serves.
 
 Pure state: no Ray, no asyncio, no clock (times come in as ``now``, seconds since the epoch), so
-that every rule can be tested as a table. Two rules hold whatever comes, in whatever order:
+every rule can be tested as a table. Two rules hold in any order of calls:
 
 - versions are ordered by (run, step), and the newest never moves backwards;
-- what a later run left behind, by resuming from before it, is gone and does not come back.
+- a version that a later run superseded, by resuming from an earlier step, is removed and is not
+  recorded again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,29 +16,29 @@ from trinity_sync.storage.runs import Run, left_behind_by
 from trinity_sync.weights.version import ImageRef, Source, Version
 
 HISTORY = 8
-"""Versions that are kept, besides the newest of each source: what a reader may fall back to."""
+"""Versions that are kept for readers to fall back to, besides the newest of each source."""
 MOST_READERS = 1024
-"""Readers that are kept; of more, those that were not heard of for longest are forgotten."""
+"""Readers that are kept; beyond that, the least recently seen are removed."""
 PREFERENCE: tuple[Source, ...] = ("memory", "checkpoint", "nccl")
-"""Of one step's sources: shared memory is quickest, a broadcast is over for who missed it."""
+"""Order of one step's sources: shared memory is fastest, a broadcast cannot be read afterwards."""
 
 Key = tuple[int, int]
-"""(run, step): a later run counts as newer, because it went on from an earlier step on purpose."""
+"""(run, step): a later run counts as newer, because it resumed from an earlier step on purpose."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What one reader of the weights serves, as of the newest version."""
+    """The version that one reader serves, compared with the newest."""
 
     name: str
     step: int
     run: int
     since: float
-    """When it began to serve that step."""
+    """Seconds since the epoch at which it began to serve that step."""
     behind: int
-    """Steps to the newest version, from what it serves or from where a resume left that behind."""
+    """Steps to the newest version, from the one served or from the step that superseded it."""
     stale_s: float
-    """Seconds since there has been something newer than what it serves; 0 if there is nothing."""
+    """Seconds since a newer version appeared; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -45,64 +46,71 @@ class _Serving:
     step: int
     run: int
     since: float
-    heard: float
+    seen: float
     outdated: float | None
-    """Since when there has been something newer."""
+    """Seconds since the epoch at which a newer version appeared; None if there is none."""
 
 
-class Book:
-    """See the module."""
+class VersionRegistry:
+    """Versions, runs and readers of one job; see the module."""
 
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
-        """All that are known, by number."""
+        """All known runs, by number."""
         self._versions: dict[Key, dict[Source, Version]] = {}
         self._known_at: dict[Key, float] = {}
         self._serving: dict[str, _Serving] = {}
         self.changes = 0
-        """Counts all that `to_json` shows, so that a writer knows when to write."""
+        """Number of changes to what `to_json` returns; a writer compares it."""
 
     # Versions
 
     def record(self, version: Version, now: float) -> bool:
-        """Note a version, or one more source of it; whether it is the newest one now.
+        """Record a version, or another source of it.
 
-        False too for what a later run has left behind, which is not noted.
+        Args:
+            version: superseded ones are ignored.
+            now: seconds since the epoch.
+
+        Returns:
+            Whether it is the newest version now.
         """
         key = (version.run, version.step)
-        if self.abandoned(*key):
+        if self.is_superseded(*key):
             return False
         self._versions.setdefault(key, {})[version.source] = version
         self._known_at.setdefault(key, now)
-        self._forget_old()
+        self._remove_old()
         for name, serving in self._serving.items():
             if serving.outdated is None and (serving.run, serving.step) < key:
                 self._serving[name] = replace(serving, outdated=now)
         self.changes += 1
         return key == max(self._versions)
 
-    def begin_runs(self, runs: Iterable[Run]) -> bool:
-        """Learn of runs; whether any was new.
+    def add_runs(self, runs: Iterable[Run]) -> bool:
+        """Add runs, remove the versions that they supersede, and return whether any was new.
 
-        What they left behind is dropped. Runs that are known and not in ``runs`` stay.
+        Known runs that are not in ``runs`` stay.
         """
         known = len(self.runs)
         self.runs |= {run.number: run for run in runs}
         if len(self.runs) == known:
             return False
-        for key in [key for key in self._versions if self.abandoned(*key)]:
-            self._forget(key)
+        for key in [key for key in self._versions if self.is_superseded(*key)]:
+            self._remove(key)
         self.changes += 1
         return True
 
-    def abandoned(self, run: int, step: int) -> bool:
-        """Whether a later run left this step behind."""
+    def is_superseded(self, run: int, step: int) -> bool:
+        """Return whether a later run superseded this step."""
         return left_behind_by(self.runs.values(), run, step) is not None
 
     def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
-        """The newest version, by its best source, or the newest that has ``source``.
+        """Return the newest version; None if there is none.
 
-        With ``readable``, the newest of those that readers can have.
+        Args:
+            source: consider versions of this source only; by default the best source of each.
+            readable: consider versions that a reader can open only.
         """
         for _, found in sorted(self._versions.items(), reverse=True):
             for each in (source,) if source else PREFERENCE:
@@ -111,16 +119,21 @@ class Book:
         return None
 
     def find(self, step: int, source: Source) -> Version | None:
-        """The version of a step that is to be had from ``source``; that of the last such run."""
+        """Return the version of a step from ``source``, of the newest such run; None if unknown."""
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 
     def newer(self, than: int, run: int | None = None, *, readable: bool = False) -> Version | None:
-        """The newest version, if it is newer than step ``than`` (of ``run``), else None.
+        """Return the newest version if it is newer than a step, otherwise None.
 
-        Without ``run``, a step beyond the newest one counts as older if the run that began last
-        made the newest: it has not come so far, so whoever serves that step holds what an earlier
-        run made and training has left. Only with ``run`` is the same step of a later run newer.
+        Without ``run``, a step beyond the newest version counts as older if the newest run made
+        that version: the newest run has not reached the step, so an earlier, superseded run made
+        it. The same step of a later run is newer only if ``run`` is given.
+
+        Args:
+            than: step to compare with.
+            run: number of the run that made that step.
+            readable: as in `newest`.
         """
         newest = self.newest(readable=readable)
         if newest is None:
@@ -132,49 +145,56 @@ class Book:
 
     @property
     def run(self) -> int:
-        """The run that began last; 1 if none is known."""
+        """Number of the newest run; 1 if none is known."""
         return max([1, *self.runs, *(run for run, _ in self._versions)])
 
     # Readers
 
-    def serve(self, reader: str, step: int, now: float, run: int | None = None) -> None:
-        """Note that ``reader`` serves a version; without ``run``, that of the newest such step."""
+    def set_serving(self, reader: str, step: int, now: float, run: int | None = None) -> None:
+        """Record the version that a reader serves.
+
+        Args:
+            reader: its name.
+            step: the version's step.
+            now: seconds since the epoch.
+            run: number of the version's run; by default the newest that has the step.
+        """
         if run is None:
             made_by = [r for r, s in self._versions if s == step]
             run = max(made_by, default=self.run)
         before = self._serving.get(reader)
         same = before is not None and (before.run, before.step) == (run, step)
         if before and same:
-            self._serving[reader] = replace(before, heard=now)
+            self._serving[reader] = replace(before, seen=now)
         else:
             newer_at = [at for key, at in self._known_at.items() if key > (run, step)]
             outdated = min(newer_at, default=None)
             self._serving[reader] = _Serving(step, run, now, now, outdated)
         while len(self._serving) > MOST_READERS:
-            del self._serving[min(self._serving, key=lambda name: self._serving[name].heard)]
+            del self._serving[min(self._serving, key=lambda name: self._serving[name].seen)]
         self.changes += not same
 
-    def leave(self, reader: str) -> None:
-        """Forget a reader that serves no more."""
+    def remove_reader(self, reader: str) -> None:
+        """Remove a reader that has stopped serving."""
         if self._serving.pop(reader, None):
             self.changes += 1
 
     def readers(self, now: float) -> tuple[Reader, ...]:
-        """All readers, by name."""
+        """Return all readers, sorted by name; ``now`` in seconds since the epoch."""
         newest = max(self._versions, default=None)
         found = []
         for name, serving in sorted(self._serving.items()):
-            left = left_behind_by(self.runs.values(), serving.run, serving.step)
-            common = min(serving.step, left.resumed_from) if left else serving.step
+            later = left_behind_by(self.runs.values(), serving.run, serving.step)
+            common = min(serving.step, later.resumed_from) if later else serving.step
             behind = max(0, newest[1] - common) if newest else 0
             stale_s = 0.0 if serving.outdated is None else max(0.0, now - serving.outdated)
             found.append(Reader(name, serving.step, serving.run, serving.since, behind, stale_s))
         return tuple(found)
 
-    # What outlives the process
+    # The state file
 
     def to_json(self) -> dict[str, Any]:
-        """The whole book."""
+        """Return the whole registry as JSON values."""
         return {
             "runs": [asdict(run) for run in self.runs.values()],
             "versions": [
@@ -186,28 +206,28 @@ class Book:
         }
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "Book":
-        """What `to_json` gave.
+    def from_json(cls, body: Mapping[str, Any]) -> "VersionRegistry":
+        """Return the registry of which `to_json` returned ``body``.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: ``body`` is not the JSON of a registry.
         """
-        book = cls()
-        book.begin_runs(Run(**run) for run in body["runs"])
+        registry = cls()
+        registry.add_runs(Run(**run) for run in body["runs"])
         for saved in body["versions"]:
             fields = dict(saved)
             now = float(fields.pop("known_at"))
             fields["images"] = tuple(ImageRef(**image) for image in fields["images"])
-            book.record(Version(**fields), now)
-        book._serving = {name: _Serving(**serving) for name, serving in body["readers"].items()}
-        return book
+            registry.record(Version(**fields), now)
+        registry._serving = {name: _Serving(**serving) for name, serving in body["readers"].items()}
+        return registry
 
-    def _forget_old(self) -> None:
+    def _remove_old(self) -> None:
         best = (self.newest(source) for source in PREFERENCE)
         keep = {(version.run, version.step) for version in best if version}
         keep |= set(sorted(self._versions)[-HISTORY:])
         for key in self._versions.keys() - keep:
-            self._forget(key)
+            self._remove(key)
 
-    def _forget(self, key: Key) -> None:
+    def _remove(self, key: Key) -> None:
         del self._versions[key], self._known_at[key]

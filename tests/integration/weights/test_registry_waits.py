@@ -1,4 +1,4 @@
-"""The books on an event loop, with real files and without Ray."""
+"""The version registry on an event loop, with real files and without Ray."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import CommitStep
-from trinity_sync.weights import ledger, state_files
-from trinity_sync.weights.ledger import Ledger
+from trinity_sync.weights import state_files
+from trinity_sync.weights.registry import event_loop
+from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
 from trinity_sync.weights.version import Version
 
 
@@ -27,16 +28,16 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
             state_files.write_state(*state)
 
         async def told() -> int:
-            assert await books.until(books.book.newest, None)
-            return Ledger(str(root), "actor").number
+            assert await registry.until(registry.versions.newest, None)
+            return AsyncVersionRegistry(str(root), "actor").number
 
-        monkeypatch.setattr(ledger, "write_state", slowly)
+        monkeypatch.setattr(event_loop, "write_state", slowly)
         state_files.write_address(root, "synchronizer-x", "test")
-        books = Ledger(str(root), "actor")
+        registry = AsyncVersionRegistry(str(root), "actor")
         waits = asyncio.create_task(told())
         await asyncio.sleep(0)
-        record = asyncio.create_task(books.record(Version(7, 1, "memory", str(root))))
-        while books.book.newest() is None:
+        record = asyncio.create_task(registry.record(Version(7, 1, "memory", str(root))))
+        while registry.versions.newest() is None:
             await asyncio.sleep(0)
         comes_late = asyncio.create_task(told())
         await record
@@ -47,9 +48,9 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
 
 def test_who_waits_hears_of_a_commit(root: Path, commit_step: CommitStep) -> None:
     async def story() -> Version | None:
-        books = Ledger(str(root), "actor")
-        commits = asyncio.create_task(anext(books.commits()))
-        waits = asyncio.create_task(books.until(books.book.newest, 60))
+        registry = AsyncVersionRegistry(str(root), "actor")
+        commits = asyncio.create_task(anext(registry.commits()))
+        waits = asyncio.create_task(registry.until(registry.versions.newest, 60))
         await asyncio.sleep(0)
         commit_step(4, kind="state_dict")
         await commits

@@ -1,0 +1,211 @@
+"""The rules of the version registry: versions, superseded runs, readers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_sync.storage.runs import Run
+from trinity_sync.weights.registry.versions import HISTORY, MOST_READERS, VersionRegistry
+from trinity_sync.weights.version import ImageRef, Source, Version
+
+
+def version(run: int, step: int, source: Source = "memory") -> Version:
+    images = (ImageRef("node", "/slot", "abc", 0, 10),) if source == "memory" else ()
+    return Version(step, run, source, "/root", images=images)
+
+
+def registry_of(*keys: tuple[int, int]) -> VersionRegistry:
+    registry = VersionRegistry()
+    for now, key in enumerate(keys):
+        registry.record(version(*key), float(now))
+    return registry
+
+
+def newest_of(registry: VersionRegistry) -> tuple[int, int] | None:
+    newest = registry.newest()
+    return (newest.run, newest.step) if newest else None
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("record"), st.integers(1, 4), st.integers(0, 9)),
+        st.tuples(st.just("run"), st.integers(2, 4), st.integers(0, 9)),
+    ),
+    max_size=30,
+)
+
+
+@given(events)
+def test_the_newest_never_moves_backwards_but_to_leave_what_is_abandoned(
+    events: list[tuple[str, int, int]],
+) -> None:
+    registry, before = VersionRegistry(), None
+    for now, (what, run, step) in enumerate(events):
+        if what == "record":
+            said = registry.record(version(run, step), float(now))
+            assert said == (newest_of(registry) == (run, step))
+        elif run not in registry.runs:
+            registry.add_runs([Run(run, "key", step)])
+        after = newest_of(registry)
+        assert after is None or not registry.is_superseded(*after)
+        if before is not None and not registry.is_superseded(*before):
+            assert after is not None
+            assert after >= before
+        before = after
+
+
+@given(events)
+def test_a_registry_comes_back_as_it_was(events: list[tuple[str, int, int]]) -> None:
+    registry = VersionRegistry()
+    for now, (what, run, step) in enumerate(events):
+        if what == "record":
+            registry.record(version(run, step, "checkpoint" if step % 2 else "memory"), float(now))
+            registry.set_serving(f"reader-{step}", step, float(now))
+        elif run not in registry.runs:
+            registry.add_runs([Run(run, "key", step)])
+    again = VersionRegistry.from_json(json.loads(json.dumps(registry.to_json())))
+    assert again.newest() == registry.newest()
+    assert again.newest("checkpoint") == registry.newest("checkpoint")
+    assert again.readers(100.0) == registry.readers(100.0)
+    assert again.to_json() == registry.to_json()
+
+
+def test_a_monitor_that_starts_again_does_not_move_the_pointer_backwards() -> None:
+    registry = VersionRegistry.from_json(json.loads(json.dumps(registry_of((1, 11)).to_json())))
+    assert not registry.record(version(1, 10, "checkpoint"), 5.0)
+    assert newest_of(registry) == (1, 11)
+
+
+def test_a_resumed_run_never_publishes_an_abandoned_later_version() -> None:
+    registry = registry_of((1, 10), (1, 12))
+    registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
+    assert newest_of(registry) == (1, 10)
+    assert not registry.record(version(1, 14), 9.0)
+    assert newest_of(registry) == (1, 10)
+    assert registry.record(version(2, 11), 9.0)
+
+
+def test_a_rewind_brings_back_what_the_runs_it_annuls_had_left_behind() -> None:
+    registry = registry_of((1, 30), (2, 25))
+    registry.add_runs([Run(1, "key", 0), Run(2, "key", 20)])
+    assert newest_of(registry) == (2, 25)
+    registry.add_runs([Run(3, "key", 30, resumed_run=1)])
+    assert newest_of(registry) is None
+    assert not registry.record(version(2, 31), 3.0)
+    assert registry.record(version(1, 30, "checkpoint"), 3.0)
+    assert not registry.record(version(1, 35), 3.0)
+    assert registry.record(version(4, 31), 4.0)
+
+
+@pytest.mark.parametrize(
+    ("than", "run", "newer"),
+    [
+        (10, None, True),
+        (11, None, False),
+        (13, None, True),  # run 1's, which training has left
+        (9, 2, True),
+        (11, 2, False),
+        (12, 2, False),
+        (11, 1, True),
+        (13, 1, True),
+    ],
+)
+def test_what_is_newer_than_what_one_has(than: int, run: int | None, newer: bool) -> None:
+    registry = registry_of((1, 10), (1, 13))
+    registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
+    registry.record(version(2, 11), 5.0)
+    assert (registry.newer(than, run) is not None) == newer
+
+
+def test_who_serves_what_was_left_behind_waits_for_the_new_run() -> None:
+    registry = registry_of((1, 10), (1, 12))
+    registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
+    assert registry.newer(12) is None
+    registry.record(version(2, 11), 5.0)
+    assert registry.newer(12) == version(2, 11)
+
+
+def test_a_step_that_is_not_known_yet_waits_for_a_later_one() -> None:
+    assert registry_of((1, 10)).newer(12) is None
+    assert VersionRegistry().newer(-1) is None
+
+
+def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
+    registry = VersionRegistry()
+    seen = []
+    for source in ("nccl", "checkpoint", "memory"):
+        registry.record(version(1, 5, source), 0.0)
+        newest = registry.newest()
+        assert newest
+        seen.append(newest.source)
+    assert seen == ["nccl", "checkpoint", "memory"]
+    assert registry.newest("checkpoint") == version(1, 5, "checkpoint")
+
+
+def test_what_can_be_read_is_neither_a_broadcast_nor_a_dict() -> None:
+    registry = VersionRegistry()
+    dict_of_2 = replace(version(1, 2), images=())
+    for each in (version(1, 1), dict_of_2, version(1, 2, "checkpoint"), version(1, 3, "nccl")):
+        registry.record(each, 0.0)
+    assert registry.newest() == version(1, 3, "nccl")
+    assert registry.newest("memory") == dict_of_2
+    assert registry.newest("memory", readable=True) == version(1, 1)
+    assert registry.newest(readable=True) == version(1, 2, "checkpoint")
+    assert registry.newer(1, 1, readable=True) == version(1, 2, "checkpoint")
+    assert registry.newer(2, 1, readable=True) is None
+    registry.record(version(1, 3, "checkpoint"), 0.0)
+    assert registry.newer(2, 1, readable=True) == version(1, 3, "checkpoint")
+
+
+def test_old_versions_are_forgotten_but_not_the_newest_commit() -> None:
+    registry = VersionRegistry()
+    registry.record(version(1, 0, "checkpoint"), 0.0)
+    for step in range(1, 10 * HISTORY):
+        registry.record(version(1, step), float(step))
+    assert len(registry.to_json()["versions"]) == HISTORY + 1
+    assert registry.newest("checkpoint") == version(1, 0, "checkpoint")
+
+
+def test_a_reader_is_stale_since_there_is_something_newer() -> None:
+    registry = VersionRegistry()
+    registry.record(version(1, 5), 10.0)
+    registry.set_serving("a", 5, 12.0)
+    (fresh,) = registry.readers(15.0)
+    assert (fresh.since, fresh.behind, fresh.stale_s) == (12.0, 0, 0.0)
+    for step in range(6, 40):
+        registry.record(version(1, step), 14.0 + step)
+    (stale,) = registry.readers(100.0)
+    assert (stale.step, stale.behind, stale.stale_s) == (5, 34, 80.0)
+    registry.set_serving("a", 39, 101.0)
+    assert registry.readers(102.0)[0].stale_s == 0.0
+    registry.remove_reader("a")
+    assert registry.readers(102.0) == ()
+
+
+@pytest.mark.parametrize(("served", "behind"), [((1, 12), 1), ((1, 9), 2), ((2, 11), 0)])
+def test_what_was_left_behind_is_as_old_as_where_training_left_it(
+    served: tuple[int, int], behind: int
+) -> None:
+    registry = registry_of((1, 9), (1, 12))
+    registry.add_runs([Run(1, "a", 0), Run(2, "b", 10)])
+    registry.record(version(2, 11), 0.0)
+    registry.set_serving("a", served[1], 0.0, served[0])
+    assert registry.readers(0.0)[0].behind == behind
+
+
+def test_a_reader_that_is_late_from_the_start_is_stale_since_the_newer_one() -> None:
+    registry = registry_of((1, 1), (1, 2))
+    registry.set_serving("a", 1, 5.0)
+    assert registry.readers(11.0)[0].stale_s == 10.0
+
+
+def test_readers_that_came_and_went_do_not_pile_up() -> None:
+    registry = registry_of((1, 1))
+    for now in range(MOST_READERS + 5):
+        registry.set_serving(f"pod-{now}", 1, float(now))
+    names = {reader.name for reader in registry.readers(1e4)}
+    assert len(names) == MOST_READERS
+    assert "pod-4" not in names
