@@ -1,4 +1,4 @@
-"""``verify``: read committed steps again in parallel on Ray, and take damaged ones out of use."""
+"""``verify``: read committed steps again in parallel on Ray, and take corrupted ones out of use."""
 
 from prefect import flow
 from prefect_ray.context import remote_options

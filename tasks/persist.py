@@ -63,7 +63,7 @@ def persist_component(
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the disk failed, which may pass; what is missing, damaged or abandoned stays so."""
+    """Whether the disk failed, which may pass; what is missing, corrupted or abandoned stays so."""
     try:
         await state.aresult()
     except Exception as error:

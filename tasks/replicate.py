@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the store failed, which may pass; a step that is damaged here stays so."""
+    """Whether the store failed, which may pass; a step that is corrupted here stays so."""
     try:
         await state.aresult()
     except Exception as error:

@@ -40,18 +40,18 @@ def read_files(files: Sequence[Chosen]) -> list[Checked]:
 
 @task(name="judge", persist_result=False)
 def judge_steps(checked: Sequence[Checked]) -> list[Verdict]:
-    """Mark and unmark steps, move pointers, and show it all.
+    """Mark and remove_mark steps, move pointers, and show it all.
 
     Raises:
-        CommitError: something is damaged.
+        CommitError: something is corrupted.
     """
     verdicts = judge(checked)
-    bad = [verdict for verdict in verdicts if verdict.state == "damaged"]
+    bad = [verdict for verdict in verdicts if verdict.state == "corrupted"]
     show(verdicts)
     if bad:
         named = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in bad)
         raise CommitError(
-            f"{len(bad)} of {len(verdicts)} steps are damaged and not loaded any more: {named}. "
+            f"{len(bad)} of {len(verdicts)} steps are corrupted and not loaded any more: {named}. "
             "Restore the files from a copy and verify the step again, or remove it."
         )
     return verdicts

@@ -8,7 +8,7 @@
       global_step_40/
         manifest.json
         .full_checkpoint
-        damaged.json                            only where a verification found damage
+        corrupted.json                          only where a verification found corruption
         actor/
           model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
           fsdp_config.json
@@ -46,7 +46,7 @@ FOLDERS: tuple[Component, ...] = ("metadata", "attachments")
 
 MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"
-DAMAGE_MARK = "damaged.json"
+CORRUPTION_MARK = "corrupted.json"
 PRIVATE_FOLDER = ".trinity_sync"
 ITERATION_FILES: dict[Kind, str] = {
     "checkpoint": "latest_checkpointed_iteration.txt",

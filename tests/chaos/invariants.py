@@ -19,7 +19,7 @@ from tests.integration.prefect_api import Api
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.corruption import damage_of
+from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import all_runs, left_behind_by
@@ -93,8 +93,8 @@ def _whole(world: World, manifest: Manifest, ledger: Ledger) -> Iterator[str]:
     """A commit that nobody has looked at yet: digests, then what ``torch.load`` makes of it."""
     what = f"step {manifest.step} of run {manifest.run}"
     try:
-        if damage := damage_of(world.root, manifest.step):
-            yield f"{what} is damaged: {damage}"
+        if corruption := read_corruption(world.root, manifest.step):
+            yield f"{what} is corrupted: {corruption}"
         wrong = [each for each in check(choose(world.root, step=manifest.step)) if each.wrong]
         states = [_states(world, manifest, rank) for rank in range(RANKS)]
     except (CommitError, FileNotFoundError) as error:

@@ -99,8 +99,8 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
         file.write(b"x")
     verified = run(api, "verify/verify", root=str(root), newest=2)
     assert verified.state.is_failed()
-    assert "1 of 2 steps are damaged" in verified.state.message
-    assert "damaged" in table(api, verified)
+    assert "1 of 2 steps are corrupted" in verified.state.message
+    assert "corrupted" in table(api, verified)
     assert newest(root).step == read_iteration(root, "checkpoint") == 1
 
     (root / "latest_checkpointed_iteration.txt").write_text("2")

@@ -85,7 +85,7 @@ def test_a_home_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     assert "TRINITY_SYNC_HOME" in done.stderr
 
 
-def test_ls_tells_committed_damaged_and_uncommitted_steps_apart(
+def test_ls_tells_committed_corrupted_and_uncommitted_steps_apart(
     root: Path, commit_step: CommitStep
 ) -> None:
     commit_step(10)
@@ -98,10 +98,10 @@ def test_ls_tells_committed_damaged_and_uncommitted_steps_apart(
 
     states = {step: row["state"] for step, row in rows.items()}
     assert states == {
-        10: "whole",
-        20: "damaged",
-        30: "damaged manifest",
-        40: "whole",
+        10: "valid",
+        20: "corrupted",
+        30: "corrupted",
+        40: "valid",
         50: "not committed",
     }
     assert rows[40]["pointers"] == ["checkpoint"]
@@ -109,11 +109,11 @@ def test_ls_tells_committed_damaged_and_uncommitted_steps_apart(
     assert (rows[40]["run"], rows[40]["files"], rows[40]["bytes"]) == (2, 2, 2000)
 
     table = run("ls", root).stdout
-    assert all(word in table for word in ("damaged", "not committed", "2.0 kB", "2023-11"))
+    assert all(word in table for word in ("corrupted", "not committed", "2.0 kB", "2023-11"))
     table = run("ls", root, "--last", "2").stdout
     assert "3 lower steps are not shown" in table
     assert "not committed" in table
-    assert "damaged" not in table
+    assert "corrupted" not in table
 
 
 def test_ls_of_an_empty_root_says_so(root: Path) -> None:
@@ -127,10 +127,10 @@ def test_show_lists_files_with_digests_and_receipts(root: Path, commit_step: Com
     (folder / "actor/optim_world_size_1_rank_0.pt").write_bytes(b"short")
     done = run("show", root, 7)
     assert done.returncode == 0
-    for word in ("xxh3-128:", "1,000", "whole", "cut", "lora", "adapter.safetensors"):
+    for word in ("xxh3-128:", "1,000", "valid", "truncated", "lora", "adapter.safetensors"):
         assert word in done.stdout
     found = json.loads(run("show", root, 7, "--json").stdout)
-    assert found["whole"] is False
+    assert found["state"] == "corrupted"
     assert [receipt["name"] for receipt in found["receipts"]] == ["lora"]
 
 
@@ -165,7 +165,7 @@ def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
     done = json.loads(run("replicate", root, url, "--newest", "--json").stdout)
     assert (done["step"], done["uploaded"]) == (4, 1)
     (row,) = json.loads(run("ls", url, "--json").stdout)
-    assert (row["step"], row["state"]) == (4, "whole")
+    assert (row["step"], row["state"]) == (4, "valid")
     assert "is committed in" in run("fetch", url, "newest", tmp_path / "back").stdout
     assert json.loads(run("ls", tmp_path / "back", "--json").stdout)[0]["pointers"]
     for wrong in (
@@ -368,15 +368,17 @@ def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path
     assert not left_of(family)
 
 
-def test_verify_marks_what_is_damaged_and_ls_shows_it(root: Path, commit_step: CommitStep) -> None:
+def test_verify_marks_what_is_corrupted_and_ls_shows_it(
+    root: Path, commit_step: CommitStep
+) -> None:
     commit_step(10)
     commit_step(20)
     done = run("verify", root)
     assert done.returncode == 1  # the fixture's digests are made up
-    assert "damaged: actor/model_world_size_1_rank_0.pt has digest" in done.stdout
+    assert "corrupted: actor/model_world_size_1_rank_0.pt has digest" in done.stdout
     assert run("verify", root, "--step", 20, "--json").returncode == 1
     states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)}
-    assert states == {10: "whole", 20: "damaged"}
+    assert states == {10: "valid", 20: "corrupted"}
     assert read_iteration(root, "checkpoint") == 10
     assert "verified at" in run("show", root, 20).stdout
 

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     ended = api.ended(run.id)
     assert ended.state
     assert ended.state.is_completed(), ended.state.message
-    assert Remote(url).step(4).state == "whole"
+    assert Remote(url).step(4).state == "valid"
     assert until(lambda: api.artifacts_of(run), "the artifact")[0].key == "replicated"
 
 
@@ -46,7 +46,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     with CheckpointCoordinator(root, settings=settings) as saves:
         saves.save(4, {"model": {"w": torch.ones(9)}})
         saves.wait_all(120)
-        assert Remote(url).step(4).state == "whole"
+        assert Remote(url).step(4).state == "valid"
         names = {"model", "commit", "to the store"}
         run = api.ended(api.run_of(key_of(root, 4)).id)
         assert {kind_of(task) for task in api.ended_tasks(run, *names)} == names

@@ -277,13 +277,13 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
 def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
     root: Path, other: Node
 ) -> None:
-    """Else a rank takes it for another system's, and loads what is damaged."""
+    """Else a rank takes it for another system's, and loads what is corrupted."""
     role_folder = root / "global_step_1/actor"
     role_folder.mkdir(parents=True)
     assert own_manifest(root, 1, 1) is None
     other.call(commit_files, root, 1)
     other.call(os.truncate, root / "global_step_1" / MODEL, 10)
-    with pytest.raises(CommitError, match="is damaged"):
+    with pytest.raises(CommitError, match="is corrupted"):
         check_loadable(role_folder, 1, ["model"])
 
 
@@ -475,7 +475,7 @@ def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other:
     commit(save_of(root, 1), [*write(root, spool_folder / "one", 1, 1.0), *theirs])
     for node in (lambda act, *args: act(*args), other.call):
         node(assert_holds, root, 1, 1.0, 2.0)
-    assert [each.state for each in judge(check(choose(root, step=1)))] == ["whole"]
+    assert [each.state for each in judge(check(choose(root, step=1)))] == ["valid"]
 
 
 def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(

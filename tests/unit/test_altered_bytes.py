@@ -22,7 +22,7 @@ from trinity_sync.errors import CatalogError, CommitError, SupersededError, Trin
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
-from trinity_sync.storage.corruption import Damage, mark_damaged
+from trinity_sync.storage.corruption import Corruption, mark_corrupted
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
@@ -109,8 +109,8 @@ def test_an_altered_pin_tag_or_lease_still_keeps_its_step(root: Path) -> None:
 
 
 def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
-    mark_damaged(root, 3, Damage({SHARD: "is missing"}, 1.7e9 + 0.5))
-    for where in altered(step_folder(root, 3) / "damaged.json"):
+    mark_corrupted(root, 3, Corruption({SHARD: "is missing"}, 1.7e9 + 0.5))
+    for where in altered(step_folder(root, 3) / "corrupted.json"):
         assert newest(root).step == 2, where
         with pytest.raises(CommitError, match="step 3"):
             require_committed(root, 3)
@@ -139,7 +139,7 @@ def test_an_altered_shard_is_found_by_verify_and_by_a_load(root: Path) -> None:
     path = step_folder(root, 3) / SHARD
     for where in altered(path, every=path.stat().st_size // 20):
         assert [each for each in check(choose(root, step=3)) if each.wrong], where
-        with pytest.raises(CommitError, match="damaged"):
+        with pytest.raises(CommitError, match="corrupted"):
             load_states(root, 3, "actor")
 
 

@@ -166,13 +166,13 @@ def test_with_two_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
     assert saves.attachment(4, "position") == b"17"
 
 
-def test_a_damaged_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:
+def test_a_corrupted_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
     saves.attach("position", b"17", step=4)
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
     (job.root / "global_step_4/attachments/position").write_bytes(b"71")
-    with pytest.raises(CommitError, match="is damaged"):
+    with pytest.raises(CommitError, match="is corrupted"):
         saves.attachment(4, "position")
 
 

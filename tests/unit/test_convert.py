@@ -235,12 +235,12 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(checkpoint: Path, tmp_
 
 def test_a_checkpoint_that_lost_a_file_commits_nothing(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "__0_0.distcp").unlink()
-    with pytest.raises(CommitError, match="damaged or not whole"):
+    with pytest.raises(CommitError, match="corrupted or not whole"):
         from_dcp(checkpoint, tmp_path / "job", 1, world_size=1)
     assert not step_folder(tmp_path / "job", 1).exists()
 
 
-def test_a_damaged_step_is_not_converted(job: Job, trained: Trained, tmp_path: Path) -> None:
+def test_a_corrupted_step_is_not_converted(job: Job, trained: Trained, tmp_path: Path) -> None:
     shard = commit(job, trained.states) / "actor" / shard_file("model", 1, 0)
     content = bytearray(shard.read_bytes())
     content[-5000] ^= 1

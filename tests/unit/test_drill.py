@@ -44,7 +44,7 @@ def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
     with shard.open("r+b") as file:
         file.seek(-3000, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(CommitError, match=f"{shard} is damaged"):
+    with pytest.raises(CommitError, match=f"{shard} is corrupted"):
         drill(job.root)
     shard.unlink()
     with pytest.raises(CommitError, match="none can be loaded"):
@@ -62,7 +62,7 @@ def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
     assert done
     assert (done.files, done.nbytes, done.checked) == (1, 8, True)
     file.write_bytes(b"megatorn")
-    with pytest.raises(CommitError, match=f"{file} is damaged"):
+    with pytest.raises(CommitError, match=f"{file} is corrupted"):
         drill(job.root)
 
 

@@ -154,7 +154,7 @@ def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) ->
         *(file.path for file in before.files),
         "actor/huggingface/model.safetensors",
     }
-    assert [verdict.state for verdict in judge(check(choose(job.root, step=1)))] == ["whole"]
+    assert [verdict.state for verdict in judge(check(choose(job.root, step=1)))] == ["valid"]
     file = done.folder / "model.safetensors"
     written_at = file.stat().st_mtime_ns
     assert export_step(job.root, 1) == done
@@ -350,14 +350,14 @@ def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
     assert sum(done for done, _ in told) == told[-1][1] == compared + written
 
 
-def test_a_damaged_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
+def test_a_corrupted_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
     model = tiny()
     commit(shards(model.state_dict(), (2,)), model.config)
     path = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
     with path.open("r+b") as file:
         file.seek(-3000, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(CommitError, match="is damaged"):
+    with pytest.raises(CommitError, match="is corrupted"):
         export_step(job.root, 1, to=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -53,7 +53,7 @@ from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.stack.doctor import examine
-from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
+from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
 from trinity_sync.storage.gc import remove_dead_spool
@@ -117,11 +117,11 @@ def sweep(job: Job) -> list[int]:
 
 # ---------------------------------------------------------------- each record
 
-HOLDS = {"pin", "tag", "lease", "damage", "wish"}
+HOLDS = {"pin", "tag", "lease", "corruption", "wish"}
 """Records that are read for what they hold, which they do whatever their format."""
 WRITERS = {
     **dict.fromkeys(("ticket", "receipt", "placement"), "the trainer's environment"),
-    **dict.fromkeys(("note", "damage", "wish"), "the stack's environment"),
+    **dict.fromkeys(("note", "corruption", "wish"), "the stack's environment"),
 }
 
 
@@ -151,8 +151,8 @@ def test_a_claim_of_another_release_holds_its_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kept = of_another_release(records[name].path, change)
-    if name == "damage":
-        said = str(damage_of(job.root, 1))
+    if name == "corruption":
+        said = str(read_corruption(job.root, 1))
         with pytest.raises(CommitError):
             require_committed(job.root, 1)
     elif name == "wish":
@@ -514,8 +514,8 @@ def _wish(job: Job) -> Path:
 
 
 def _damage(job: Job) -> Path:
-    mark_damaged(job.root, 1, Damage({}, 0.0))
-    return step_folder(job.root, 1) / "damaged.json"
+    mark_corrupted(job.root, 1, Corruption({}, 0.0))
+    return step_folder(job.root, 1) / "corrupted.json"
 
 
 def _receipt(job: Job) -> Path:
@@ -616,7 +616,7 @@ def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) ->
     commit_files(job.root, 1)
     kept = of_another_release(path := _damage(job))
     (verdict,) = judge(check(choose(job.root, step=1)))
-    assert verdict.state == "damaged"
+    assert verdict.state == "corrupted"
     assert "upgrade trinity-sync" in verdict.wrong
     assert path.read_bytes() == kept
 
@@ -628,7 +628,7 @@ def test_a_step_that_another_release_commits_while_it_is_verified_is_not_judged(
     kept = of_another_release(path := step_folder(job.root, 1) / "manifest.json")
     (verdict,) = judge(check(chosen))
     assert verdict.state == "replaced"
-    assert damage_of(job.root, 1) is None
+    assert read_corruption(job.root, 1) is None
     assert path.read_bytes() == kept
 
 
@@ -669,7 +669,7 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
         assert rebuild(engine, job.root) == 2
     with environment({}):
         facts = gather(Settings(home=tmp_path), job.root)
-    assert [each.state for each in facts.steps][::2] == ["whole", "whole"]
+    assert [each.state for each in facts.steps][::2] == ["valid", "valid"]
     assert "upgrade trinity-sync" in facts.steps[1].state
     assert facts.readers == {}
 
@@ -691,7 +691,7 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
         of_another_release(record(job), change)
     shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
     rows = json.loads(shown.stdout)
-    assert [row["state"] for row in rows] == ["whole", "another format", "whole"]
+    assert [row["state"] for row in rows] == ["valid", "another format", "valid"]
     assert shown.stderr.count("upgrade trinity-sync in") == 4
     settings = Settings(spool=spool_folder, home=tmp_path)
     found = {each.name: each for each in examine(settings, job.root)}
@@ -730,7 +730,7 @@ def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
         commit_files(job.root, step)
         replicate(job.root, url, step)
     kept = of_another_release(path := tmp_path / "copies/global_step_2/manifest.json")
-    assert [each.state for each in Remote(url).steps()] == ["whole", "another format"]
+    assert [each.state for each in Remote(url).steps()] == ["valid", "another format"]
     assert "another format" in CliRunner().invoke(app, ["ls", url]).stdout
     for other in (lambda: fetch(url, None, tmp_path / "new"), lambda: fetch(url, 2, tmp_path)):
         with pytest.raises(FormatError):

@@ -145,7 +145,7 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     assert weights(job, 2) == 2.0
     pin(job.root, 2)
     acquire_lease(job.root, 2, "reader").release()
-    assert [verdict.state for verdict in judge(check(choose(job.root, step=2)))] == ["whole"]
+    assert [verdict.state for verdict in judge(check(choose(job.root, step=2)))] == ["valid"]
     for repair in FILE_REPAIRS:
         assert list(repair(job.root)) == []
     left = step_folder(job.root, 2) / f"actor/.a.pt.{'ab' * 16}.tmp"

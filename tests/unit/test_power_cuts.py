@@ -33,7 +33,7 @@ from trinity_sync.retention.prune import Rules, carry_out, plan, survey
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins
 from trinity_sync.storage import commit as commit_module
-from trinity_sync.storage.corruption import Damage, mark_damaged, unmark
+from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
@@ -129,11 +129,11 @@ def a_whole_life(job: Job) -> Iterator[str]:
     unpin(root, "good")
     yield "the pins were taken back"
     with one_change_at_a_time(root):
-        mark_damaged(root, 4, Damage({"actor/x.pt": "is missing"}, 0.0))
+        mark_corrupted(root, 4, Corruption({"actor/x.pt": "is missing"}, 0.0))
         settle_iteration(root, "checkpoint")
-    yield "step 4 was found damaged"
+    yield "step 4 was found corrupted"
     with one_change_at_a_time(root):
-        unmark(root / "global_step_4")
+        remove_mark(root / "global_step_4")
         settle_iteration(root, "checkpoint")
     yield "step 4 was restored"
     rewind(root, 1, clock=lambda: 0.0)

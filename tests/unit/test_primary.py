@@ -161,7 +161,7 @@ def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused
     with pytest.raises(SupersededError, match=r"run 2 at file://.* is another training's"):
         third.commit(other, 2)
     there = Remote(first.url).step(2)
-    assert (there.state, there.manifest) == ("whole", read_manifest(new.root, 2))
+    assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
 
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
@@ -202,7 +202,7 @@ def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
     assert "the step before is taken" in caplog.text
 
 
-def test_a_step_damaged_here_is_fetched_again(machine: Make) -> None:
+def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     one.commit(saves, 1)
@@ -256,7 +256,7 @@ def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
     assert send_missing(saves.root, one.url) == [1, 2]
     made = plan(survey(saves.root), rules, time.time())
     assert [step.step for step in carry_out(saves.root, made).removed] == [1, 2]
-    assert [step.state for step in Remote(one.url).steps()] == ["whole"] * 3
+    assert [step.state for step in Remote(one.url).steps()] == ["valid"] * 3
 
 
 def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pinned_one(
@@ -346,12 +346,12 @@ def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
     assert "in its store" in run(app, ["ls", str(saves.root)]).output
     found = {check.name: check for check in examine_root(saves.root, saves.settings)}
     assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
-    assert "step 1 is whole" in run(app, ["verify", one.url]).output
+    assert "step 1 is valid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read(1, SHARD)
     assert content
     Remote(one.url).write(1, SHARD, bytes(len(content)))
     found = run(app, ["verify", one.url, "--step", "1"])
-    assert (found.exit_code, f"step 1 is damaged: {SHARD} has other bytes" in found.output) == (
+    assert (found.exit_code, f"step 1 is corrupted: {SHARD} has other bytes" in found.output) == (
         1,
         True,
     )

@@ -34,7 +34,7 @@ from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.corruption import Damage, damage_of, mark_damaged
+from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -82,8 +82,8 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     step = step_folder(root, 1)
     slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
     with acquire_lease(root, 1, "reader") as lease:
-        mark = step / "damaged.json"
-        mark_damaged(root, 1, Damage({"actor/a.pt": "is missing"}, 1.7e9))
+        mark = step / "corrupted.json"
+        mark_corrupted(root, 1, Corruption({"actor/a.pt": "is missing"}, 1.7e9))
         yield {
             "manifest": Kind(
                 step / "manifest.json",
@@ -110,7 +110,9 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 lambda: placement(root, 1, "", "actor"),
                 (CommitError,),
             ),
-            "damage": Kind(mark, lambda: (damage_of(root, 1), str(damage_of(root, 1)))[0]),
+            "corruption": Kind(
+                mark, lambda: (read_corruption(root, 1), str(read_corruption(root, 1)))[0]
+            ),
             "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
             "wish": Kind(
                 private / "exports/global_step_1.actor.wish",
@@ -123,7 +125,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
 
 NAMES = (
     *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
-    *("damage", "metrics", "wish", "store", "stored"),
+    *("corruption", "metrics", "wish", "store", "stored"),
 )
 GARBAGE = st.recursive(
     st.one_of(

@@ -64,7 +64,7 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     done = replicate(job.root, any_url, 4, read_back=True)
     assert (done.uploaded, done.nbytes) == (2, read_manifest(job.root, 4).nbytes)
     (there,) = Remote(any_url).steps()
-    assert (there.manifest, there.state) == (read_manifest(job.root, 4), "whole")
+    assert (there.manifest, there.state) == (read_manifest(job.root, 4), "valid")
     assert set(Remote(any_url).sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
     assert list_leases(job.root) == []
 
@@ -107,7 +107,7 @@ def test_an_upload_that_was_killed_is_not_committed_and_goes_on_where_it_was(
     kill_after_the_first_file(job, any_url)
     assert [(step.step, step.state) for step in Remote(any_url).steps()] == [(4, "not committed")]
     assert replicate(job.root, any_url, 4).uploaded == 1
-    assert Remote(any_url).step(4).state == "whole"
+    assert Remote(any_url).step(4).state == "valid"
     assert not any(UPLOADED in name for name in Remote(any_url).sizes(4))
 
 
@@ -136,13 +136,13 @@ def test_a_step_that_a_later_run_committed_anew_replaces_the_old_copy(
     assert open_run(tmp_path / "back", "resumed", 4).number == 3
 
 
-def test_a_file_that_is_damaged_here_is_not_copied(commit: Callable[..., Job], url: str) -> None:
+def test_a_file_that_is_corrupted_here_is_not_copied(commit: Callable[..., Job], url: str) -> None:
     job = commit(4)
     path = job.root / "global_step_4" / file_of(4)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CommitError, match="is damaged"):
+    with pytest.raises(CommitError, match="is corrupted"):
         replicate(job.root, url, 4)
     assert Remote(url).step(4).state == "not committed"
 
@@ -164,14 +164,14 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     assert [step.step for step in Remote(url).steps()] == [1, 3, 4]
 
 
-def test_a_damaged_copy_is_not_committed_here_and_a_good_one_goes_on(
+def test_a_corrupted_copy_is_not_committed_here_and_a_good_one_goes_on(
     commit: Callable[..., Job], url: str, tmp_path: Path
 ) -> None:
     job = commit(4)
     replicate(job.root, url, 4)
     good = Remote(url).read(4, file_of(4))
     Remote(url).write(4, file_of(4), bytes(len(good)))
-    with pytest.raises(RemoteError, match="is damaged"):
+    with pytest.raises(RemoteError, match="is corrupted"):
         fetch(url, 4, tmp_path / "back")
     assert newest(tmp_path / "back") is None
     Remote(url).write(4, file_of(4), good)

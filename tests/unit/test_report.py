@@ -70,9 +70,9 @@ def row_of(page: str, first: str) -> str:
 def test_every_step_is_there_with_its_state(facts: JobFacts) -> None:
     page = render(facts)
     for step, words in {
-        "10|": ("1", "checkpoint", "whole"),
-        "20|": ("damaged",),
-        "30|": ("whole", "latest checkpoint"),
+        "10|": ("1", "checkpoint", "valid"),
+        "20|": ("corrupted",),
+        "30|": ("valid", "latest checkpoint"),
         "35|": ("3", "state_dict", "latest state_dict"),
         "50|": ("not committed",),
     }.items():

@@ -214,7 +214,7 @@ def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
     with path.open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(
-        CommitError, match=r"step 1 .* is damaged: .* has 5,000 bytes.*Take another"
+        CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Take another"
     ):
         load_shard(job.root, 1, SHARD)
 
@@ -225,7 +225,7 @@ def test_a_file_with_a_flipped_byte_is_refused_with_a_way_out(job: Job) -> None:
     content = bytearray(path.read_bytes())
     content[9000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CommitError, match=r"is damaged: its digest.*[Ll]oad another step"):
+    with pytest.raises(CommitError, match=r"is corrupted: its digest.*[Ll]oad another step"):
         load_shard(job.root, 1, SHARD)
 
 

@@ -210,13 +210,13 @@ def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: 
     assert steps_on_disk(root) == [15]
 
 
-def test_a_damaged_step_is_no_successor_and_is_left_to_people(root: Path) -> None:
+def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
     os.truncate(root / "global_step_3" / MODEL, 10)
     made = planned(root)
     assert {each.step: why for each, why in made.kept}[3].startswith("the iteration file")
-    assert "is damaged" in made.kept[-1][1]
+    assert "is corrupted" in made.kept[-1][1]
     carry_out(root, made)
     assert steps_on_disk(root) == [2, 3]
     assert newest(root).step == 2
@@ -268,7 +268,7 @@ def test_nothing_goes_before_its_successor_is_seen_to_be_whole(root: Path) -> No
     os.truncate(root / "global_step_2" / MODEL, 10)
     done = carry_out(root, made)
     assert done.removed == []
-    assert "its successor is not whole" in spared(done)[1]
+    assert "its successor is not valid" in spared(done)[1]
     assert newest(root).step == 1
 
 

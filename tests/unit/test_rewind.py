@@ -122,11 +122,11 @@ def test_renamed_back_a_step_counts_again(trained: Job) -> None:
     assert read_iteration(trained.root, "checkpoint") == 30
 
 
-def test_a_step_that_is_not_committed_or_damaged_changes_nothing(trained: Job) -> None:
+def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job) -> None:
     (trained.root / "global_step_10/actor/model_world_size_1_rank_0.pt").unlink()
     with pytest.raises(CommitError, match=r"step 40 .* is not committed"):
         rewind(trained.root, 40)
-    with pytest.raises(CommitError, match=r"step 10 .* is damaged"):
+    with pytest.raises(CommitError, match=r"step 10 .* is corrupted"):
         rewind(trained.root, 10)
     assert newest(trained.root).step == 30
     assert newest_run(trained.root).number == 1

@@ -69,8 +69,8 @@ def test_a_digest_in_pieces_is_that_of_the_whole_file(tmp_path: Path, nbytes: in
 
 def test_whole_steps_stay_as_they_are(job: Job) -> None:
     save(job, 1, 2)
-    assert states(verify(job, newest=5)) == {1: "whole", 2: "whole"}
-    assert not list(job.root.glob("*/damaged.json"))
+    assert states(verify(job, newest=5)) == {1: "valid", 2: "valid"}
+    assert not list(job.root.glob("*/corrupted.json"))
 
 
 def test_trouble_of_the_reader_says_nothing_about_a_file(job: Job) -> None:
@@ -81,7 +81,7 @@ def test_trouble_of_the_reader_says_nothing_about_a_file(job: Job) -> None:
     shard = step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt"
     with when_opened(shard, too_many), pytest.raises(ConfigError, match="says nothing about the"):
         verify(job, newest=1)
-    assert not list(job.root.glob("*/damaged.json"))
+    assert not list(job.root.glob("*/corrupted.json"))
 
 
 def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
@@ -89,11 +89,11 @@ def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
     flip_a_byte(shard(job, 2))
     require_committed(job.root, 2)  # its sizes are right: only reading can tell
     (verdict,) = verify(job, newest=1)
-    assert (verdict.step, verdict.state) == (2, "damaged")
+    assert (verdict.step, verdict.state) == (2, "corrupted")
     assert f"{SHARD} has digest xxh3-128:" in verdict.wrong
     assert newest(job.root).step == 1
     assert pointers(job) == (1, 1)
-    with pytest.raises(CommitError, match=r"step 2 .* is damaged: .* verified at 20"):
+    with pytest.raises(CommitError, match=r"step 2 .* is corrupted: .* verified at 20"):
         require_committed(job.root, 2)
 
 
@@ -115,7 +115,7 @@ def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) ->
     shutil.copy(shard(job, 2), tmp_path / "copy")
     flip_a_byte(shard(job, 2))
     verify(job, step=2)
-    assert states(verify(job, step=2)) == {2: "damaged"}
+    assert states(verify(job, step=2)) == {2: "corrupted"}
     shutil.copy(tmp_path / "copy", shard(job, 2))
     assert states(verify(job, step=2)) == {2: "restored"}
     assert pointers(job) == (2, 2)
@@ -128,7 +128,7 @@ def test_a_part_that_is_whole_does_not_make_up_for_another_that_is_not(job: Job)
     verify(job, step=1)
     others = [file for file in choose(job.root, step=1) if file.record.path != SHARD]
     (verdict,) = judge(check(others))
-    assert (verdict.state, SHARD in verdict.wrong) == ("damaged", True)
+    assert (verdict.state, SHARD in verdict.wrong) == ("corrupted", True)
 
 
 def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
@@ -150,7 +150,7 @@ def test_a_pointer_does_not_go_back_to_what_a_resumed_run_left_behind(job: Job) 
     assert pointers(job) == (1, 1)
 
 
-def test_a_late_finish_does_not_point_at_a_damaged_step(job: Job) -> None:
+def test_a_late_finish_does_not_point_at_a_corrupted_step(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
     verify(job, step=2)
@@ -167,7 +167,7 @@ def test_saves_that_follow_move_the_pointer_on(job: Job) -> None:
     assert pointers(job) == (3, 3)
 
 
-def test_a_run_that_comes_to_a_damaged_step_again_replaces_it_mark_and_all(job: Job) -> None:
+def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
     verify(job, step=2)
@@ -212,7 +212,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
 
 def test_a_torn_mark_still_counts(job: Job) -> None:
     save(job, 1, 2)
-    (step_folder(job.root, 2) / "damaged.json").write_text('{"files"')
+    (step_folder(job.root, 2) / "corrupted.json").write_text('{"files"')
     assert newest(job.root).step == 1
     assert states(verify(job, step=2)) == {2: "restored"}
 

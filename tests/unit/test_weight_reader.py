@@ -263,7 +263,7 @@ def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
     content = bytearray(path.read_bytes())
     content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
     path.write_bytes(content)
-    with pytest.raises(WeightSyncError, match="is damaged"):
+    with pytest.raises(WeightSyncError, match="is corrupted"):
         loaded(careful, version)
     with pytest.raises(WeightSyncError, match="no shards of role critic"):
         loaded(reader, replace(version, role="critic"))

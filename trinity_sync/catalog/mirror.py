@@ -26,11 +26,11 @@ from trinity_sync.catalog.models import (
     Step,
     WeightVersion,
 )
-from trinity_sync.errors import CommitError, FormatError, ManifestError
+from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
-from trinity_sync.storage.discovery import require_whole
+from trinity_sync.storage.discovery import manifest_state
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
@@ -256,11 +256,6 @@ def _metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
 def _step_row(
     job: str, root: str | Path, manifest: Manifest, flow_run: str | None
 ) -> dict[str, Any]:
-    try:
-        require_whole(root, manifest)
-        damage = ""
-    except CommitError as error:
-        damage = str(error)
     return {
         "job": job,
         "step": manifest.step,
@@ -268,7 +263,7 @@ def _step_row(
         "kinds": ",".join(manifest.kinds),
         "nbytes": manifest.nbytes,
         "committed_at": manifest.committed_at,
-        "damage": damage,
+        "damage": manifest_state(root, manifest, runs=()).reason,
         "flow_run": flow_run,
     }
 

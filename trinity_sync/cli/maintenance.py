@@ -32,7 +32,7 @@ DAY_S = 86_400
 
 @app.command(
     rich_help_panel="Look after steps",
-    epilog="Exit code 0 if all that was read is whole, else 1.\n\n"
+    epilog="Exit code 0 if all that was read is valid, otherwise 1.\n\n"
     "Examples:  [bold]trinity-sync verify ckpts[/]  ·  [bold]trinity-sync verify ckpts --step 40[/]"
     "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]",
 )
@@ -54,7 +54,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read files again and compare their digests; damaged steps are marked and loaded no more.
+    """Read files again and compare their digests; corrupted steps are marked and loaded no more.
 
     Steps in a store are read and named, and nothing is changed there.
     """
@@ -90,7 +90,7 @@ def verify(
             row = (str(verdict.step), str(verdict.files), size(verdict.nbytes), speed, state)
             table.add_row(*row)
         output().print(table)
-    raise typer.Exit(1 if any(verdict.state == "damaged" for verdict in verdicts) else 0)
+    raise typer.Exit(1 if any(verdict.state == "corrupted" for verdict in verdicts) else 0)
 
 
 def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) -> NoReturn:
@@ -117,7 +117,7 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
                 for record in manifest.files
             }
             wrong = "; ".join(f"{path} {why}" for path, why in found.items() if why)
-            state = "damaged" if wrong else "whole"
+            state = "corrupted" if wrong else "valid"
             verdicts.append({"step": manifest.step, "state": state, "wrong": wrong})
     if as_json:
         print_json(verdicts)

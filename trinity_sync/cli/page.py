@@ -33,7 +33,7 @@ svg { width: 100%; height: auto; display: block }
 svg text { fill: var(--dim); font-size: 11px }
 .checkpoint { fill: var(--good) }
 .state_dict { fill: var(--sync) }
-.damaged { fill: var(--bad) }
+.corrupted { fill: var(--bad) }
 .axis { stroke: var(--line) }
 """
 
@@ -68,15 +68,15 @@ def render(job: "JobFacts") -> str:
 
 
 def _figures(job: "JobFacts", failed: "list[RunFacts]") -> str:
-    whole = [step for step in job.steps if step.state == "whole" and step.manifest]
-    newest = max(((s.manifest.run, s.step) for s in whole if s.manifest), default=None)
-    last = max((s.manifest.committed_at for s in whole if s.manifest), default=None)
+    loadable = [step for step in job.steps if step.state in ("valid", "superseded")]
+    newest = max(((s.manifest.run, s.step) for s in loadable if s.manifest), default=None)
+    last = max((s.manifest.committed_at for s in loadable if s.manifest), default=None)
     nbytes = sum(step.manifest.nbytes for step in job.steps if step.manifest)
     saves = [run.seconds for run in job.runs if not run.failed and "kind" in run.tags]
     median = f"{sorted(saves)[len(saves) // 2]:.2f} s" if saves else "unknown"
     figures = {
         "newest step": str(newest[1]) if newest else "none",
-        "committed steps": str(len(whole)),
+        "committed steps": str(len(loadable)),
         "on disk": size(nbytes),
         "last commit": _time(last) if last else "never",
         "median flow run": median,
@@ -107,7 +107,7 @@ def _timeline(steps: "list[StepFacts]") -> str:
         y = lane * runs.index(manifest.run) + lane // 2
         radius = 3 + 12 * (manifest.nbytes / largest) ** 0.5
         kind = "checkpoint" if "checkpoint" in manifest.kinds else "state_dict"
-        name = kind if step.state == "whole" else "damaged"
+        name = kind if step.state in ("valid", "superseded") else "corrupted"
         title = f"step {step.step}, {kind}, {size(manifest.nbytes)}, {_time(manifest.committed_at)}"
         shapes.append(
             f"<circle class='{name}' data-step='{step.step}' cx='{x:.1f}' cy='{y}' "
@@ -217,7 +217,7 @@ def _table(
 def _cell(value: str) -> str:
     if value.startswith(("http://", "https://")):
         return f"<a href='{escape(value)}'>open</a>"
-    bad = value.startswith(("damaged", "not committed", "Failed", "Crashed"))
+    bad = value.startswith(("corrupted", "not committed", "Failed", "Crashed"))
     return f"<span class=bad>{escape(value)}</span>" if bad else escape(value)
 
 

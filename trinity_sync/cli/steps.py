@@ -19,7 +19,7 @@ from trinity_sync.cli.app import (
     step_in,
     when,
 )
-from trinity_sync.errors import CommitError, FormatError, ManifestError
+from trinity_sync.errors import FormatError
 
 if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest
@@ -47,7 +47,7 @@ def list_steps(
         ),
     ] = None,
 ) -> None:
-    """List the steps of a job: what is committed, whole, and pointed at."""
+    """List the steps of a job: their states, pointers and uses."""
     from trinity_sync.layout import steps_on_disk
 
     shown = last or (None if as_json else SHOWN)
@@ -66,7 +66,7 @@ def list_steps(
     if not rows:
         typer.echo(f"no steps in {root}")
         return
-    columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "claimed")
+    columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "in use")
     table = Table(*columns, *["in its store"] * in_store, "state")
     for column in (0, 1, 3, 4):
         table.columns[column].justify = "right"
@@ -79,7 +79,7 @@ def list_steps(
             size(row["bytes"]) if row["kinds"] else "",
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
-            ", ".join(row["claims"]),
+            ", ".join(row["in_use"]),
             *[{True: "yes", False: "no", None: ""}[row["stored"]]] * in_store,
             row["state"],
         )
@@ -100,40 +100,39 @@ def show(
 ) -> None:
     """Show one committed step: its files with sizes and digests, and its receipts."""
     from trinity_sync.layout import step_folder
-    from trinity_sync.storage.corruption import damage_of
-    from trinity_sync.storage.discovery import require_committed
-    from trinity_sync.storage.manifest import read_manifest
+    from trinity_sync.storage.corruption import read_corruption
+    from trinity_sync.storage.discovery import step_state
     from trinity_sync.storage.pins import list_tags
 
     number = step_in(root, step)
-    manifest = read_manifest(root, number) or require_committed(root, number)
+    found = step_state(root, number)
+    manifest = found.manifest or found.require_loadable()
     folder = step_folder(root, number)
     sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
-    damage = damage_of(root, number)
-    bad = damage.files if damage else {}
-    whole = not bad and all(sizes[record.path] == record.nbytes for record in manifest.files)
+    corruption = read_corruption(root, number)
+    bad = corruption.files if corruption else {}
     tagged = [tag.name for tag in list_tags(root).values() if tag.step == number]
     if as_json:
-        more = {"bytes": manifest.nbytes, "whole": whole, "damaged": bad, "tags": tagged}
+        more = {"bytes": manifest.nbytes, "state": found.state, "corrupted": bad, "tags": tagged}
         print_json({**asdict(manifest), **more})
         return
     console = output()
     console.print(
-        f"step {number} of run {manifest.run}: {', '.join(manifest.kinds)}, committed "
-        f"{when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes"
+        f"step {number} of run {manifest.run}, {found.state}: {', '.join(manifest.kinds)}, "
+        f"committed {when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes"
         + "".join(f", tagged {name}" for name in tagged),
         highlight=False,
     )
     table = Table("file", "bytes", "digest", "state")
     table.columns[1].justify = "right"
     for record in manifest.files:
-        found = sizes[record.path]
-        state = "missing" if found is None else "whole" if found == record.nbytes else "cut"
-        state = "damaged" if record.path in bad else state
+        nbytes = sizes[record.path]
+        state = "valid" if nbytes == record.nbytes else "missing" if nbytes is None else "truncated"
+        state = "corrupted" if record.path in bad else state
         table.add_row(record.path, f"{record.nbytes:,}", record.digest, state)
     console.print(table)
-    if damage:
-        console.print(f"damaged: {damage}", highlight=False)
+    if corruption:
+        console.print(f"corrupted: {corruption}", highlight=False)
     if manifest.receipts:
         receipts = Table("saved by function", "rank", "seconds", "files")
         for receipt in manifest.receipts:
@@ -150,8 +149,8 @@ def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
 
 def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
+    from trinity_sync.storage.discovery import known_runs, step_state
     from trinity_sync.storage.latest_pointer import read_iteration
-    from trinity_sync.storage.manifest import read_manifest
     from trinity_sync.storage.pins import list_tags, steps_in_use
     from trinity_sync.storage.required_remote import is_stored, store_of
 
@@ -160,26 +159,20 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     except FormatError:  # said by the command
         has_store = False
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
-    claims, tagged = steps_in_use(root), list_tags(root).values()
+    in_use, tagged, runs = steps_in_use(root), list_tags(root).values(), known_runs(root)
     rows = []
     for step in steps:
-        why = ""
-        try:
-            manifest = read_manifest(root, step)
-            state = _state(root, manifest) if manifest else "not committed"
-        except ManifestError:
-            manifest, state = None, "damaged manifest"
-        except FormatError as error:
-            manifest, state, why = None, "another format", str(error)
+        found = step_state(root, step, runs)
+        manifest, why = found.manifest, found.reason if found.state == "another format" else ""
         pointed = [kind for kind, target in pointers.items() if target == step]
-        row = {"step": step, **_summary(manifest), "pointers": pointed, "claims": claims[step]}
+        row = {"step": step, **_summary(manifest), "pointers": pointed, "in_use": in_use[step]}
         names = [tag.name for tag in tagged if tag.step == step]
         stored = None
         try:
             stored = is_stored(root, manifest) if has_store and manifest else None
         except FormatError as error:
             why = str(error)
-        rows.append({**row, "tags": names, "stored": stored, "state": state, "why": why})
+        rows.append({**row, "tags": names, "stored": stored, "state": found.state, "why": why})
     return rows
 
 
@@ -193,10 +186,10 @@ def _of_other_releases(root: str) -> list[str]:
 def _remote_steps(url: str) -> list[dict[str, Any]]:
     from trinity_sync.remote.remote_root import Remote
 
-    nobody: dict[str, Any] = {"pointers": [], "claims": [], "tags": [], "stored": None}
+    unknown: dict[str, Any] = {"pointers": [], "in_use": [], "tags": [], "stored": None}
     return [
         {
-            **{"step": step.step, **_summary(step.manifest), **nobody, "state": step.state},
+            **{"step": step.step, **_summary(step.manifest), **unknown, "state": step.state},
             "why": str(step.unreadable or ""),
         }
         for step in Remote(url).steps()
@@ -213,16 +206,6 @@ def _summary(manifest: "Manifest | None") -> dict[str, Any]:
         "bytes": manifest.nbytes,
         "committed": when(manifest.committed_at),
     }
-
-
-def _state(root: Path, manifest: "Manifest") -> str:
-    from trinity_sync.storage.discovery import require_whole
-
-    try:
-        require_whole(root, manifest)
-    except CommitError:
-        return "damaged"
-    return "whole"
 
 
 def _size_on_disk(path: Path) -> int | None:

@@ -61,7 +61,7 @@ class Attachments:
         """Return what a rank attached to a committed step.
 
         Raises:
-            CommitError: the step is not committed or damaged, or has no such attachment.
+            CommitError: the step is not committed or corrupted, or has no such attachment.
             ConfigError: the name cannot be used.
         """
         return load_bytes(self._root, step, _path(name, rank))

@@ -14,13 +14,13 @@ from typing import Any
 
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.fs.atomic import REMOVED_PREFIX, TEMPORARY_SUFFIX
-from trinity_sync.layout import DAMAGE_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
+from trinity_sync.layout import CORRUPTION_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, write_receipt
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
 
-OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, DAMAGE_MARK)
+OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 
 
 class CallableSaver:

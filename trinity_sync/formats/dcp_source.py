@@ -148,7 +148,7 @@ class Source(FileSystemReader):
             raise
         except Exception as error:  # whatever PyTorch makes of a file that is torn or missing
             raise CommitError(
-                f"{self.folder} is damaged or not whole: {error!r}; take another checkpoint"
+                f"{self.folder} is corrupted or not whole: {error!r}; take another checkpoint"
             ) from error
         if component == "model":
             return {_joined(paths[name]): value for name, value in flat.items()}

@@ -63,7 +63,7 @@ def from_dcp(
     Raises:
         ConfigError: the folder is no DCP checkpoint, holds no such state or more than tensors and
             plain values, or an argument cannot work.
-        CommitError: the job has such a step, or the checkpoint is damaged.
+        CommitError: the job has such a step, or the checkpoint is corrupted.
         SaveError: the step cannot be written; nothing is left of it.
     """
     check_name("role", role)

@@ -89,7 +89,7 @@ def export_step(
         meter: is told how far it is: bytes that were compared, then those that were written.
 
     Raises:
-        CommitError: the step is not committed or damaged, or has no model of this role.
+        CommitError: the step is not committed or corrupted, or has no model of this role.
         ConfigError: an argument cannot work.
         ExportError: the shards are not those of a model that can be exported.
         OSError: the disk is full or broken; what is written is used by the next try.
@@ -305,6 +305,6 @@ def _check_digests(folder: Path, records: list[FileRecord], took: Callable[[int]
     for record in records:
         if digest_file(folder / record.path, record.nbytes, took) != record.digest:
             raise CommitError(
-                f"{folder / record.path} is damaged: its digest is not that of the manifest. "
+                f"{folder / record.path} is corrupted: its digest is not that of the manifest. "
                 "Export another step, or restore the file from a copy."
             )

@@ -79,7 +79,7 @@ def to_dcp(
         meter: is told how far it is: each byte counts twice, once compared and once written.
 
     Raises:
-        CommitError: the step is not committed or damaged, lacks a component, or ranks differ where
+        CommitError: the step is not committed or corrupted, lacks a component, or ranks differ when
             they should have saved the same.
         ConfigError: an argument cannot work, or tensors are laid out in a way that DCP cannot say.
         SaveError: the folder cannot be written; nothing is left of it.

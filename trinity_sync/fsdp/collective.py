@@ -1,6 +1,6 @@
 """What all ranks do or none: one that fails alone would leave the others waiting for it.
 
-A rank that reads a damaged file must not be the only one that knows, while the others stand in the
+A rank that reads a corrupted file must not be the only one to know, while the others stand in the
 next collective for ever. So they tell each other how it went, and all raise or none does.
 """
 

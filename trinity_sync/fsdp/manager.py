@@ -267,7 +267,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         Raises:
             ConfigError: this run has saved already: load with the manager of a new run. Or the
                 step is that of another model or optimizer, which resharding sees.
-            CommitError: the step is not committed, no checkpoint, or damaged. All ranks raise what
+            CommitError: the step is not committed, corrupted or no checkpoint. All ranks raise what
                 one of them met; then another step may be loaded.
         """
         if local_path is None:

@@ -58,7 +58,7 @@ def resharded(
         optimizer: its optimizer.
 
     Raises:
-        CommitError: a file is missing, damaged or cannot be read. All ranks raise it.
+        CommitError: a file is missing, corrupted or cannot be read. All ranks raise it.
         ConfigError: model or optimizer is another than the one that was saved.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,12 +1,12 @@
 """All that is known of a job, for a page to show: its files, and what Prefect remembers of it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import CommitError, FormatError, ManifestError, StackError
+from trinity_sync.errors import FormatError, StackError
 from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
     RunFacts,
@@ -16,12 +16,13 @@ from trinity_sync.orchestration.prefect_queries import (
     read_retention,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.storage.discovery import require_whole
+from trinity_sync.storage.discovery import known_runs, step_state
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import Lease, list_leases
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import Pin, list_pins
 from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.runs import Run
 from trinity_sync.weights.state_files import read_state
 
 
@@ -69,12 +70,13 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
     root = root.resolve()
     runs, retention, problem = _asked(settings, root)
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
+    known = known_runs(root)
     aside = sorted(aside_folder(root).glob("*/global_step_*"))
     return JobFacts(
         root=str(root),
         job=job_id(root),
         made_at=clock(),
-        steps=[_step(root, step, pointers) for step in steps_on_disk(root)],
+        steps=[_step(root, step, pointers, known) for step in steps_on_disk(root)],
         aside=["/".join(path.parts[-2:]) for path in aside],
         leases=list_leases(root),
         pins=list_pins(root),
@@ -96,21 +98,13 @@ def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[st
         return [], [], str(error)
 
 
-def _step(root: Path, step: int, iterations: Mapping[Kind, int | None]) -> StepFacts:
+def _step(
+    root: Path, step: int, iterations: Mapping[Kind, int | None], known: Sequence[Run]
+) -> StepFacts:
     pointers = tuple(kind for kind, target in iterations.items() if target == step)
-    try:
-        manifest = read_manifest(root, step)
-    except ManifestError:
-        return StepFacts(step, "damaged manifest", None, pointers)
-    except FormatError as error:
-        return StepFacts(step, str(error), None, pointers)
-    if manifest is None:
-        return StepFacts(step, "not committed", None, pointers)
-    try:
-        require_whole(root, manifest)
-    except CommitError:
-        return StepFacts(step, "damaged", manifest, pointers)
-    return StepFacts(step, "whole", manifest, pointers)
+    found = step_state(root, step, known)
+    state = found.reason if found.state == "another format" else found.state
+    return StepFacts(step, state, found.manifest, pointers)
 
 
 def _readers(root: Path) -> dict[str, dict[str, Any]]:

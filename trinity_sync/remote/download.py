@@ -52,7 +52,7 @@ def fetch(
         url: the job's folder in the store.
         step: which step; None for the newest that is whole there.
         root: a job's root; made if it is missing.
-        replace: let it take the place of what has its number here, by an earlier run or damaged.
+        replace: let it take the place of what has its number here, by an earlier run or corrupted.
         parallel: files at a time.
         meter: is told how far the download is.
 
@@ -149,8 +149,8 @@ def _download(
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
         path.unlink()
         raise CorruptedCopyError(
-            f"{remote.url}/global_step_{manifest.step}/{record.path} is damaged: its digest is not "
-            "that of the manifest. Fetch another step, or replicate this one again."
+            f"{remote.url}/global_step_{manifest.step}/{record.path} is corrupted: its digest is "
+            "not that of the manifest. Fetch another step, or replicate this one again."
         )
 
 

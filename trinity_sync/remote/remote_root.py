@@ -38,6 +38,7 @@ from trinity_sync.fs.atomic import create_file, make_folder
 from trinity_sync.fs.direct_writer import DIGEST
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
+from trinity_sync.storage.discovery import State
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 
@@ -61,9 +62,8 @@ class RemoteStep:
 
     step: int
     manifest: Manifest | None
-    state: str
-    """``whole``, ``damaged``, ``damaged manifest``, ``another format`` or ``not committed``, by
-    names and sizes."""
+    state: State
+    """By names and sizes; no step in a store is ``superseded``."""
     unreadable: FormatError | None = None
     """Why this release cannot read it, if another one has sent it."""
 
@@ -155,18 +155,18 @@ class Remote:
         try:
             manifest = self.manifest(step)
         except ManifestError:
-            return RemoteStep(step, None, "damaged manifest")
+            return RemoteStep(step, None, "corrupted")
         except FormatError as error:
             return RemoteStep(step, None, "another format", error)
         if manifest is None:
             return RemoteStep(step, None, "not committed")
         sizes = self.sizes(step)
-        whole = all(sizes.get(record.path) == record.nbytes for record in manifest.files)
-        return RemoteStep(step, manifest, "whole" if whole else "damaged")
+        valid = all(sizes.get(record.path) == record.nbytes for record in manifest.files)
+        return RemoteStep(step, manifest, "valid" if valid else "corrupted")
 
     def committed(self) -> list[Manifest]:
-        """The committed steps that are whole, oldest first: by run, then by number."""
-        found = [step.manifest for step in self.steps() if step.state == "whole"]
+        """Return the valid steps, oldest first: by run, then by number."""
+        found = [step.manifest for step in self.steps() if step.state == "valid"]
         return sorted((m for m in found if m), key=lambda manifest: (manifest.run, manifest.step))
 
     def newest_first(self) -> Iterator[Manifest]:
@@ -179,7 +179,7 @@ class Remote:
         for step in self.steps():
             if step.unreadable:
                 found[step.unreadable.run or 0, step.step] = step.unreadable
-            elif step.manifest and step.state == "whole":
+            elif step.manifest and step.state == "valid":
                 found[step.manifest.run, step.step] = step.manifest
         for _, each in sorted(found.items(), reverse=True):
             if isinstance(each, FormatError):

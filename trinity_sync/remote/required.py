@@ -77,7 +77,7 @@ def begin_with_store(root: Path, url: str) -> Manifest | None:
 def bring_newest(root: Path, remote: Remote) -> Manifest | None:
     """Fetch the newest checkpoint of a store, unless the root has that one or a newer one.
 
-    One whose bytes are not those of its manifest is passed over, as a damaged one in a root is.
+    One whose bytes are not those of its manifest is passed over, as a corrupted one in a root is.
     """
     for run in remote.runs():
         know_run(root, run)  # the next run here gets a number that is free there

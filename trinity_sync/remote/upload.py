@@ -1,6 +1,6 @@
 """Copy a committed step into a store: the shards first, the manifest last.
 
-A file is digested as it is read, so what is damaged here is never copied under a good manifest.
+A file is digested as it is read, so what is corrupted here is never copied under a good manifest.
 Of what arrived, the size is compared; that the store holds the bytes it was sent is the word of its
 protocol (S3 compares a checksum of each part), unless ``read_back`` asks to see them again.
 `fetch` compares every digest anyway. While it is read, the step is leased.
@@ -64,7 +64,7 @@ def replicate(
         meter: is told how far the copy is; with ``read_back`` each byte counts twice.
 
     Raises:
-        CommitError: the step is not committed, or damaged here.
+        CommitError: the step is not committed, or corrupted here.
         RemoteError: the store cannot be reached or written.
         ConfigError: the URL cannot be used.
     """
@@ -158,8 +158,8 @@ def _read(
                 left -= len(chunk)
                 if left <= 0 and f"{DIGEST}:{digest.hexdigest()}" != record.digest:
                     raise CommitError(
-                        f"{path} is damaged: its digest is not that of the manifest, and it is not "
-                        "copied. Restore the file, or replicate another step."
+                        f"{path} is corrupted: its digest is not that of the manifest, and it is "
+                        "not copied. Restore the file, or replicate another step."
                     )
                 yield chunk
                 took(len(chunk))

@@ -31,7 +31,7 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     """Why nobody may remove it, whatever a policy says: pins, tags, leases, pointers."""
-    damage: str = ""
+    corruption: str = ""
     """What is wrong with its files; such a step is neither counted nor removed."""
     superseded_by: int = 0
     """Number of the run that began at step 0 although the step was there, and that training goes on
@@ -50,7 +50,7 @@ class Policy(Protocol):
         """The steps that it keeps, each with the reason.
 
         Args:
-            steps: whole steps of one sort (checkpoints, or syncs), oldest first.
+            steps: valid steps of one sort (checkpoints, or syncs), oldest first.
             now: seconds since the epoch.
         """
 

@@ -2,7 +2,7 @@
 
 First a plan, from policies and from what is on disk; nothing is touched. Then each step of it on
 its own, under the locks of commits and removals: it is asked again whether anybody needs the step,
-and whether a newer one is whole; then it loses its name in one rename to ``.trinity_sync/trash``.
+and whether a newer one is valid; then it loses its name in one rename to ``.trinity_sync/trash``.
 Its files are removed afterwards, without a lock, so whatever dies when, a step is there as it was
 committed or it is not there. What a crash left in the trash goes with the next retention.
 
@@ -35,7 +35,7 @@ from trinity_sync.retention.policies import All, Policy, StepInfo
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.discovery import committed_steps, require_committed, require_whole
+from trinity_sync.storage.discovery import committed_steps, manifest_state, require_committed
 from trinity_sync.storage.export_requests import awaited, forget_exports
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import removal_lock
@@ -76,7 +76,7 @@ class Plan:
     removed: tuple[StepInfo, ...]
     """Oldest first."""
     newest: dict[Kind, StepInfo]
-    """What has to be whole before anything older goes."""
+    """What has to be valid before anything older goes."""
 
     @property
     def nbytes(self) -> int:
@@ -128,15 +128,11 @@ def survey(root: str | Path) -> list[StepInfo]:
         line = Lineage(frozenset())
     found = []
     for manifest in committed_steps(root):
-        try:
-            require_whole(root, manifest)
-            damage = ""
-        except CommitError as error:
-            damage = str(error)
+        corruption = manifest_state(root, manifest, runs=()).reason
         metrics: dict[str, float] = {}
         try:
             metrics = read_metrics(root, manifest.run, manifest.step)
-            if not damage and must_be_sent(root, manifest):
+            if not corruption and must_be_sent(root, manifest):
                 held[manifest.step].append(NOT_STORED)
         except FormatError as error:
             held[manifest.step].append(str(error))
@@ -147,7 +143,7 @@ def survey(root: str | Path) -> list[StepInfo]:
                 manifest,
                 metrics=metrics,
                 held=held[manifest.step],
-                damage=damage,
+                corruption=corruption,
                 superseded_by=line.supersedes(manifest.run),
             )
         )
@@ -159,7 +155,7 @@ def info_of(
     *,
     metrics: dict[str, float] | None = None,
     held: Sequence[str] = (),
-    damage: str = "",
+    corruption: str = "",
     superseded_by: int = 0,
 ) -> StepInfo:
     """What policies know of the step of a manifest."""
@@ -171,7 +167,7 @@ def info_of(
         manifest.nbytes,
         metrics or {},
         tuple(held),
-        damage,
+        corruption,
         superseded_by,
     )
 
@@ -179,8 +175,8 @@ def info_of(
 def plan(steps: Sequence[StepInfo], rules: Rules, now: float) -> Plan:
     """Say what may go: nothing on disk is looked at, and nothing is touched.
 
-    Whatever the policies say, these stay: the newest whole step of each kind, which is what a
-    training resumes from and a reader loads, what somebody holds, and what is damaged.
+    Whatever the policies say, these stay: the newest valid step of each kind, which is what a
+    training resumes from and a reader loads, what somebody holds, and what is corrupted.
 
     Args:
         steps: as `survey` gives them.
@@ -191,17 +187,17 @@ def plan(steps: Sequence[StepInfo], rules: Rules, now: float) -> Plan:
         ConfigError: a policy keeps none of several steps by itself, or names an unknown metric.
     """
     steps = sorted(steps, key=lambda each: each.age)
-    whole = [each for each in steps if not each.damage]
-    newest = {kind: each for each in whole for kind in each.kinds}
+    valid = [each for each in steps if not each.corruption]
+    newest = {kind: each for each in valid for kind in each.kinds}
     why: dict[int, list[str]] = defaultdict(list)
     for each in steps:
         why[each.step] += [f"newest {kind}" for kind in KINDS if newest.get(kind) is each]
         why[each.step] += each.held
-        if each.damage:
-            why[each.step].append(f"not judged: {each.damage}")
-    for step, reason in rules.superseded.keeps([s for s in whole if s.superseded_by], now).items():
+        if each.corruption:
+            why[each.step].append(f"not judged: {each.corruption}")
+    for step, reason in rules.superseded.keeps([s for s in valid if s.superseded_by], now).items():
         why[step].append(f"{reason} that a run which began at step 0 did not go on from")
-    ours = [each for each in whole if not each.superseded_by]
+    ours = [each for each in valid if not each.superseded_by]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]
     syncs = [each for each in ours if "checkpoint" not in each.kinds]
     for policy, sort in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
@@ -315,7 +311,7 @@ def _reason_to_stay(
         try:
             found = require_committed(root, successor.step)
         except CommitError as error:
-            return f"its successor is not whole: {error}"
+            return f"its successor is not valid: {error}"
         if (found.run, found.step) <= planned.age or kind not in found.kinds:
             return f"step {successor.step} is not its successor any more"
     return None

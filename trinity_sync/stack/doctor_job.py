@@ -24,7 +24,7 @@ from trinity_sync.storage.discovery import (
     committed_steps,
     newest,
     records_of_other_releases,
-    require_committed,
+    step_state,
 )
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.placement import placement
@@ -132,12 +132,12 @@ def _store(root: Path) -> Iterator[Check]:
             return
         from trinity_sync.remote.remote_root import Remote
 
-        there = [step.step for step in Remote(url).steps() if step.state == "whole"]
+        there = [step.step for step in Remote(url).steps() if step.state == "valid"]
         lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
     except TrinitySyncError as error:
         yield Check("store", "fail", str(error), "mend that; saves fail until then")
         return
-    found = f"{len(there)} whole steps at {url}"
+    found = f"{len(there)} valid steps at {url}"
     if lacking:
         yield Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
     else:
@@ -190,18 +190,18 @@ def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
 
 
 def _steps(root: Path) -> Check:
-    whole, wrong, others = 0, list[int](), list[FormatError]()
+    valid, wrong, others = 0, list[int](), list[str]()
     for step in steps_on_disk(root):
-        try:
-            require_committed(root, step)
-            whole += 1
-        except FormatError as error:
-            others.append(error)
-        except TrinitySyncError:
+        found = step_state(root, step, runs=())
+        if found.state == "valid":
+            valid += 1
+        elif found.state == "another format":
+            others.append(found.reason)
+        else:
             wrong.append(step)
     if others:
-        return Check("steps", "fail", f"{whole} whole; {others[0]}", f"see: trinity-sync ls {root}")
+        return Check("steps", "fail", f"{valid} valid; {others[0]}", f"see: trinity-sync ls {root}")
     if wrong:
         todo = f"see: trinity-sync ls {root}"
-        return Check("steps", "warn", f"{whole} whole; not committed or damaged: {wrong}", todo)
-    return Check("steps", "ok", f"{whole} whole")
+        return Check("steps", "warn", f"{valid} valid; not committed or corrupted: {wrong}", todo)
+    return Check("steps", "ok", f"{valid} valid")

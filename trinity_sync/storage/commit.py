@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.errors import (
-    CommitError,
     FormatError,
     LockTimeoutError,
     ManifestError,
@@ -34,7 +33,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.direct_writer import digest_of, digest_of_bytes
 from trinity_sync.fs.locks import Held, one_change_at_a_time
 from trinity_sync.layout import (
-    DAMAGE_MARK,
+    CORRUPTION_MARK,
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     MANIFEST,
@@ -48,8 +47,8 @@ from trinity_sync.snapshot.callable_status import Receipt, forget_receipts, rece
 from trinity_sync.snapshot.slot_lock import locked, release
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.corruption import unmark
-from trinity_sync.storage.discovery import newest, require_whole
+from trinity_sync.storage.corruption import remove_mark
+from trinity_sync.storage.discovery import manifest_state, newest
 from trinity_sync.storage.export_requests import pass_on_wishes
 from trinity_sync.storage.latest_pointer import advance_iteration, settle_iteration
 from trinity_sync.storage.manifest import (
@@ -173,7 +172,7 @@ def commit(
             _replace_step(save, written, manifest, replaced, lock, recycle=recycle)
         else:
             if not earlier:
-                unmark(save.folder)  # damage of what was no commit any more
+                remove_mark(save.folder)  # of a step whose manifest is gone
             for file in written:
                 final = f"{save.folder}/{file.record.path}"
                 _name(file, final, committed.get(file.record.path))
@@ -347,10 +346,9 @@ def _takes_over(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
     if {*earlier.kinds} <= {*manifest.kinds}:
         return False
     held = {record.path: record.digest for record in earlier.files}
-    with suppress(CommitError):
-        require_whole(save.root, earlier)
-        return all(held.get(record.path) == record.digest for record in manifest.files)
-    return False
+    return manifest_state(save.root, earlier, runs=()).state == "valid" and all(
+        held.get(record.path) == record.digest for record in manifest.files
+    )
 
 
 def _pass_on(save: Save, earlier: Manifest) -> None:
@@ -487,7 +485,7 @@ def _replace_step(
     official = {record.path for record in earlier.files} | {
         MANIFEST,
         FULL_CHECKPOINT_MARK,
-        DAMAGE_MARK,
+        CORRUPTION_MARK,
     }
     official -= {name for receipt in manifest.receipts for name in receipt.files}
     for path in save.folder.rglob("*"):

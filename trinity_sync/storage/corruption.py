@@ -1,8 +1,8 @@
-"""``global_step_N/damaged.json``: a verification found that files of the step are not whole.
+"""``global_step_N/corrupted.json``: a verification found corrupted files in the step.
 
 The mark lies beside the files and says what is wrong and when it was seen; the files are never
 touched. A marked step counts as one that cannot be loaded, everywhere, until a verification finds
-it whole again, say because the files were restored from a copy.
+it valid again, say because the files were restored from a copy.
 """
 
 import logging
@@ -14,13 +14,13 @@ from pathlib import Path
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import replace_file, sync_folder
 from trinity_sync.fs.records import STACK, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import DAMAGE_MARK, ROOT_FORMAT, step_folder
+from trinity_sync.layout import CORRUPTION_MARK, ROOT_FORMAT, step_folder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Damage(Record, format=ROOT_FORMAT, writer=STACK):
+class Corruption(Record, format=ROOT_FORMAT, writer=STACK):
     """What is wrong with a step."""
 
     files: dict[str, str]
@@ -35,17 +35,19 @@ class Damage(Record, format=ROOT_FORMAT, writer=STACK):
         return f"{'; '.join(named[:3])}{more}, verified at {at}"
 
 
-def damage_of(root: str | Path, step: int) -> Damage | None:
+def read_corruption(root: str | Path, step: int) -> Corruption | None:
     """The mark of a step; None where it has none. One that cannot be read still counts."""
-    path = step_folder(root, step) / DAMAGE_MARK
+    path = step_folder(root, step) / CORRUPTION_MARK
     try:
-        return decode_record(Damage, path.read_bytes(), path)
+        return decode_record(Corruption, path.read_bytes(), path)
     except FormatError as error:
-        return Damage({DAMAGE_MARK: f"is of another release: {error}"}, path.lstat().st_mtime)
+        return Corruption(
+            {CORRUPTION_MARK: f"is of another release: {error}"}, path.lstat().st_mtime
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError):
-        return Damage({DAMAGE_MARK: "is torn or edited"}, path.lstat().st_mtime)
+        return Corruption({CORRUPTION_MARK: "is torn or edited"}, path.lstat().st_mtime)
 
 
 def require_own_release(root: str | Path, step: int) -> None:
@@ -54,20 +56,20 @@ def require_own_release(root: str | Path, step: int) -> None:
     Raises:
         FormatError: another release has made it.
     """
-    path = step_folder(root, step) / DAMAGE_MARK
+    path = step_folder(root, step) / CORRUPTION_MARK
     with suppress(ValueError, OSError):
-        decode_record(Damage, path.read_bytes(), path)
+        decode_record(Corruption, path.read_bytes(), path)
 
 
-def mark_damaged(root: str | Path, step: int, damage: Damage) -> None:
+def mark_corrupted(root: str | Path, step: int, corruption: Corruption) -> None:
     """Mark a step, durably. Call it under the commit lock, and move the iteration files after."""
-    replace_file(step_folder(root, step) / DAMAGE_MARK, encode_record(damage, indent=1))
-    logger.error("step %d in %s is damaged: %s", step, root, damage)
+    replace_file(step_folder(root, step) / CORRUPTION_MARK, encode_record(corruption, indent=1))
+    logger.error("step %d in %s is corrupted: %s", step, root, corruption)
 
 
-def unmark(folder: Path) -> None:
+def remove_mark(folder: Path) -> None:
     """Remove the mark from a step's folder, durably, if there is one."""
-    mark = folder / DAMAGE_MARK
+    mark = folder / CORRUPTION_MARK
     if mark.exists():
         mark.unlink()
         sync_folder(folder)

@@ -72,7 +72,7 @@ def diff(
     told how far it is in the later step.
 
     Raises:
-        CommitError: a step is not committed or damaged, or has no such component.
+        CommitError: a step is not committed or corrupted, or has no such component.
         ConfigError: the two were saved by different numbers of ranks.
     """
     with (

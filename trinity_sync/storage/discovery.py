@@ -1,11 +1,24 @@
-"""Which steps of a root can be loaded."""
+"""Which steps of a root can be loaded, and the one judgement of the state of a step.
+
+Every command, page, check and policy asks `step_state`, which looks at the manifest, at the sizes
+of the files that it names, and at the mark of a verification. Digests are compared by loading and
+by `verify`.
+"""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
+from typing import Literal
 
-from trinity_sync.errors import CommitError, FormatError, ManifestError
+from trinity_sync.errors import (
+    CommitError,
+    FormatError,
+    ManifestError,
+    SupersededError,
+    TrinitySyncError,
+)
 from trinity_sync.fs.records import decode_body
 from trinity_sync.layout import (
     MANIFEST,
@@ -15,10 +28,99 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.storage.corruption import damage_of
+from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.runs import Run, all_runs, left_behind_by
 
 logger = logging.getLogger(__name__)
+
+State = Literal["valid", "corrupted", "not committed", "superseded", "another format"]
+"""``superseded``: committed, and a later run went on from an earlier step; ``another format``:
+committed by another release."""
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The state of one step."""
+
+    step: int
+    state: State
+    manifest: Manifest | None
+    """None where there is none that this release can read."""
+    error: TrinitySyncError | None
+    """Why it is not valid; None for a valid step."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not valid, in words; empty for a valid step."""
+        return str(self.error or "")
+
+    def require_loadable(self) -> Manifest:
+        """Return the manifest of a step that can be loaded, superseded or not.
+
+        Raises:
+            CommitError: the step is not committed, or corrupted.
+            FormatError: another release has committed it.
+        """
+        if self.manifest is None or self.state == "corrupted":
+            assert self.error is not None
+            raise self.error
+        return self.manifest
+
+
+def step_state(root: str | Path, step: int, runs: Sequence[Run] | None = None) -> StepState:
+    """Return the state of a step.
+
+    Args:
+        root: the job's root.
+        step: which one; it need not exist.
+        runs: of the job, by which a step is superseded; `known_runs` of the root by default.
+    """
+    try:
+        manifest = read_manifest(root, step)
+    except FormatError as error:
+        return StepState(step, "another format", None, error)
+    except ManifestError as error:
+        return StepState(step, "corrupted", None, error)
+    if manifest is None:
+        missing = CommitError(
+            f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
+            f"Name a committed step (trinity-sync ls {root} shows them)."
+        )
+        return StepState(step, "not committed", None, missing)
+    return manifest_state(root, manifest, runs)
+
+
+def manifest_state(
+    root: str | Path, manifest: Manifest, runs: Sequence[Run] | None = None
+) -> StepState:
+    """Return the state of a step whose manifest was read.
+
+    Args:
+        root: the job's root.
+        manifest: of the step.
+        runs: as in `step_state`.
+    """
+    step = manifest.step
+    if error := _corruption_error(root, manifest):
+        return StepState(step, "corrupted", manifest, error)
+    runs = known_runs(root) if runs is None else runs
+    if later := left_behind_by(runs, manifest.run, step):
+        superseded = SupersededError(
+            f"step {step} of run {manifest.run} in {root} is superseded: run {later.number} "
+            f"resumed from step {later.resumed_from}"
+        )
+        return StepState(step, "superseded", manifest, superseded)
+    return StepState(step, "valid", manifest, None)
+
+
+def known_runs(root: str | Path) -> list[Run]:
+    """Return the runs of a job; none if a record of them cannot be read, which is logged."""
+    try:
+        return all_runs(root)
+    except (CommitError, FormatError) as error:
+        logger.warning("superseded steps of %s are unknown: %s", root, error)
+        return []
 
 
 def committed_steps(root: str | Path) -> Iterator[Manifest]:
@@ -98,20 +200,18 @@ def newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
 
 
 def require_committed(root: str | Path, step: int) -> Manifest:
-    """The manifest of a step whose files are all there in their full size, and not known as bad.
+    """Return the manifest of a committed step that is not corrupted.
+
+    Args:
+        root: the job's root.
+        step: which one; it may be superseded.
 
     Raises:
-        CommitError: the step is not committed, files are missing or cut, or a verification found
-            it damaged.
+        CommitError: the step is not committed, files are missing or truncated, or a verification
+            found it corrupted.
+        FormatError: another release has committed it.
     """
-    manifest = read_manifest(root, step)
-    if manifest is None:
-        raise CommitError(
-            f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
-            f"Name a committed step (trinity-sync ls {root} shows them)."
-        )
-    require_whole(root, manifest)
-    return manifest
+    return step_state(root, step, runs=()).require_loadable()
 
 
 def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
@@ -141,25 +241,22 @@ def _size_of(path: Path) -> int | None:
     return found.st_size if S_ISREG(found.st_mode) else None
 
 
-def require_whole(root: str | Path, manifest: Manifest) -> None:
-    """See that the files of a manifest are there in their full size, and not known as bad.
-
-    Raises:
-        CommitError: they are not.
-    """
+def _corruption_error(root: str | Path, manifest: Manifest) -> CommitError | None:
+    """Return why the files of a manifest cannot be loaded, as far as sizes and marks say."""
     step, folder = manifest.step, step_folder(root, manifest.step)
     for record in manifest.files:
         path = folder / record.path
         found = _size_of(path)
         if found != record.nbytes:
             state = "is missing" if found is None else f"has {found:,} bytes"
-            raise CommitError(
-                f"step {step} in {root} is damaged: {path} {state}, the manifest says "
+            return CommitError(
+                f"step {step} in {root} is corrupted: {path} {state}, the manifest says "
                 f"{record.nbytes:,}. Take another step (trinity-sync ls shows them)."
             )
-    if damage := damage_of(root, step):
-        raise CommitError(
-            f"step {step} in {root} is damaged: {damage}. Take another step (trinity-sync ls shows "
-            f"them), or restore the files from a copy and run: trinity-sync verify {root} --step "
-            f"{step}"
+    if corruption := read_corruption(root, step):
+        return CommitError(
+            f"step {step} in {root} is corrupted: {corruption}. Take another step (trinity-sync ls "
+            "shows them), or restore the files from a copy and run: "
+            f"trinity-sync verify {root} --step {step}"
         )
+    return None

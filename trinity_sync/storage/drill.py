@@ -43,7 +43,7 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
 
     Raises:
         CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is
-            whole.
+            valid.
     """
     root = Path(root)
     manifest = newest(root)

@@ -3,7 +3,7 @@
 They move after the manifest, atomically, and only forward: by step within a run, while a later run
 counts as newer than every earlier one, because it went on from an earlier step on purpose. A step
 that another system has saved, which has no manifest, belongs to the run in which the pointer was
-written. The one way back is from a step that turned out to be damaged (`settle_iteration`). What
+written. The one way back is from a step that turned out to be corrupted (`settle_iteration`). What
 another release has committed is never pointed away from by one that cannot read it.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.fs.atomic import read_anew, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
-from trinity_sync.storage.corruption import damage_of
+from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import is_foreign, newest_first, require_committed
 from trinity_sync.storage.manifest import Manifest, run_of
 from trinity_sync.storage.runs import began_after, refuse_abandoned
@@ -38,8 +38,13 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
     """
     path = Path(root) / ITERATION_FILES[kind]
     current = read_iteration(root, kind)
-    if damage := damage_of(root, step):
-        logger.error("step %d in %s is not pointed at: it is damaged: %s", step, root, damage)
+    if corruption := read_corruption(root, step):
+        logger.error(
+            "Not updating the latest pointer to step %d in %s: the step is corrupted (%s)",
+            step,
+            root,
+            corruption,
+        )
         return False
     if current is None:
         if path.exists():
@@ -53,10 +58,10 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
 def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
     """Point at the newest step that counts and can be loaded; the one way back for a pointer.
 
-    It goes back from a step that is damaged or gone, and forward where a commit died before it had
-    moved it. A step that another system has saved, which has no manifest, is left alone. Where no
-    step can be loaded the file stays as it is: a resume then stops with an error, rather than begin
-    at zero without a word. Call it under the commit lock.
+    It goes back from a step that is corrupted or gone, and forward where a commit died before it
+    had moved it. A step that another system has saved, which has no manifest, is left alone. Where
+    no step can be loaded the file stays as it is: a resume then stops with an error, rather than
+    begin at zero without a word. Call it under the commit lock.
 
     Returns:
         The steps that the file named before and after; None if it stayed as it was.
@@ -83,7 +88,7 @@ def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
 
 
 def _best(root: str | Path, kind: Kind) -> Manifest | None:
-    """The newest step that may be pointed at: whole, and not left behind by a later run.
+    """The newest step that may be pointed at: valid, and not superseded by a later run.
 
     None also where another release has committed something newer, or begun a run.
     """

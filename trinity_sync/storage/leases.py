@@ -109,7 +109,7 @@ def acquire_lease(root: str | Path, step: int, holder: str, *, ttl_s: float = LE
         ttl_s: seconds that the lease lasts unless it is renewed.
 
     Raises:
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
         ConfigError: ``ttl_s`` is no number of seconds.
     """
     try:
@@ -138,7 +138,7 @@ def lease_to_read(root: str | Path, step: int, holder: str) -> Iterator[Manifest
         holder: name of the reader, for people.
 
     Raises:
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
     """
     with ExitStack() as lease:
         try:
@@ -205,7 +205,7 @@ def hold_committed(root: str | Path, step: int, *, shared: bool = True) -> Itera
         shared: let other leases and pins be acquired meanwhile.
 
     Raises:
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
     """
     if not _lock_of(root).exists():  # nor is a root made that is not mounted here
         require_committed(root, step)

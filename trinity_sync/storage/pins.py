@@ -59,7 +59,7 @@ def pin(
     """Keep a committed step until it is unpinned.
 
     Raises:
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
         FormatError: another release has pinned it.
     """
     with hold_committed(root, step):
@@ -88,7 +88,7 @@ def tag(
 
     Raises:
         ConfigError: the name cannot be one, or is that of another step.
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
         FormatError: another release has given the name, and ``force`` is not set.
     """
     if check_name("tag", name).isdecimal():

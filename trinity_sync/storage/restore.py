@@ -68,7 +68,7 @@ def load_shards(
             long the slot is locked. Close it before the next save.
 
     Raises:
-        CommitError: the step is not committed, a file is not part of it, one is damaged, or one
+        CommitError: the step is not committed, a file is not part of it, one is corrupted, or one
             that is not trusted holds more than tensors and plain values.
     """
     manifest = require_committed(root, step)
@@ -209,6 +209,6 @@ def require_digest(path: Path, record: FileRecord, found: str) -> None:
     """
     if found != record.digest:
         raise CommitError(
-            f"{path} is damaged: its digest is {found}, the manifest says {record.digest}. "
+            f"{path} is corrupted: its digest is {found}, the manifest says {record.digest}. "
             "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
         )

@@ -62,7 +62,7 @@ def newer_steps(root: str | Path, step: int) -> list[int]:
     """The steps that a rewind to ``step`` sets aside, in that order: the newest first.
 
     Raises:
-        CommitError: the step is not committed, or damaged.
+        CommitError: the step is not committed, or corrupted.
         FormatError: another release has committed it, or a newer one.
     """
     target = require_committed(root, step)
@@ -94,7 +94,7 @@ def rewind(
 
     Raises:
         ConfigError: the steps of the root count in a store, where nothing can be set aside.
-        CommitError: the step is not committed, or damaged; nothing was changed.
+        CommitError: the step is not committed, or corrupted; nothing was changed.
         StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
         FormatError: another release has committed the step or a newer one, or has begun a run;

@@ -4,9 +4,9 @@ A disk loses bytes without a word. Whoever finds out at the moment of a restore 
 whoever reads steps while newer ones are made can still fall back to a good one, or fetch a copy.
 
 Reading takes no lock but a lease. What it found is judged under the commit lock: the step is marked
-beside its files (``damage``), and the iteration files move back to the newest step that can be
+beside its files (``corruption``), and the iteration files move back to the newest step that can be
 loaded. A crash between the two leaves a pointer at a marked step, which nobody loads, and which
-the next judgement, or reconcile, moves. A step that is whole again loses its mark in the same way.
+the next judgement, or reconcile, moves. A step that is valid again loses its mark in the same way.
 """
 
 import errno
@@ -26,11 +26,11 @@ from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.corruption import (
-    Damage,
-    damage_of,
-    mark_damaged,
+    Corruption,
+    mark_corrupted,
+    read_corruption,
+    remove_mark,
     require_own_release,
-    unmark,
 )
 from trinity_sync.storage.discovery import committed_steps
 from trinity_sync.storage.latest_pointer import settle_iteration
@@ -58,7 +58,7 @@ class Checked:
 
     file: Chosen
     wrong: str
-    """What is wrong with it, to follow its name; empty if it is whole."""
+    """What is wrong with it, to follow its name; empty if it is valid."""
     seconds: float
 
 
@@ -68,9 +68,9 @@ class Verdict:
 
     root: str
     step: int
-    state: Literal["whole", "damaged", "restored", "replaced"]
-    """``restored``: it was marked as damaged and is whole again; ``replaced``: it is not the step
-    any more that was read, or was removed meanwhile."""
+    state: Literal["valid", "corrupted", "restored", "replaced"]
+    """``restored``: it was marked as corrupted and is valid again; ``replaced``: another commit
+    took its place, or it was removed meanwhile."""
     files: int
     nbytes: int
     seconds: float
@@ -163,7 +163,7 @@ def check(
 
 
 def judge(checked: Sequence[Checked], *, clock: Callable[[], float] = time.time) -> list[Verdict]:
-    """Mark the steps that are damaged, unmark those that are whole again, move the pointers.
+    """Mark corrupted steps, remove the mark of those that are valid again, move the pointers.
 
     Raises:
         OSError: the root cannot be written, so nothing can be marked.
@@ -184,11 +184,11 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
         nbytes=nbytes,
         seconds=sum(one.seconds for one in checked),
     )
-    before = damage_of(root, step)
+    before = read_corruption(root, step)
     if before is None and not any(one.wrong for one in checked):
-        return verdict(state="whole")
+        return verdict(state="valid")
     with one_change_at_a_time(root):
-        manifest, before = _manifest(root, step), damage_of(root, step)
+        manifest, before = _manifest(root, step), read_corruption(root, step)
         if manifest is None or any(_is_stale(one.file, manifest) for one in checked):
             return verdict(state="replaced")
         seen = {one.file.record.path: one.wrong for one in checked}
@@ -196,19 +196,19 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
         try:
             require_own_release(root, step)
         except FormatError as error:
-            return verdict(state="damaged", wrong=str(error))
+            return verdict(state="corrupted", wrong=str(error))
         named = {record.path for record in manifest.files}
         old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
         if wrong:
-            damage = Damage(wrong, now)
-            mark_damaged(root, step, damage)
+            corruption = Corruption(wrong, now)
+            mark_corrupted(root, step, corruption)
         else:
-            unmark(step_folder(root, step))
+            remove_mark(step_folder(root, step))
         for kind in KINDS:
             settle_iteration(root, kind)
     if wrong:
-        return verdict(state="damaged", wrong=str(damage))
+        return verdict(state="corrupted", wrong=str(corruption))
     return verdict(state="restored")
 
 
@@ -238,7 +238,7 @@ def _what_is_wrong(file: Chosen, took: Callable[[int], object]) -> str:
 
 @contextmanager
 def _leased(root: str, step: int) -> Iterator[None]:
-    """A lease, if the step can have one; one that is damaged cannot, and is read all the same."""
+    """A lease, if the step can have one; one that is corrupted cannot, and is read all the same."""
     with ExitStack() as leased:
         with suppress(CommitError, FormatError, OSError):
             leased.enter_context(acquire_lease(root, step, "verify", ttl_s=LONG_LEASE_S))

@@ -147,7 +147,7 @@ class Holder:
         """Hold a committed step.
 
         Raises:
-            Gone: the step is not committed (any more), or damaged.
+            Gone: the step is not committed (any more), or corrupted.
             WeightSyncError: it has no weights of the role.
         """
         root, step = Path(version.root), version.step
@@ -210,8 +210,8 @@ def _mapped(path: Path) -> memoryview:
 def _check(content: memoryview, path: Path, record: FileRecord) -> None:
     if digest_of_bytes(content) != record.digest:
         raise WeightSyncError(
-            f"{path} is damaged: it has not the digest that the manifest names; restore it from a "
-            "copy, or remove the step"
+            f"{path} is corrupted: it has not the digest that the manifest names; restore it from "
+            "a copy, or remove the step"
         )
 
 

@@ -81,7 +81,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     try:
         manager_of(restarted, new_run()).load_checkpoint(folder)
     except CommitError as error:
-        found["damaged"] = (str(error).partition(":")[0], len(all_runs(root)) - runs)
+        found["corrupted"] = (str(error).partition(":")[0], len(all_runs(root)) - runs)
     return found
 
 
@@ -90,8 +90,8 @@ def test_a_restarted_run_has_the_saved_state_bit_for_bit(
     version: int, tiny: Path, tmp_path: Path
 ) -> None:
     for found in on_ranks(_save_and_restart, version, tiny, tmp_path, scratch=tmp_path):
-        damaged = found.pop("damaged")
+        corrupted = found.pop("corrupted")
         assert found == {"spool": ([], 3), "disk": ([], 3), "plain": ([], 6)}
         # a file of one rank: all ranks say so, and no run begins
         shard = step_folder(tmp_path / "job", STEP) / "actor/optim_world_size_2_rank_1.pt"
-        assert damaged == (f"{shard} is damaged", 0)
+        assert corrupted == (f"{shard} is corrupted", 0)

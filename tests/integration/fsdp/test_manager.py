@@ -288,7 +288,7 @@ def test_after_a_step_that_cannot_be_loaded_another_one_can(
         shard.seek(-3000, 2)
         shard.write(b"x")
     second = new_run()
-    with pytest.raises(CommitError, match="is damaged"):
+    with pytest.raises(CommitError, match="is corrupted"):
         second.load_checkpoint(path(root, 2))
     second.load_checkpoint(path(root, 1))
     assert differences(before, trained.state()) == []

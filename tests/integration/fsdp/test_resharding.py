@@ -353,7 +353,7 @@ def test_the_optimizer_of_fsdp1_is_not_converted_and_its_model_is(
     assert differences(dict(whole), model) == []
 
 
-def test_a_damaged_file_is_refused_before_anything_is_loaded(
+def test_a_corrupted_file_is_refused_before_anything_is_loaded(
     loaded: dict[tuple[str, str], list[dict[str, Any]]],
     one_rank: None,
     tiny: Path,
@@ -367,7 +367,7 @@ def test_a_damaged_file_is_refused_before_anything_is_loaded(
         file.write(b"torn")
     trained = Trained(tiny, 2)
     before = trained.state()
-    with pytest.raises(CommitError, match=r"optim_world_size_2_rank_1.pt is damaged"):
+    with pytest.raises(CommitError, match=r"optim_world_size_2_rank_1.pt is corrupted"):
         manager_of(trained).load_checkpoint(str(folder))
     assert differences(before, trained.state()) == []
 
