@@ -98,8 +98,7 @@ class Trainer:
     def upload(self) -> int:
         """Hand the weights over; returns their bytes."""
         origin = self._origin(self.step)
-        plan = self._stager.plan(origin, {"model": self._state})
-        self._stager.carry_out(plan, sealed=False)
+        self._stager.stage(origin, {"model": self._state}, seals=False).result()
         published = self._stager.publish(origin, "model")
         assert published
         self._publisher.publish(published)

@@ -1,9 +1,14 @@
 """A job without Prefect or Ray: real slots, real files, the bodies of the tasks called directly."""
 
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager, pack_folder
@@ -11,6 +16,23 @@ from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 from trinity_sync.storage.placement import Share, note_placement, places_of
+
+
+@contextmanager
+def held(stager: Stager) -> Iterator[None]:
+    """Let what is staged within the block with ``overlap`` be copied after it."""
+    begin, copy = threading.Event(), stager._copy
+
+    def copy_later(*arguments: Any, **options: Any) -> Staged:
+        assert begin.wait(30)
+        return copy(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stager, "_copy", copy_later)
+        try:
+            yield
+        finally:
+            begin.set()
 
 
 @dataclass
@@ -56,7 +78,7 @@ class Job:
         origin = self.origin(step, rank=rank, **other)
         places = places_of([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
         note_placement(self.root, origin.run, origin.run_key, origin.role, places)
-        return self.stager(rank).stage(origin, states, also=also, metadata=packed)
+        return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> Save:
         return Save(str(self.root), run, step, kind, self.roles)

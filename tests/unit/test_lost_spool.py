@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.unit.conftest import Open
-from tests.unit.job import Job
+from tests.unit.job import Job, held
 from tests.unit.weights import upload
 from trinity_sync.errors import SpoolError
 from trinity_sync.snapshot.slot_reader import MappedSlot
@@ -74,13 +74,15 @@ def test_a_slot_that_is_removed_before_its_seal_is_not_sealed(job: Job) -> None:
     job.stage(1, state(1))
     job.commit(1)
     stager, origin = job.stager(), job.origin(2)
-    stager.carry_out(stager.plan(origin, state(2)), sealed=False)
-    plan = stager.plan(origin, {**state(2), "optim": {"s": torch.ones(3)}})
-    remove_spool(job)
+    stager.stage(origin, state(2), seals=False).result()
+    with held(stager):
+        states = {**state(2), "optim": {"s": torch.ones(3)}}
+        handle = stager.stage(origin, states, overlap=True)
+        remove_spool(job)
     with pytest.raises(
         SpoolError, match=r"step 2, role actor, rank 0: nothing was .*model.* was removed"
     ):
-        stager.carry_out(plan)
+        handle.result()
     assert job.spool.tickets() == ([], [])
     job.stage(2, state(2))
     assert torch.equal(committed(job, 2), state(2)["model"]["w"])

@@ -27,9 +27,9 @@ class Held(Stager):
 
     begin: threading.Event
 
-    def carry_out(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def _copy(self, *arguments, **options):  # type: ignore[no-untyped-def]
         assert self.begin.wait(30)
-        return super().carry_out(*arguments, **options)
+        return super()._copy(*arguments, **options)
 
 
 class Saves:

@@ -117,7 +117,7 @@ def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of
     saves = coordinator_of()
     saves.save_sync(lambda: None, 10)
     asyncio.run(saves.register_and_monitor(10))
-    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has .* before it"):
+    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has requested .* it"):
         saves.save(10, state(10))
     saves.save(10, state(10), kind="state_dict")
     saves.save(20, state(20))

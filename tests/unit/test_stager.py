@@ -271,7 +271,7 @@ def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
     temporary = second.with_name(f"{second.name}.ticket.tmp")
     with (
         when_opened(temporary, full),
-        pytest.raises(SpoolError, match=r"nothing was handed over, because .* No space left"),
+        pytest.raises(SpoolError, match=r"nothing was submitted, because .* No space left"),
     ):
         job.stage(1, states)
     assert job.spool.tickets() == ([], [])

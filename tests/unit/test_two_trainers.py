@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.job import Job
+from tests.unit.job import Job, held
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.slot_reader import MappedSlot
 from trinity_sync.snapshot.stager import Stager
@@ -43,8 +43,7 @@ class Trainer:
 
     def upload(self, step: int) -> None:
         state = {"model": self.state(step)["model"]}
-        plan = self.stager.plan(self.job.origin(step, run=self.run), state)
-        self.stager.carry_out(plan, sealed=False)
+        self.stager.stage(self.job.origin(step, run=self.run), state, seals=False).result()
 
     def publish(self, step: int) -> Published | None:
         return self.stager.publish(self.job.origin(step, run=self.run), "model")
@@ -144,25 +143,26 @@ def test_an_upload_that_another_trainer_has_overwritten_is_not_published(
     require_published(second, published)
 
 
-def test_an_image_that_a_save_was_planned_with_stays_until_it_is_sealed(
+def test_an_image_that_a_save_was_laid_out_with_stays_until_it_is_sealed(
     trainers: tuple[Trainer, Trainer],
 ) -> None:
     first, second = trainers
     first.upload(5)
-    assert first.publish(5)
-    plan = first.stager.plan(first.job.origin(5), first.state(5))
-    second.upload(6)  # into a slot that it adds
-    assert len([part for part in plan.parts if part.staged_in]) == 1
-    first.stager.carry_out(plan)
+    published = first.publish(5)
+    assert published
+    with held(first.stager):
+        handle = first.stager.stage(first.job.origin(5), first.state(5), overlap=True)
+        second.upload(6)  # into a slot that it adds
+    assert published.image in handle.result().images
     assert same(first.commit(5), first.state(5))
 
 
-def test_a_plan_that_fails_releases_the_image(trainers: tuple[Trainer, Trainer]) -> None:
+def test_a_layout_that_fails_releases_the_image(trainers: tuple[Trainer, Trainer]) -> None:
     first, second = trainers
     first.upload(5)
     unfit = {**first.state(5), "extra_state": (i for i in range(3))}
     with pytest.raises(ImageError, match="cannot pickle 'generator' object"):
-        first.stager.plan(first.job.origin(5), unfit)
+        first.stager.stage(first.job.origin(5), unfit)
     second.stage(6)
     assert same(second.commit(6), second.state(6))
 

@@ -238,7 +238,7 @@ def test_readers_read_on_after_the_trainer_was_killed(
         origin = Origin(root, 1, "", 5, "state_dict", "actor", ("actor",), 0, 1)
         stager = Stager(open_job_spool(spool, root))
         state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
-        stager.carry_out(stager.plan(origin, {"model": state}), sealed=False)
+        stager.stage(origin, {"model": state}, seals=False).result()
         stager.publish(origin, "model")
         os.kill(os.getpid(), signal.SIGKILL)
         """

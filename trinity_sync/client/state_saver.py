@@ -7,7 +7,7 @@ either way it is submitted the moment its last image is sealed.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,14 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
-from trinity_sync.snapshot.stager import METADATA, Origin, Plan, Staged, Stager, pack_folder
+from trinity_sync.snapshot.stager import (
+    METADATA,
+    Origin,
+    Staged,
+    Stager,
+    StagingHandle,
+    pack_folder,
+)
 from trinity_sync.snapshot.version_tag import Published
 
 logger = logging.getLogger(__name__)
@@ -48,7 +55,6 @@ class StateSaver:
         self._uploaded = False
         self._packed: dict[Path, bytes] = {}
         self._failures: list[str] = []
-        self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
 
     def save(
@@ -77,13 +83,13 @@ class StateSaver:
             if name not in components or self._is_staged(origin, name, components[name], overlap)
         ]
         states = {name: state for name, state in components.items() if name not in earlier}
-        submitted = (role, step, kind) in self._submitted
+        was_submitted = (role, step, kind) in self._submitted
         if not states and attachments is None:
-            if submitted or kind == "state_dict":  # a checkpoint serves as the step's sync, too
+            if was_submitted or kind == "state_dict":  # a checkpoint serves as the step's sync, too
                 return NOTHING_STAGED
             states = dict(components)  # all of it went with the sync: the checkpoint has its own
         late = [name for name in states if name not in self._staged.get((role, step), [])]
-        if submitted and (late or attachments is not None):
+        if was_submitted and (late or attachments is not None):
             raise ConfigError(
                 f"step {step}, role {role}: {', '.join(late) or 'attachments'} comes after the "
                 f"{kind} was submitted; submit all components of a step in one call"
@@ -93,7 +99,7 @@ class StateSaver:
             if metadata is not None and origin.rank == 0 and METADATA not in earlier:
                 packed = self._packed.get(Path(metadata)) or pack_folder(Path(metadata))
                 self._packed = {Path(metadata): packed} if packed else {}
-            plan = self._stager.plan(
+            handle = self._stager.stage(
                 origin,
                 states,
                 also=earlier,
@@ -104,11 +110,11 @@ class StateSaver:
             )
         except Exception as error:
             return self._failed(origin, error)
+        submitted = self._submit_once_sealed(handle)
         if not overlap:
-            return self._carry_out(plan)
-        self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
-        self._overlapping = self._background.submit(self._carry_out, plan, threads=1)
-        return Staged(plan.components, plan.nbytes, time.perf_counter() - plan.began, 0.0)
+            return submitted.result()
+        self._overlapping = submitted
+        return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0)
 
     def upload(self, origin: Origin, collect: Callable[[], Any]) -> tuple[Published | None, Staged]:
         """Stage the model, unless the step's save did, and let readers have it; save nothing.
@@ -128,8 +134,7 @@ class StateSaver:
             return None, self._failed(origin, error)
         state = collect()
         try:
-            plan = self._stager.plan(origin, {MODEL: state})
-            staged = self._stager.carry_out(plan, sealed=False)
+            staged = self._stager.stage(origin, {MODEL: state}, seals=False).result()
             published = self._stager.publish(origin, MODEL)
         except Exception as error:
             return None, self._failed(origin, error)
@@ -137,7 +142,7 @@ class StateSaver:
         return published, staged
 
     def wait_staged(self) -> float:
-        """Wait for an overlapped save to be staged; returns the seconds that it took.
+        """Wait until an overlapped save is submitted; returns the seconds that it took.
 
         Raises:
             SpoolError, ImageError: as `save`.
@@ -159,8 +164,6 @@ class StateSaver:
         try:
             self.wait_staged()
         finally:
-            if self._background:
-                self._background.shutdown()
             self._stager.close()
 
     def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
@@ -169,10 +172,25 @@ class StateSaver:
             return self._stager.holds(origin, component, state, overlap=overlap)
         return False
 
-    def _carry_out(self, plan: Plan, *, threads: int = 0) -> Staged:
-        origin = plan.origin
+    def _submit_once_sealed(self, handle: StagingHandle) -> Future[Staged]:
+        """Submit a save in the thread that seals it; returns what is done afterwards.
+
+        A waiter for ``sealed`` itself may go on before the save is submitted.
+        """
+        submitted: Future[Staged] = Future()
+
+        def submit(sealed: Future[Staged]) -> None:
+            try:
+                submitted.set_result(self._submit_sealed(handle.origin, sealed))
+            except BaseException as error:
+                submitted.set_exception(error)
+
+        handle.sealed.add_done_callback(submit)
+        return submitted
+
+    def _submit_sealed(self, origin: Origin, sealed: Future[Staged]) -> Staged:
         try:
-            staged = self._stager.carry_out(plan, threads=threads)
+            staged = sealed.result()
         except Exception as error:
             return self._failed(origin, error)
         kept = {key: value for key, value in self._staged.items() if key[0] != origin.role}

@@ -1,6 +1,8 @@
 """Staging: one copy from live tensors into warm slots, then the seals.
 
-This is all that a save costs the training loop.
+This is all that a save costs the training loop. A call of `Stager.stage` lays the files out and
+copies them, or has a thread copy them while training goes on, as the stager of
+``torch.distributed.checkpoint`` does; either way it returns a handle with a future.
 """
 
 import io
@@ -9,6 +11,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +39,7 @@ ATTACHMENTS: Component = "attachments"
 
 @dataclass(frozen=True)
 class Staged:
-    """What one hand-over put into the spool, and what it cost the caller."""
+    """What one save put into the spool, and what it cost the caller."""
 
     components: tuple[str, ...]
     nbytes: int
@@ -50,7 +53,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file of a hand-over."""
+    """One file of a save."""
 
     component: str
     path: str
@@ -59,18 +62,19 @@ class _Part:
     storages: Storages
     watch: Watch | None
     staged_in: Slot | None = None
-    """Where the very image lies already, not sealed yet; locked until the plan is carried out."""
+    """Slot that holds the image already, not sealed yet; locked until the save is."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A hand-over whose files are laid out and not copied yet."""
+class _Plan:
+    """A save whose files are laid out and not copied yet."""
 
     origin: Origin
     components: tuple[str, ...]
     parts: Sequence[_Part]
     computed: Computed
     began: float
+    seals: bool
     locks: ExitStack
     """Release the slots of images that are there already."""
 
@@ -78,6 +82,27 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all files that are copied, together."""
         return sum(part.layout.nbytes for part in self.parts if not part.staged_in)
+
+
+@dataclass(frozen=True)
+class StagingHandle:
+    """A save that is being staged, or was."""
+
+    origin: Origin
+    components: tuple[str, ...]
+    nbytes: int
+    """Bytes of all files that are copied, together."""
+    stall_s: float
+    """Seconds for which `Stager.stage` stalled the caller."""
+    sealed: Future[Staged]
+    """Done when the images are sealed, all of them or none; until then the tensors must not change.
+
+    Its errors are those of `Stager.stage`, and `ImageError` if tensors changed before the copy.
+    """
+
+    def result(self) -> Staged:
+        """Wait until the images are sealed; raises the errors of ``sealed``."""
+        return self.sealed.result()
 
 
 class Stager:
@@ -103,6 +128,8 @@ class Stager:
         self._clock = clock
         self._slots = Slots(spool, slots, slot_wait_s, clock)
         self._layouts: dict[tuple[str, str, int], Layout] = {}
+        self._background: ThreadPoolExecutor | None = None
+        self._overlapping: Future[Staged] | None = None
 
     def stage(
         self,
@@ -112,39 +139,61 @@ class Stager:
         also: Sequence[str] = (),
         metadata: bytes | None = None,
         attachments: bytes | None = None,
-    ) -> Staged:
-        """Copy ``states`` into slots and seal them; afterwards they survive this process.
-
-        Args and errors are those of `plan` and `carry_out`, one after the other.
-        """
-        plan = self.plan(origin, states, also=also, metadata=metadata, attachments=attachments)
-        return self.carry_out(plan)
-
-    def plan(
-        self,
-        origin: Origin,
-        states: Mapping[str, Any],
-        *,
-        also: Sequence[str] = (),
-        metadata: bytes | None = None,
-        attachments: bytes | None = None,
         overlap: bool = False,
         check: bool = False,
-    ) -> Plan:
-        """Lay the files out; plain values are taken here and now, tensors when it is carried out.
+        seals: bool = True,
+    ) -> StagingHandle:
+        """Copy ``states`` into slots and seal them; afterwards they survive this process.
+
+        Files are laid out, and plain values are taken, before the call returns. Tensors are copied
+        by the call, or by a thread with ``overlap``. A call waits for the copy of the one before.
 
         Args:
-            origin: who hands over.
+            origin: the save, as its tickets name it.
             states: state by component; each becomes one ``.pt`` file of this rank.
-            also: components of this save that were handed over earlier, at the same step.
+            also: components of this save that were submitted earlier, at the same step.
             metadata: a folder of small files, as packed by `pack_folder`.
             attachments: files of the step itself, as packed by `pack`.
-            overlap: whether training goes on before the plan is carried out, see ``overlap``.
+            overlap: copy in a thread while training goes on, and detect tensors that change.
             check: as in `Watch`.
+            seals: False for images that are not saved, see `publish`.
+
+        Returns:
+            A handle, which is done already unless the copy overlaps.
 
         Raises:
             ImageError: a state cannot be pickled or copied; the message names the key.
+            SpoolFullError: there is no room.
+            SpoolError: writers hold every slot for longer than ``slot_wait_s``, or the spool cannot
+                be written. Nothing is sealed after an error. With ``overlap``, errors of copying
+                are those of the handle.
         """
+        if self._overlapping is not None:
+            wait([self._overlapping])
+        plan = self._lay_out(
+            origin, states, also, metadata, attachments, overlap=overlap, check=check, seals=seals
+        )
+        if overlap:
+            self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
+            sealed = self._overlapping = self._background.submit(self._copy, plan, threads=1)
+        else:
+            sealed = Future()
+            sealed.set_result(self._copy(plan))
+        stall_s = time.perf_counter() - plan.began
+        return StagingHandle(origin, plan.components, plan.nbytes, stall_s, sealed)
+
+    def _lay_out(
+        self,
+        origin: Origin,
+        states: Mapping[str, Any],
+        also: Sequence[str],
+        metadata: bytes | None,
+        attachments: bytes | None,
+        *,
+        overlap: bool,
+        check: bool,
+        seals: bool,
+    ) -> _Plan:
         began = time.perf_counter()
         parts: list[_Part] = []
         with ExitStack() as locks:  # released here if a state cannot be laid out
@@ -171,33 +220,22 @@ class Stager:
                     layout = Layout(len(packed), [(0, packed)], [])
                     parts.append(_Part(folder, path, "folder", layout, [], None))
             named = (*states, *also, *(part.component for part in parts))
-            return Plan(
+            return _Plan(
                 origin=origin,
                 components=(*dict.fromkeys(named),),
                 parts=parts,
                 computed=computed_now(storage for part in parts for storage in part.storages),
                 began=began,
+                seals=seals,
                 locks=locks.pop_all(),
             )
 
-    def carry_out(self, plan: Plan, *, threads: int = 0, sealed: bool = True) -> Staged:
-        """Copy what was planned into slots and seal them, all of them or none.
-
-        Args:
-            plan: made by `plan`; the last one made is carried out before the next is made.
-            threads: how many copy; 0 for as many as torch uses for one operation.
-            sealed: False for images that need not be saved, see `publish`.
-
-        Raises:
-            SpoolFullError: there is no room; nothing was handed over.
-            SpoolError: writers hold every slot for longer than ``slot_wait_s``, or the spool cannot
-                be written; likewise.
-            ImageError: tensors changed before they were copied; likewise.
-        """
+    def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
+        """Copy what was laid out and seal it; by ``threads``, or as many as torch uses for 0."""
         with plan.locks, on_device(plan.computed):
-            return self._carry_out(plan, threads, sealed)
+            return self._fill_all(plan, threads)
 
-    def _carry_out(self, plan: Plan, threads: int, sealed: bool) -> Staged:
+    def _fill_all(self, plan: _Plan, threads: int) -> Staged:
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
         try:
@@ -209,7 +247,7 @@ class Stager:
                 plan.locks.callback(slot.unlock)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part, threads)))
-            if sealed:
+            if plan.seals:
                 self._seal(filled)
             for slot, ticket in filled:
                 slot.holds = ticket
@@ -228,7 +266,7 @@ class Stager:
                 if not slot.has_file:
                     raise SpoolError(
                         f"step {ticket.step}, role {ticket.role}, rank {ticket.rank}: nothing was "
-                        f"handed over, because {slot.path} was removed while it was filled. Look "
+                        f"submitted, because {slot.path} was removed while it was filled. Look "
                         "for what removes it (trinity-sync doctor names systemd's RemoveIPC). "
                         "Later saves try again."
                     )
@@ -312,10 +350,12 @@ class Stager:
         self._slots.wait_at_most(seconds)
 
     def close(self) -> None:
-        """Unmap all slots and delete those in which no image waits."""
+        """Wait for a copy that overlaps; unmap all slots and delete those without a waiting image."""
+        if self._background:
+            self._background.shutdown()
         self._slots.close()
 
-    def _fill(self, slot: Slot, plan: Plan, part: _Part, threads: int) -> Ticket:
+    def _fill(self, slot: Slot, plan: _Plan, part: _Part, threads: int) -> Ticket:
         ticket = self._ticket(plan, part)
         image = slot.begin(ticket.image, part.layout.nbytes)
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
@@ -329,7 +369,7 @@ class Stager:
         slot.laid_out = part.layout
         return ticket
 
-    def _ticket(self, plan: Plan, part: _Part) -> Ticket:
+    def _ticket(self, plan: _Plan, part: _Part) -> Ticket:
         known = part.staged_in.holds if part.staged_in else None
         return Ticket(
             image=known.image if known else uuid.uuid4().hex,
@@ -358,20 +398,20 @@ def _has(slot: Slot, layout: Layout, storages: Storages, overlap: bool) -> bool:
 
 @contextmanager
 def _naming(origin: Origin, component: str) -> Iterator[None]:
-    """Say of whatever goes wrong with a state whose it is."""
+    """Name the save and the component in every error of a state."""
     try:
         yield
     except Exception as error:
         what = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
         raise ImageError(
-            f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed over, "
+            f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
             f"because {component} cannot be staged: {what}"
         ) from error
 
 
 def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
     return SpoolError(
-        f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was handed over, "
+        f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was submitted, "
         f"because {error.filename or 'the spool'} cannot be written: {error.strerror}. Is the "
         "shared memory full? Later saves try again."
     )

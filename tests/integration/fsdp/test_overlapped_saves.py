@@ -55,13 +55,13 @@ def test_steps_that_follow_at_once_do_not_reach_the_files(
 def test_a_step_that_does_not_wait_is_noticed(
     trained: Trained, saves: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carry_out = saves._states._stager.carry_out
+    copy = saves._stager._copy
 
     def after_the_step(plan, **options):  # type: ignore[no-untyped-def]
         trained.step()
-        return carry_out(plan, **options)
+        return copy(plan, **options)
 
-    monkeypatch.setattr(saves._states._stager, "carry_out", after_the_step)
+    monkeypatch.setattr(saves._stager, "_copy", after_the_step)
     saves.save(1, {"optim": trained.optimizer.state_dict()}, overlap=True)
     with pytest.raises(ImageError, match=r"state\.\w+\.exp_avg"):
         saves.wait_staged()

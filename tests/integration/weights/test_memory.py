@@ -38,7 +38,7 @@ def state(rank: int, step: int) -> dict[str, torch.Tensor]:
 def note_of(job: Job, step: int, rank: int = 0) -> Published:
     """Stage what a rank has at a step, as an upload does."""
     stager, origin = job.stager(rank), job.origin(step, rank=rank)
-    stager.carry_out(stager.plan(origin, {"model": state(rank, step)}), sealed=False)
+    stager.stage(origin, {"model": state(rank, step)}, seals=False).result()
     published = stager.publish(origin, "model")
     assert published is not None
     return published
