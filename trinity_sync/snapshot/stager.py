@@ -350,7 +350,7 @@ class Stager:
         self._slots.wait_at_most(seconds)
 
     def close(self) -> None:
-        """Wait for a copy that overlaps; unmap all slots and delete those without a waiting image."""
+        """Wait for a copy that overlaps; unmap all slots and delete those that hold no image."""
         if self._background:
             self._background.shutdown()
         self._slots.close()
