@@ -112,6 +112,20 @@ def test_an_optimizers_step_waits_until_its_tensors_are_copied(saves: Saves) -> 
     assert torch.equal(weight.detach(), before - 1)
 
 
+def test_all_threads_that_wait_wait_until_the_tensors_are_copied(saves: Saves) -> None:
+    saves.save(1, {"w": torch.rand(BIG)})
+    threads = [threading.Thread(target=saves.states.wait_staged) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(0.1)
+    assert [thread.is_alive() for thread in threads] == [True, True]
+    saves.stager.begin.set()
+    for thread in threads:
+        thread.join(30)
+    assert saves.submitted == [1]
+
+
 def test_a_state_that_changed_too_early_is_not_saved_and_is_named(saves: Saves) -> None:
     state = {"layers": [{"w": torch.zeros(BIG)}], "other": torch.zeros(BIG)}
     saves.save(1, state)

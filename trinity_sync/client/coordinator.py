@@ -1,5 +1,6 @@
 """A trainer's saves: submit a step, continue training, be told of every failure."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -571,7 +572,8 @@ class CheckpointCoordinator:
     ) -> None:
         """Request the flow run of a step whose saves were dispatched; it does not wait for them.
 
-        It follows Trinity's method. A step whose ranks have asked already gets no second run.
+        It follows Trinity's method. A step whose ranks have asked already gets no second run. Other
+        coroutines run meanwhile, also while an overlapped save is staged.
 
         Args:
             global_step: training step.
@@ -585,8 +587,13 @@ class CheckpointCoordinator:
         step = check_number("step", global_step)
         expected = check_number("state_dict_thread_count", state_dict_thread_count)
         expected += check_number("checkpoint_thread_count", checkpoint_thread_count)
-        self.wait_staged()
-        self._submitter.submit_callables(step, _kind(is_state_dict), expected)
+        self._require_own_process()
+
+        def submit() -> None:  # waits for a copy, and reads files of the spool and of the root
+            self.wait_staged()
+            self._submitter.submit_callables(step, _kind(is_state_dict), expected)
+
+        await asyncio.to_thread(submit)
 
     # ------------------------------------------------------------ preemption
 

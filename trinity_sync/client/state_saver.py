@@ -7,7 +7,7 @@ either way it is submitted the moment its last image is sealed.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -147,11 +147,14 @@ class StateSaver:
         Raises:
             SpoolError, ImageError: as `save`.
         """
-        if self._overlapping is None:
+        overlapping = self._overlapping
+        if overlapping is None:
             return 0.0
         start = time.perf_counter()
-        overlapping, self._overlapping = self._overlapping, None
-        overlapping.result()
+        wait([overlapping])  # before it is forgotten: another thread may wait, too
+        if self._overlapping is overlapping:
+            self._overlapping = None
+            overlapping.result()
         return time.perf_counter() - start
 
     def take_failures(self) -> list[str]:
