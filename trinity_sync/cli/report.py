@@ -2,13 +2,13 @@
 
 from pathlib import Path
 from typing import Annotated
-from uuid import uuid4
 
 import typer
 
 from trinity_sync.cli.app import Root, app, existing, read_settings
 from trinity_sync.cli.page import render
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.atomic import replace_file
 
 
 @app.command(
@@ -29,12 +29,9 @@ def report(
     if output.is_dir():
         raise ConfigError(f"{output} is a folder; pass the name of a file as --output")
     page = render(gather(read_settings(), existing(root)))
-    temporary = output.with_name(f".{output.name}.{uuid4().hex}.tmp")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
+        replace_file(output, page, sync=False)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"{output} cannot be written: {error.strerror}; pass another --output"
         ) from error

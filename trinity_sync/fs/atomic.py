@@ -17,29 +17,41 @@ until it is closed."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
-def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Write ``content`` so that a reader, or a reboot, finds the old file or the new one whole.
+def replace_file(
+    path: Path,
+    content: str | bytes,
+    *,
+    mode: int = 0o666,
+    sync: bool = True,
+    own_name: bool = True,
+) -> None:
+    """Write a file so that a reader finds the old content or the new one, never a part.
 
     Args:
         path: the file.
         content: all that it will hold.
         mode: its permissions from the first byte on, whatever the old file's are, less the umask.
+        sync: let a reboot find one of them as well. Useless in shared memory, and for what is
+            worthless after a reboot.
+        own_name: give each write a temporary name of its own. Without it, writers must exclude each
+            other, and the next one overwrites what a killed one has left.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    temporary = _temporary_name(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        _write_synced(temporary, content, mode)
+        _write(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def create_file(path: Path, content: str | bytes) -> bool:
     """As `replace_file`, but only if there is no file yet; False if there is one."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    temporary = _temporary_name(path)
     try:
-        _write_synced(temporary, content)
+        _write(temporary, content)
         _give_free_name(temporary, path)
     except FileExistsError:
         return False
@@ -140,8 +152,15 @@ def _give_free_name(temporary: Path, path: Path) -> None:
             temporary.replace(path)
 
 
-def _write_synced(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+
+
+def _write(
+    path: Path, content: str | bytes, *, flag: str = "xb", mode: int = 0o666, sync: bool = True
+) -> None:
+    with open(path, flag, opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())

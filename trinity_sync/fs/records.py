@@ -79,13 +79,6 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
     return msgspec.convert(decode_body(content, path, kind.FORMAT, kind.WRITER), kind)
 
 
-def write_spool_record(path: Path, record: Record) -> None:
-    """Replace a record in shared memory; a power cut leaves nothing there, so it is not synced."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(encode_record(record))
-    temporary.replace(path)
-
-
 def read_spool_record(kind: type[R], path: Path) -> R | None:
     """Return the record in a file; None if the file is missing, torn or altered.
 

@@ -5,13 +5,13 @@ wrote, or as *failed* with its error. A process that dies in between leaves a st
 process is gone, which counts as failed.
 """
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.process import process_lives
 from trinity_sync.fs.records import TRAINER, Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name
@@ -49,10 +49,7 @@ def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
     """Put the receipt into the spool, in the place of an earlier state of it."""
     spool.make()
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
-    path = _path(spool, receipt)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(encode_record(receipt))
-    temporary.replace(path)
+    replace_file(_path(spool, receipt), encode_record(receipt), sync=False)
 
 
 def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Receipt]:

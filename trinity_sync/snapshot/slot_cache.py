@@ -9,7 +9,8 @@ and compares the digest of the bytes with the one in the step's manifest.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.records import STACK, Count, Record, read_spool_record, write_spool_record
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.records import STACK, Count, Record, encode_record, read_spool_record
 from trinity_sync.layout import SPOOL_FORMAT
 
 KEPT_SUFFIX = ".kept"
@@ -34,7 +35,7 @@ def kept_path(slot: Path) -> Path:
 
 def keep(slot: Path, kept: Kept) -> None:
     """Leave the note; call it under the slot's lock."""
-    write_spool_record(kept_path(slot), kept)
+    replace_file(kept_path(slot), encode_record(kept), sync=False, own_name=False)
 
 
 def kept_in(slot: Path) -> Kept | None:

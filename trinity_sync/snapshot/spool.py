@@ -18,12 +18,12 @@ import logging
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.layout import check_name, job_id
 from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, kept_in
 from trinity_sync.snapshot.ticket import (
@@ -74,9 +74,7 @@ class JobSpool:
         own_folder(self.folder)
         note = self.folder / ROOT_NOTE
         if self.of and not note.exists():
-            temporary = note.with_name(f".{ROOT_NOTE}.{uuid.uuid4().hex}")
-            temporary.write_bytes(os.fsencode(self.of))
-            temporary.replace(note)
+            replace_file(note, os.fsencode(self.of), sync=False)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
         """Return the path of a slot of a rank's component."""

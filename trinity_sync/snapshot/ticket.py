@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import TicketError
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.records import (
     TRAINER,
     Count,
@@ -119,16 +120,8 @@ def failure_path(slot: Path) -> Path:
 
 def seal(slot: Path, ticket: Ticket) -> None:
     """Make the image in ``slot`` official: it survives this process and may be written out."""
-    text = encode_record(ticket)
-    path = ticket_path(slot)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text)
-        failure_path(slot).unlink(missing_ok=True)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    failure_path(slot).unlink(missing_ok=True)  # it is that of the slot's last image
+    replace_file(ticket_path(slot), encode_record(ticket), sync=False, own_name=False)
 
 
 def read_ticket(slot: Path) -> Ticket | None:

@@ -9,12 +9,13 @@ version's bytes until the lock is given back.
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.records import (
     TRAINER,
     Count,
     Record,
+    encode_record,
     read_spool_record,
-    write_spool_record,
 )
 from trinity_sync.layout import SPOOL_FORMAT
 
@@ -45,7 +46,7 @@ def published_path(slot: Path) -> Path:
 
 def publish(slot: Path, published: Published) -> None:
     """Leave the note; call it while the bytes cannot change."""
-    write_spool_record(published_path(slot), published)
+    replace_file(published_path(slot), encode_record(published), sync=False, own_name=False)
 
 
 def published_in(slot: Path) -> Published | None:

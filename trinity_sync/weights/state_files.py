@@ -11,13 +11,12 @@ so they are replaced atomically and not synced, and nobody waits for a disk.
 """
 
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, read_anew
+from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
 from trinity_sync.fs.process import process_home, process_lives, process_name
 from trinity_sync.fs.records import R, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
@@ -61,7 +60,7 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
     """Say that this process is the Synchronizer of the job."""
     address = Address(name, namespace, process_home(), process_name(os.getpid()))
     make_folder(address_file(root).parent)
-    _replace(address_file(root), address)
+    replace_file(address_file(root), encode_record(address), sync=False)
 
 
 def read_address(root: str | Path) -> Address | None:
@@ -75,7 +74,7 @@ def read_address(root: str | Path) -> Address | None:
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
     """Replace what is known, atomically."""
-    _replace(state_file(root), _State(dict(state)))
+    replace_file(state_file(root), encode_record(_State(dict(state))), sync=False)
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
@@ -86,15 +85,6 @@ def read_state(root: str | Path) -> dict[str, Any] | None:
     """
     found = _read(_State, state_file(root))
     return found.state if found else None
-
-
-def _replace(path: Path, record: Record) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
-    try:
-        temporary.write_text(encode_record(record))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(kind: type[R], path: Path) -> R | None:
