@@ -22,8 +22,8 @@ from trinity_sync.orchestration.prefect_queries import (
     read_pool_runs,
     read_retention,
 )
-from trinity_sync.orchestration.reconcile import reconcile
-from trinity_sync.orchestration.zombie_runs import end_unheard_tasks
+from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
+from trinity_sync.orchestration.recovery.reconcile import reconcile
 from trinity_sync.settings import Settings
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}
@@ -87,7 +87,7 @@ class Questions:
             OURS[1]: lambda: self._run(self._trigger.outcomes([self._last])),
             OURS[2]: lambda: self._run(due(pool, scheduled_before=datetime.now(timezone.utc))),
             OURS[3]: lambda: self._run(read_pool_runs(client, pool, *UNDER_WAY)),
-            OURS[4]: lambda: self._run(end_unheard_tasks(client, pool)),
+            OURS[4]: lambda: self._run(end_unreported_tasks(client, pool)),
             OURS[5]: lambda: count_waiting_runs(sync, pool),
             OURS[6]: lambda: read_job_runs(sync, root),
             OURS[7]: lambda: read_retention(sync, root),

@@ -1,21 +1,21 @@
-"""``reconcile``: bring disk, memory and Prefect back together after whatever died."""
+"""``reconcile``: repair what crashes left in Prefect, in memory and on disk."""
 
 from prefect import flow
 from prefect_ray.context import remote_options
 
 from flows.on_ray import OnRay, on_this_node, results
-from tasks.reconcile import mend_what_was_left
-from trinity_sync.orchestration.reconcile import GRACE_S
+from tasks.reconcile import repair
+from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 
 
 @flow(name="reconcile", task_runner=OnRay(), persist_result=False, retries=0)
 async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
-    """Mend what was left half done: runs, images, pointers, temporary files, memory.
+    """Repair what crashes left: runs, images, latest pointers, temporary files, memory.
 
     Args:
         root: Full path of the job's root folder; empty for every job that has committed something
             on this node (or those of TRINITY_SYNC_MAINTAIN).
-        grace_s: Seconds for which a file that nobody seems to need is left alone.
+        grace_s: Seconds for which a file that seems unused is left alone.
     """
     with remote_options(**on_this_node()):
-        await results([mend_what_was_left.submit(root, grace_s)])
+        await results([repair.submit(root, grace_s)])

@@ -1,4 +1,4 @@
-"""The task of a reconciliation, and its report."""
+"""The task of the ``reconcile`` flow, and its report."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,17 +10,22 @@ from prefect.client.orchestration import get_client
 
 from tasks.weights import show_weights
 from trinity_sync.orchestration.job_registry import roots_of
-from trinity_sync.orchestration.reconcile import GRACE_S, reconcile
+from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
 from trinity_sync.storage.gc import Finding
 
 
-@task(name="mend", persist_result=False)
-def mend_what_was_left(root: str | None, grace_s: float = GRACE_S) -> None:
-    """Mend what was left half done on this node, and show what was done and what was not."""
+@task(name="repair", persist_result=False)
+def repair(root: str | None, grace_s: float = GRACE_S) -> None:
+    """Repair what crashes left on this node, and show what was repaired and what was not.
+
+    Args:
+        root: root of the job; None for all known jobs.
+        grace_s: seconds for which a file that seems unused is left alone.
+    """
     settings = Settings()
     roots = roots_of(root, settings)
-    show(asyncio.run(_reconcile(settings, roots, grace_s)))
+    show_findings(asyncio.run(_reconcile(settings, roots, grace_s)))
     for each in roots:
         show_weights(each)
 
@@ -30,8 +35,8 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
         return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
-def show(found: Sequence[Finding]) -> None:
-    """Put what was found into the run's page of the Prefect UI; nothing if all was well."""
+def show_findings(found: Sequence[Finding]) -> None:
+    """Show a table of the findings on the run's page of the Prefect UI, if there are any."""
     if not found:
         return
     mended = sum(finding.state == "mended" for finding in found)

@@ -50,10 +50,10 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.prefect_queries import read_pool_runs
-from trinity_sync.orchestration.zombie_runs import (
+from trinity_sync.orchestration.recovery.flow_runs import (
+    ACQUIRED_BY,
     ATTEMPTS,
-    TAKEN_BY,
-    end_unheard_tasks,
+    end_unreported_tasks,
 )
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
@@ -62,7 +62,7 @@ from trinity_sync.storage.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
-DEAD = f"{TAKEN_BY}{socket.gethostname()}/1/1"
+DEAD = f"{ACQUIRED_BY}{socket.gethostname()}/1/1"
 """How a run is taken by a process of this node that is dead: pid 1 began at another time."""
 
 
@@ -232,7 +232,7 @@ def test_each_node_mends_its_own_runs_and_cancels_the_cancelled(
     here, cancelled, elsewhere = runs
     set_states(api, here, *[Pending(message=DEAD)] * ATTEMPTS)
     set_states(api, cancelled, Pending(message=DEAD), Running(), Cancelling())
-    set_states(api, elsewhere, Pending(message=f"{TAKEN_BY}another-node/1/1"), Running())
+    set_states(api, elsewhere, Pending(message=f"{ACQUIRED_BY}another-node/1/1"), Running())
     embedded.up(stack_settings)
     assert api.ended(here).state.name == "Crashed"
     await_cancelled(api, cancelled)
@@ -267,7 +267,7 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
 
     async def mend(late_s: float) -> None:
         async with get_client() as client:
-            await end_unheard_tasks(client, stack_settings.work_pool, late_s=late_s)
+            await end_unreported_tasks(client, stack_settings.work_pool, late_s=late_s)
 
     asyncio.run(mend(60.0))
     assert "Running" in [task.state.name for task in api.tasks_of(run)]  # it may be on its way

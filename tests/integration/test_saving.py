@@ -26,7 +26,7 @@ from trinity_sync import (
     Settings,
 )
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.orchestration.zombie_runs import begin_again
+from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -263,7 +263,7 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
     async def retry() -> None:  # nothing happens while the worker still has the run's lock
         async with get_client() as client:
             here = f"{stack_settings.node}/1/1"
-            await begin_again(client, run.id, here, spool=stack_settings.spool)
+            await retry_crashed(client, run.id, here, spool=stack_settings.spool)
 
     def ended_again() -> FlowRun | None:
         asyncio.run(retry())

@@ -19,7 +19,11 @@ from tasks.persist import persist_component
 from tasks.prune import prune_after_commit
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.orchestration.orphaned_images import let_give_way, settle_late, stranded
+from trinity_sync.orchestration.recovery.images import (
+    allow_eviction,
+    compare_late_images,
+    find_orphaned_saves,
+)
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
 
@@ -108,16 +112,16 @@ class Server:
             run.state = "running"
         return attempt
 
-    def sweep(self, spool: Path) -> None:
+    def recover_images(self, spool: Path) -> None:
         """What a node's worker does at every poll for the images that wait there."""
-        for request in stranded(spool, grace_s=0, clock=lambda: time.time() + 60):
+        for request in find_orphaned_saves(spool, grace_s=0, clock=lambda: time.time() + 60):
             run = self.ask(request)
             if run.state == "failed":
-                let_give_way(spool, {"request": request.model_dump()}, run.message)
+                allow_eviction(spool, {"request": request.model_dump()}, run.message)
             elif run.state == "crashed":
                 run.state = "pending"  # it is begun again
             elif run.state == "completed":
-                settle_late(spool, request)
+                compare_late_images(spool, request)
 
     def come_back(self) -> None:
         """The server is there again, and what trainers kept for it gets through."""

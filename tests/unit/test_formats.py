@@ -29,15 +29,19 @@ from tests.unit.test_retention import numbers, planned, prune, spared
 from tests.unit.weights import first, upload
 from trinity_sync.catalog.database import opened
 from trinity_sync.catalog.mirror import rebuild
-from trinity_sync.cli.app import app
+from trinity_sync.cli.commands import app
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import note_root
-from trinity_sync.orchestration.orphaned_images import let_give_way, stranded
-from trinity_sync.orchestration.reconcile import _steps_of, mend_known_roots, reconcile
+from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery.reconcile import (
+    find_busy_steps,
+    reconcile,
+    repair_known_roots,
+)
 from trinity_sync.orchestration.report import gather
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
@@ -111,8 +115,8 @@ def slot_of(job: Job, step: int) -> Path:
     return slot
 
 
-def sweep(job: Job) -> list[int]:
-    return [request.step for request in stranded(job.spool.folder.parent, grace_s=-1)]
+def find_orphaned_steps(job: Job) -> list[int]:
+    return [request.step for request in find_orphaned_saves(job.spool.folder.parent, grace_s=-1)]
 
 
 # ---------------------------------------------------------------- each record
@@ -200,8 +204,8 @@ def test_an_image_of_another_release_waits_and_the_others_are_swept(
     job.stage(6, STATE)
     kept, image = of_another_release(ticket_path(slot), change), slot.read_bytes()
     with caplog.at_level(logging.WARNING):
-        assert sweep(job) == [6]
-        assert sweep(job) == [6]
+        assert find_orphaned_steps(job) == [6]
+        assert find_orphaned_steps(job) == [6]
     (said,) = [each.message for each in caplog.records if str(slot) in each.message]
     assert re.search(upgrade(change, "the trainer's environment"), said)
     job.commit(6)
@@ -354,7 +358,7 @@ def test_a_sweep_leaves_a_step_that_another_release_has_committed(
     job.stage(5, {"optim": {"w": torch.ones(10)}})  # came late
     job.stage(6, STATE)
     kept = of_another_release(path := step_folder(job.root, 5) / "manifest.json", change)
-    assert sweep(job) == [6]
+    assert find_orphaned_steps(job) == [6]
     assert re.search(upgrade(change), caplog.text)
     assert not failure_path(slot_of(job, 5)).exists()
     assert path.read_bytes() == kept
@@ -432,7 +436,7 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     (job.root / ITERATION_FILES["checkpoint"]).write_text("")
     settings = Settings(spool=spool_folder, home=tmp_path)
     note_root(settings, job.root)
-    mend_known_roots(settings)
+    repair_known_roots(settings)
     assert read_iteration(job.root, "checkpoint") is None
     commit_files(job.root, 3)
     assert read_iteration(job.root, "checkpoint") == 3
@@ -652,7 +656,7 @@ def test_what_another_release_has_left_in_mid_commit_is_left_to_it(
     of_another_release(step_folder(replacing, 1) / "manifest.json")
     settings = Settings(spool=spool_folder, home=tmp_path)
     note_root(settings, job.root)
-    found = {each.what: each for each in mend_known_roots(settings)}
+    found = {each.what: each for each in repair_known_roots(settings)}
     assert "upgrade trinity-sync" in found[".trinity_sync/replacing/global_step_1"].why
     assert [path.name for path in replacing.iterdir()] == ["global_step_1"]
 
@@ -677,7 +681,7 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
 def test_what_a_run_of_another_release_writes_is_not_tidied_away(job: Job) -> None:
     request = {"root": str(job.root), "step": 5, "format": 2, "since_later": "more"}
     runs = [FlowRun(flow_id=uuid4(), parameters=each) for each in ({"request": request}, {})]
-    assert _steps_of(runs) == {job.root: {5}}
+    assert find_busy_steps(runs) == {job.root: {5}}
 
 
 @both
@@ -714,7 +718,7 @@ def test_a_job_whose_newest_step_is_of_another_release_is_looked_at_all_the_same
     assert found["latest checkpoint"].state == "fail"
     assert re.search(upgrade(AHEAD), found["latest checkpoint"].found)
     note_root(settings, job.root)
-    said = [each.why for each in mend_known_roots(settings)]
+    said = [each.why for each in repair_known_roots(settings)]
     assert len(said) == 2  # an iteration file each
     assert all(re.search(upgrade(AHEAD), why) and "no other can be loaded" in why for why in said)
 
@@ -767,7 +771,7 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
 @both
 def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change: int) -> None:
     job.stage(5, STATE)
-    (request,) = stranded(job.spool.folder.parent, grace_s=-1)
+    (request,) = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
     body = request.model_dump(mode="json")
     assert SaveRequest.model_validate(body) == request
     other = {**body, "format": body["format"] + change, "since_later": "more"}
@@ -776,7 +780,7 @@ def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change
         FormatError, match=rf"step 5 in .*upgrade trinity-sync in the {older}'s env"
     ):
         SaveRequest.model_validate(other)
-    let_give_way(job.spool.folder.parent, {"request": other}, "its flow run has failed")
+    allow_eviction(job.spool.folder.parent, {"request": other}, "its flow run has failed")
     assert not failure_path(slot_of(job, 5)).exists()
 
 

@@ -19,7 +19,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.orphaned_images import stranded
+from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.slot_cache import kept_in
@@ -205,7 +205,9 @@ def test_whichever_node_asks_it_is_one_flow_run_with_all_that_rank_0_has(
 ) -> None:
     for rank in range(4):
         two_nodes[rank // 2].stage(4, MODEL, rank=rank)
-    first, second = (next(iter(stranded(job.spool.folder.parent, grace_s=-1))) for job in two_nodes)
+    first, second = (
+        next(iter(find_orphaned_saves(job.spool.folder.parent, grace_s=-1))) for job in two_nodes
+    )
     assert first.key == second.key
     assert first.components == ("model",)
     assert second.components == ("model", *FOLDERS)
@@ -219,7 +221,7 @@ def test_a_sweep_that_finishes_a_commit_leaves_notes_of_what_the_slots_hold(
     save = two_nodes[0].save(4)
     shares = shares_of(two_nodes)
     commit(save, [f for share in shares for f in persist(share, save, "model", WriteOptions())])
-    assert stranded(two_nodes[1].spool.folder.parent, grace_s=-1) == []
+    assert find_orphaned_saves(two_nodes[1].spool.folder.parent, grace_s=-1) == []
     digests = {file.digest for file in require_committed(two_nodes[0].root, 4).files}
     notes = [kept_in(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
     assert {note.file_digest for note in notes if note} <= digests

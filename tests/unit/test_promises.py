@@ -411,7 +411,7 @@ class Promises(RuleBasedStateMachine):
         elif what == "comes back":
             self.server.come_back()
         elif what == "sweeps" and not self.server.away:
-            self.server.sweep(self.spool)
+            self.server.recover_images(self.spool)
         elif what.startswith("works") and not self.server.away:
             for run in list(self.server.runs.values()):
                 if run.state == "pending":

@@ -19,7 +19,7 @@ from trinity_sync.catalog.mirror import differences
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.job_registry import note_root
-from trinity_sync.orchestration.reconcile import mend_known_roots, reconcile
+from trinity_sync.orchestration.recovery.reconcile import reconcile, repair_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -142,7 +142,7 @@ def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: S
     save(job, 1)
     note_root(settings, job.root)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
-    assert len(mend_known_roots(settings)) == 1
+    assert len(repair_known_roots(settings)) == 1
     assert read_iteration(job.root, "checkpoint") == 1
 
 

@@ -53,7 +53,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: 
     with one_change_at_a_time(job.root):  # so long a commit, or a file system that is gone
         asyncio.run(asyncio.wait_for(start_and_stop(), 60))
     for thread in threading.enumerate():
-        if thread.name == "mend-roots":
+        if thread.name == "repair-roots":
             thread.join()
     assert read_iteration(job.root, "checkpoint") == 4
 

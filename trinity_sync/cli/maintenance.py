@@ -165,7 +165,7 @@ async def _reconciled(root: Path, grace_s: float) -> "list[Finding]":
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from trinity_sync.orchestration.prefect_queries import find_api_url
-    from trinity_sync.orchestration.reconcile import reconcile
+    from trinity_sync.orchestration.recovery.reconcile import reconcile
 
     settings = read_settings()
     if url := find_api_url(settings):

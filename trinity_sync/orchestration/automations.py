@@ -1,13 +1,14 @@
-"""Prefect automations that end flow runs of which nothing is heard any more.
+"""Prefect automations for heartbeat monitoring: they end flow runs that send no heartbeat.
 
-`mend` knows the processes of its own node only. Where a whole node is gone, or no worker comes back
-to it, its runs would stay Running for ever, and so would whoever waits for them. Prefect's server
-hears a heartbeat of every run; the first automation shows a run as Crashed that has been silent for
-long. The server takes an end over a crash and no crash over an end: a run that lives after all ends
-as what it reports, and one that has ended stays so.
+`recovery.flow_runs` knows the processes of its own node only. Where a whole node is gone, or no
+worker comes back to it, its runs would stay Running for ever, and all that wait for them would wait
+for ever. Prefect's server receives a heartbeat of every run; the first automation shows a run as
+Crashed that has sent none for long. The server accepts a final state after a crash and no crash
+after a final state: a run that is executed after all ends as what it reports, and one that has
+ended stays so.
 
-The second has the ``reconcile`` deployment run after a crash. It is one of its own because a
-heartbeat that reaches the server later than the end of a short run looks like a silent run: its
+The second runs the ``reconcile`` deployment after a crash. It is a separate automation because a
+heartbeat that reaches the server later than the end of a short run looks like a missing one: its
 crash is refused, and nothing else must follow from it.
 """
 

@@ -2,8 +2,8 @@
 
 A process worker needs seconds to import Prefect and to join Ray for every run; this one has done
 both. It wakes on the event that a run of its pool was scheduled, and polls in case it missed one.
-It looks for images that nobody asked a run for, mends runs that were lost on this node, honours
-cancellation, and outlives any absence of the server.
+At every poll it also recovers the orphaned images and zombie runs of its node (`recovery.node`). It
+cancels runs that are cancelled in Prefect, and waits for a server that is away, however long.
 
 Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-sync``.
 """
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -28,25 +27,15 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.exceptions import Abort, ObjectNotFound
+from prefect.exceptions import Abort
 from prefect.flows import Flow
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Pending
 from prefect.workers.base import BaseWorker
 from websockets.exceptions import ConnectionClosed
 
-from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.errors import RequestRefusedError
-from trinity_sync.fs.locks import file_lock_if_free
 from trinity_sync.fs.process import process_name
-from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
-from trinity_sync.orchestration.orphaned_images import (
-    let_give_way,
-    settle_late,
-    stranded,
-    warn_once,
-)
 from trinity_sync.orchestration.prefect_compat import (
     InProcessJobConfiguration,
     InProcessResult,
@@ -56,19 +45,11 @@ from trinity_sync.orchestration.prefect_compat import (
     propose_state,
     run_flow,
 )
-from trinity_sync.orchestration.prefect_queries import (
-    UNDER_WAY,
-    measure_clock_skew,
-    read_pool_runs,
-    request_run,
-)
-from trinity_sync.orchestration.reconcile import mend_known_roots
-from trinity_sync.orchestration.zombie_runs import (
-    TAKEN_BY,
-    begin_again,
-    end_unheard_tasks,
-    mend,
-)
+from trinity_sync.orchestration.prefect_queries import measure_clock_skew
+from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
+from trinity_sync.orchestration.recovery.images import allow_eviction, warn_once
+from trinity_sync.orchestration.recovery.node import NodeRecovery
+from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.run_lock import run_lock_if_free
 
@@ -106,6 +87,9 @@ class TrinitySyncWorker(
         """Whether runs that were due have found no place in the last look."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{process_name(os.getpid())}"
+        self._recovery = NodeRecovery(
+            self._trinity.spool, self._infrastructure, self._is_busy_with, self._cancel
+        )
 
     # ------------------------------------------------------------ running a flow
 
@@ -124,7 +108,7 @@ class TrinitySyncWorker(
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
             if cancelled and not (state and state.is_final()):
                 message = "Cancelled while it ran; a step not committed by then stays uncommitted."
-                let_give_way(self._trinity.spool, flow_run.parameters, message)
+                allow_eviction(self._trinity.spool, flow_run.parameters, message)
                 end: State[Any] = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
         finally:
@@ -192,7 +176,7 @@ class TrinitySyncWorker(
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
         """Take the run if nobody else has; whoever finds it lost can see who had it."""
-        pending: State[Any] = Pending(message=TAKEN_BY + self._infrastructure)
+        pending: State[Any] = Pending(message=ACQUIRED_BY + self._infrastructure)
         taken = locked = False
         try:
             locked = await self._lock(flow_run.id)
@@ -236,20 +220,24 @@ class TrinitySyncWorker(
     # ------------------------------------------------------------ what wakes it
 
     async def setup(self) -> None:
-        """Join the server, then listen and sweep for as long as the worker lives."""
+        """Connect to the server, then listen and recover until the worker stops."""
         await super().setup()
-        services: list[Callable[[], Any]] = [self._listen]
-        services += [partial(self._poll, work) for work in (self.set_clock, self.mend, self.sweep)]
-        for service in services:
-            self.start_service(partial(self._serve, service))
-        # a dead file system under an old root holds up neither saves nor the worker's end
-        threading.Thread(target=self._mend_roots, name="mend-roots", daemon=True).start()
+        polled: list[Callable[[], Any]] = [
+            self.set_clock,
+            lambda: self._recovery.recover_flow_runs(self.client, self.pool_name),
+            lambda: self._recovery.recover_images(self.client),
+        ]
+        self.start_service(partial(self._serve, self._listen))
+        for work in polled:
+            self.start_service(partial(self._serve, partial(self._poll, work)))
+        # a dead file system under an old root delays neither saves nor the worker's end
+        threading.Thread(target=self._repair_roots, name="repair-roots", daemon=True).start()
 
-    def _mend_roots(self) -> None:
+    def _repair_roots(self) -> None:
         try:
-            mend_known_roots(self._trinity)
+            repair_known_roots(self._trinity)
         except Exception as error:
-            logger.warning("what was left in known roots is not looked at: %s", error)
+            logger.warning("known roots cannot be repaired: %s", error)
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Take the runs that are due; none while the server is away."""
@@ -314,48 +302,3 @@ class TrinitySyncWorker(
         while True:
             await work()
             await anyio.sleep(self._trinity.poll_s)
-
-    # ------------------------------------------------------------ what others left behind
-
-    async def mend(self) -> None:
-        """Honour what was cancelled; give runs and tasks an end that cannot report it any more."""
-        lost = []
-        for run in await read_pool_runs(self.client, self.pool_name, *UNDER_WAY):
-            if not self._is_busy_with(run.id):
-                lost.append(run)
-            elif run.state and run.state.is_cancelling():
-                self._cancel(run.id)
-        for run in lost:
-            try:
-                await mend(self.client, run, self._infrastructure, spool=self._trinity.spool)
-            except (ObjectNotFound, httpx.HTTPStatusError) as error:  # the others go on
-                logger.warning("flow run %s cannot be mended: %s", run.name, error)
-        await end_unheard_tasks(self.client, self.pool_name)
-
-    async def sweep(self) -> None:
-        """Ask for the runs of images that wait on this node, and take up crashed ones."""
-        requests = await asyncio.to_thread(stranded, self._trinity.spool)
-        if not requests:
-            return
-        deployment = await self.client.read_deployment_by_name(SAVE_DEPLOYMENT)
-        for request in requests:
-            try:
-                run = await request_run(self.client, deployment.id, request.flow_run)
-            except RequestRefusedError as error:  # the others have their turn
-                warn_once(f"{request.run_name} of {request.root}: {error}")
-                continue
-            if run.state and (run.state.is_cancelled() or run.state.is_failed()):
-                # perhaps before anybody had taken it, or by one that could not reach this node
-                let_give_way(self._trinity.spool, run.parameters, str(run.state.message))
-            elif run.state and run.state.is_crashed():
-                await self._begin_again(request, run.id)
-            elif run.state and run.state.is_completed():
-                await asyncio.to_thread(settle_late, self._trinity.spool, request)
-
-    async def _begin_again(self, request: SaveRequest, run_id: UUID) -> None:
-        """Have a crashed run begun again, if no other worker is about to, on whatever node."""
-        lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "begin_again.lock")
-        with ExitStack() as locks:
-            if await asyncio.to_thread(locks.enter_context, lock):
-                here, spool = self._infrastructure, self._trinity.spool
-                await begin_again(self.client, run_id, here, spool=spool)

@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
-from tests.unit.test_sweep import commit_and_die_after_the_manifest, sweep
+from tests.unit.test_orphaned_images import commit_and_die_after_the_manifest, find_orphaned_steps
 from tests.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
 from trinity_sync.storage.runs import open_run
@@ -137,11 +137,11 @@ def test_who_waits_is_woken_by_a_commit(
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
 
 
-def test_a_commit_that_died_after_its_manifest_is_noticed_after_the_sweep(
+def test_a_commit_that_died_after_its_manifest_is_noticed_after_the_recovery(
     synchronizer: Any, root: Path, job: Job
 ) -> None:
     commit_and_die_after_the_manifest(job, 5)
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     until(lambda: ask(synchronizer.latest.remote()), "the version", ASK_S)
     assert ask(synchronizer.latest.remote()) == version(root.resolve(), 5, source="checkpoint")
 

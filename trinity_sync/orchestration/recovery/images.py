@@ -1,8 +1,8 @@
-"""Images that wait on this node for nobody: what a worker does about them at every poll.
+"""Orphaned images: sealed images on this node that no flow run will persist.
 
-For those that nobody asked a flow run for, since the trainer died first or the server was away, it
-asks. Those of a commit whose process died before its end are freed, when the rest of the commit is
-done. Those of a cancelled save give way to new ones.
+A flow run is requested for those that have none, since the trainer died first or the server was
+away. Those of a commit whose process died before its end are released, after the commit is
+finished. Those of a cancelled or failed save may be evicted by new ones.
 """
 
 import logging
@@ -28,30 +28,30 @@ from trinity_sync.storage.persist import Save, mark_failed
 logger = logging.getLogger(__name__)
 
 
-def stranded(
+def find_orphaned_saves(
     spool: Path, *, grace_s: float = 2.0, clock: Callable[[], float] = time.time
 ) -> list[SaveRequest]:
-    """Saves whose images wait on this node, oldest first.
+    """Return the requests of saves whose images wait on this node, oldest first.
 
-    Commits that were broken off after their manifest are finished, and their slots freed.
+    Commits that were interrupted after their manifest are finished, and their slots released.
 
     Args:
         spool: the node's spool, with one folder a job.
-        grace_s: seconds since the last seal that are left to the trainer to ask by itself, and
-            since the commit that are left to whoever commits to free the slots.
+        grace_s: seconds since the last seal that are left to the trainer to request the run itself,
+            and since the commit that are left to the committing process to release the slots.
         clock: seconds since the epoch.
     """
     requests: list[SaveRequest] = []
     for job in job_spools(spool):
         try:
-            requests += _stranded_in(job, grace_s, clock() - grace_s)
-        except (OSError, TrinitySyncError) as error:  # other jobs have their turn
-            warn_once(f"images in {job.folder} cannot be looked at: {error}")
+            requests += _find_in_job(job, grace_s, clock() - grace_s)
+        except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
+            warn_once(f"images in {job.folder} cannot be read: {error}")
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
 
 
-def _stranded_in(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
-    """The saves of one job whose last seal is ``grace_s`` seconds ago.
+def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
+    """Yield the saves of one job whose last seal is ``grace_s`` seconds ago.
 
     Those that were committed ``before`` (since the epoch) are finished.
     """
@@ -71,24 +71,24 @@ def _stranded_in(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             warn_once(str(error))
             continue
         if manifest and manifest.holds(kind, roles):
-            _finish(save, manifest, images, before)
+            _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
-            yield _request(root, run, step, kind, images)
+            yield _make_request(root, run, step, kind, images)
 
 
 @lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
-    """Say something that the next look, a few seconds later, would find again."""
+    """Log a warning that the next poll, a few seconds later, would repeat."""
     logger.warning("%s", message)
 
 
-def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """Note beside the images of a save that ended that new ones may have their slots at once.
+def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
+    """Mark the images of a save that ended without a commit, so that new ones evict them at once.
 
     Args:
-        spool: this node's, with one folder a job.
-        parameters: those of the flow run; nothing is done for one that is no save, or that of a
-            trainer of another release.
+        spool: this node's spool, with one folder a job.
+        parameters: of the flow run; nothing is done for one of another flow, or of a trainer of
+            another release.
         reason: why it ended.
     """
     try:
@@ -99,15 +99,17 @@ def let_give_way(spool: Path, parameters: Mapping[str, Any], reason: str) -> Non
     try:
         mark_failed(JobSpool(spool / request.job), save, reason)
     except (OSError, TrinitySyncError) as error:
-        logger.warning("%s keeps its slots for a while: %s", save, error)
+        logger.warning("%s keeps its slots for now: %s", save, error)
 
 
-def settle_late(spool: Path, request: SaveRequest) -> None:
-    """Settle the images of a save whose flow run has completed: no other run will commit them.
+def compare_late_images(spool: Path, request: SaveRequest) -> None:
+    """Compare the images of a save whose flow run has completed with what was committed.
+
+    No other run will commit them: they are released where they are the same, and failed otherwise.
 
     Args:
-        spool: this node's, with one folder a job.
-        request: of the save.
+        spool: this node's spool, with one folder a job.
+        request: the save.
     """
     save = Save(
         request.root, request.run, request.step, request.kind, request.roles, request.run_key
@@ -120,27 +122,27 @@ def settle_late(spool: Path, request: SaveRequest) -> None:
         warn_once(f"images of {save} cannot be compared with its commit: {error}")
 
 
-def _finish(save: Save, manifest: Manifest, images: list[Sealed], before: float) -> None:
-    """Free the images that are part of a commit, and mark those that are not."""
+def _finish_commit(save: Save, manifest: Manifest, images: list[Sealed], before: float) -> None:
+    """Release the images that are part of a commit, and mark those that are not."""
     if manifest.committed_at >= before:
-        return  # whoever commits it frees the slots, and notes what they hold
+        return  # the committing process releases the slots, and notes what they hold
     digests = {image: record.digest for record in manifest.files for image in record.images}
-    # what was compared and is not part of it waits to be evicted, perhaps for long
-    unsettled = [each for each in images if each.ticket.image in digests or not each.failed]
-    if not unsettled:
+    # an image that was compared and is not part of it waits to be evicted, perhaps for long
+    remaining = [each for each in images if each.ticket.image in digests or not each.failed]
+    if not remaining:
         return
     try:
         finish_interrupted(save)
-        for image in unsettled:
+        for image in remaining:
             if image.ticket.image in digests:
                 release(image.slot, image.ticket.image, digests[image.ticket.image])
             else:
                 settle_late_image(save, image)
-    except (OSError, TrinitySyncError) as error:  # other saves have their turn
+    except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
-def _request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -> SaveRequest:
+def _make_request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -> SaveRequest:
     return SaveRequest(
         root=root,
         step=step,

@@ -1,4 +1,4 @@
-"""A run is begun again only when no process of this node executes it, without a Prefect server."""
+"""A run is retried only when no process of this node executes it, without a Prefect server."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ from tests.unit.answers import server
 from trinity_sync.client import save_trigger
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
 from trinity_sync.orchestration.worker import TrinitySyncWorker
-from trinity_sync.orchestration.zombie_runs import TAKEN_BY, begin_again, mend
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.run_lock import run_lock_if_free
 
 NODE = "this-node"
-DEAD = f"{TAKEN_BY}{NODE}/1/1"
+DEAD = f"{ACQUIRED_BY}{NODE}/1/1"
 """How a process of this node that is dead took a run: pid 1 began at another time."""
 RUN, FLOW = str(uuid4()), str(uuid4())
 SAVE = SaveRequest(root="/ckpts", step=4, run=1)
@@ -92,7 +92,7 @@ def prefect(*states: tuple[str, str, str]) -> Iterator[list[dict[str, Any]]]:
 def begin(spool: Path) -> None:
     async def ask() -> None:
         async with get_client() as client:
-            await begin_again(client, UUID(RUN), f"{NODE}/2/2", spool=spool)
+            await retry_crashed(client, UUID(RUN), f"{NODE}/2/2", spool=spool)
 
     asyncio.run(ask())
 
@@ -131,7 +131,7 @@ def test_a_run_that_runs_here_is_not_ended_whoever_took_it_before(
     async def ask() -> None:
         async with get_client() as client:
             run = FlowRun(id=UUID(RUN), flow_id=UUID(FLOW))
-            await mend(client, run, f"{NODE}/2/2", spool=spool_folder)
+            await recover_zombie(client, run, f"{NODE}/2/2", spool=spool_folder)
 
     under_way = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
     with prefect(*under_way) as states, at_work(spool_folder, RUN if executed else str(uuid4())):

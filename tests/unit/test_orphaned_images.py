@@ -1,4 +1,4 @@
-"""What the worker's sweep makes of images that wait for nobody."""
+"""What the worker does with images that no flow run will persist."""
 
 import logging
 import signal
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.orchestration.orphaned_images import let_give_way, stranded
+from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -19,9 +19,9 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
 
 
-def sweep(job: Job) -> list[int]:
-    """Steps that the sweep would ask a flow run for."""
-    return [request.step for request in stranded(job.spool.folder.parent, grace_s=-1)]
+def find_orphaned_steps(job: Job) -> list[int]:
+    """Steps that a flow run would be requested for."""
+    return [request.step for request in find_orphaned_saves(job.spool.folder.parent, grace_s=-1)]
 
 
 def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
@@ -60,7 +60,7 @@ def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
     assert read_iteration(job.root, "checkpoint") is None
     assert not mark(job, 5).exists()
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     assert read_iteration(job.root, "checkpoint") == 5
     assert read_iteration(job.root, "state_dict") == 5
     assert mark(job, 5).exists()
@@ -72,12 +72,12 @@ def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> No
     manifest = read_manifest(job.root, 5)
     assert manifest
 
-    def sweep_at(moment: float) -> None:
-        assert stranded(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
+    def recover_at(moment: float) -> None:
+        assert find_orphaned_saves(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
 
-    sweep_at(manifest.committed_at + 1.9)
+    recover_at(manifest.committed_at + 1.9)
     assert len(job.spool.tickets()[0]) == 1
-    sweep_at(manifest.committed_at + 2.1)
+    recover_at(manifest.committed_at + 2.1)
     assert job.spool.tickets() == ([], [])
 
 
@@ -86,11 +86,11 @@ def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job
     job.commit(5)
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(5, {"model": {"w": torch.zeros(10)}})
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     ((late,), _) = job.spool.tickets()
     assert late.failed
     mark(job, 5).unlink()
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     assert not mark(job, 5).exists()  # the commit was not finished again
 
 
@@ -98,7 +98,7 @@ def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
     job.stage(6, {"model": {"w": torch.ones(10)}})
     job.commit(6)
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     assert read_iteration(job.root, "checkpoint") == 6
     assert job.spool.tickets() == ([], [])
 
@@ -109,7 +109,7 @@ def test_a_commit_that_died_and_was_left_behind_is_not_pointed_at(job: Job) -> N
     job.commit(4)
     commit_and_die_after_the_manifest(job, 5)
     open_run(job.root, "second", 4)
-    assert sweep(job) == []
+    assert find_orphaned_steps(job) == []
     assert read_iteration(job.root, "checkpoint") == 4
     assert job.spool.tickets() == ([], [])
 
@@ -118,9 +118,9 @@ def test_a_commit_that_cannot_be_finished_leaves_the_others_alone(job: Job) -> N
     commit_and_die_after_the_manifest(job, 5)
     (job.root / "latest_state_dict_iteration.txt").mkdir()
     job.stage(6, {"model": {"w": torch.ones(10)}})
-    assert sweep(job) == [6]
+    assert find_orphaned_steps(job) == [6]
     (job.root / "latest_state_dict_iteration.txt").rmdir()
-    assert sweep(job) == [6]
+    assert find_orphaned_steps(job) == [6]
     assert read_iteration(job.root, "state_dict") == 5
 
 
@@ -132,18 +132,18 @@ def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_onc
     other = open_job_spool(job.spool.folder.parent, tmp_path / "a")
     (other.folder / "actor.model.rank0.0.slot.ticket").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert sweep(job) == [6]
-        assert sweep(job) == [6]
+        assert find_orphaned_steps(job) == [6]
+        assert find_orphaned_steps(job) == [6]
     assert len([each for each in caplog.records if str(other.folder) in each.message]) == 1
 
 
 def test_the_images_of_a_cancelled_save_give_way_and_are_not_asked_for_again(job: Job) -> None:
     for step in (5, 6):
         job.stage(step, {"model": {"w": torch.ones(10)}})
-    (request, _) = stranded(job.spool.folder.parent, grace_s=-1)
-    let_give_way(job.spool.folder.parent, request.flow_run["parameters"], "cancelled by a person")
+    (request, _) = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
+    allow_eviction(job.spool.folder.parent, request.flow_run["parameters"], "cancelled by a person")
     cancelled, other = sorted(job.spool.tickets()[0], key=lambda image: image.ticket.step)
     assert (cancelled.ticket.step, cancelled.failed, other.failed) == (5, True, False)
     assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
-    assert sweep(job) == [6]
-    let_give_way(job.spool.folder.parent, {"another": "flow"}, "no save at all")
+    assert find_orphaned_steps(job) == [6]
+    allow_eviction(job.spool.folder.parent, {"another": "flow"}, "no save at all")

@@ -1,0 +1,109 @@
+"""What a worker repairs on its node at every poll: zombie runs and orphaned images."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import PrefectClient
+from prefect.exceptions import ObjectNotFound
+
+from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
+from trinity_sync.errors import RequestRefusedError
+from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
+from trinity_sync.orchestration.recovery.flow_runs import (
+    end_unreported_tasks,
+    recover_zombie,
+    retry_crashed,
+)
+from trinity_sync.orchestration.recovery.images import (
+    allow_eviction,
+    compare_late_images,
+    find_orphaned_saves,
+    warn_once,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class NodeRecovery:
+    """The recovery of one worker's node.
+
+    Runs and images are recovered apart from each other: a spool that hangs delays no cancellation.
+
+    Args:
+        spool: the node's spool.
+        here: the worker's process, as ``node/pid/start time``.
+        executes: whether this worker executes a run.
+        cancel: cancels a run that it executes.
+    """
+
+    def __init__(
+        self,
+        spool: Path,
+        here: str,
+        executes: Callable[[UUID], bool],
+        cancel: Callable[[UUID], None],
+    ) -> None:
+        self._spool = spool
+        self._here = here
+        self._executes = executes
+        self._cancel = cancel
+
+    async def recover_flow_runs(self, client: PrefectClient, pool: str) -> None:
+        """Cancel the runs that were cancelled; end zombie runs, and tasks that were not reported.
+
+        Args:
+            client: client of the Prefect server.
+            pool: name of the worker's pool.
+        """
+        candidates = []
+        for run in await read_pool_runs(client, pool, *UNDER_WAY):
+            if not self._executes(run.id):
+                candidates.append(run)
+            elif run.state and run.state.is_cancelling():
+                self._cancel(run.id)
+        for run in candidates:
+            try:
+                await recover_zombie(client, run, self._here, spool=self._spool)
+            except (ObjectNotFound, httpx.HTTPStatusError) as error:  # others are unaffected
+                logger.warning("flow run %s cannot be recovered: %s", run.name, error)
+        await end_unreported_tasks(client, pool)
+
+    async def recover_images(self, client: PrefectClient) -> None:
+        """Request the runs of orphaned images, and retry those that have crashed.
+
+        Args:
+            client: client of the Prefect server.
+        """
+        requests = await asyncio.to_thread(find_orphaned_saves, self._spool)
+        if not requests:
+            return
+        deployment = await client.read_deployment_by_name(SAVE_DEPLOYMENT)
+        for request in requests:
+            try:
+                run = await request_run(client, deployment.id, request.flow_run)
+            except RequestRefusedError as error:  # others are unaffected
+                warn_once(f"{request.run_name} of {request.root}: {error}")
+                continue
+            if run.state and (run.state.is_cancelled() or run.state.is_failed()):
+                # perhaps before a worker acquired it, or by one that could not reach this node
+                allow_eviction(self._spool, run.parameters, str(run.state.message))
+            elif run.state and run.state.is_crashed():
+                await self._retry_crashed(client, request, run.id)
+            elif run.state and run.state.is_completed():
+                await asyncio.to_thread(compare_late_images, self._spool, request)
+
+    async def _retry_crashed(
+        self, client: PrefectClient, request: SaveRequest, run_id: UUID
+    ) -> None:
+        """Retry a crashed run, unless the worker of another node is about to."""
+        lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "retry.lock")
+        with ExitStack() as locks:
+            if await asyncio.to_thread(locks.enter_context, lock):
+                await retry_crashed(client, run_id, self._here, spool=self._spool)
