@@ -33,8 +33,9 @@ from trinity_sync.fs.locks import file_lock, one_change_at_a_time
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.snapshot.spool import open_job_spool
@@ -93,7 +94,7 @@ def keep_last(number: int) -> Rules:
 
 
 def removed_by(root: Path, rules: Rules) -> list[int]:
-    done = carry_out(root, plan(survey(root), rules, time.time()))
+    done = remove_steps(root, plan_removals(survey(root), rules, time.time()))
     return [each.step for each in done.removed]
 
 
@@ -269,9 +270,9 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
         commit_files(root, step)
     with one_change_at_a_time(root), removal_lock(root):
         pass  # their files are known here
-    planned = plan(survey(root), keep_last(1), time.time())
+    planned = plan_removals(survey(root), keep_last(1), time.time())
     other.call(claim, root, 1)
-    assert [each.step for each in carry_out(root, planned).removed] == [2]
+    assert [each.step for each in remove_steps(root, planned).removed] == [2]
 
 
 def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
@@ -446,13 +447,13 @@ def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_
     open_run(root, "old", 0)
     for step in (1, 2, 3):
         commit_files(root, step)
-    old = plan(survey(root), keep_last(1), time.time())
+    old = plan_removals(survey(root), keep_last(1), time.time())
     look_at(root)
     run = other.call(open_run, root, "new", 0).number
     theirs = other.call(partial(write_shard, run=run), root, spool_folder, 2, 2.0)
     look_at(root)
     other.call(commit, save_of(root, 2, run), theirs)
-    done = carry_out(root, old)
+    done = remove_steps(root, old)
     assert [each.step for each in done.removed] == [1]
     assert require_committed(root, 2).run == run
     assert_holds(root, 2, 2.0)
@@ -587,8 +588,8 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     receipt = gate.read_text()
     gate.unlink()
     os.mkfifo(gate)
-    planned = plan(survey(root), keep_last(1), time.time())
-    cut_off.begin(partial(carry_out, spool=spool_folder), root, planned)
+    planned = plan_removals(survey(root), keep_last(1), time.time())
+    cut_off.begin(partial(remove_steps, spool=spool_folder), root, planned)
     with gate.open("w") as file:
         cut_off.network("down")
         lease = acquire_lease(root, 1, "explorer")

@@ -48,7 +48,7 @@ from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import bring_newest, send, send_missing, thin_out
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.quarantine import let_go_of_aside
+from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt, write_receipt
 from trinity_sync.snapshot.slot_reader import MappedSlot
@@ -641,7 +641,7 @@ def test_what_was_set_aside_stays_where_a_step_of_it_is_of_another_release(job: 
         commit_files(job.root, step)
     folders = [rewind(job.root, step, clock=lambda at=1e9 + step: at).folder for step in (2, 1)]
     of_another_release(step_folder(folders[0], 3) / "manifest.json")
-    assert let_go_of_aside(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
+    assert prune_quarantine(job.root, parse_policy("newer=1s"), 2e9) == [folders[1].name]
     assert step_folder(folders[0], 3).is_dir()
 
 

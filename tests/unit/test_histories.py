@@ -22,8 +22,9 @@ from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
@@ -180,8 +181,8 @@ class Histories(RuleBasedStateMachine):
 
     def _retain(self, last: int, every: int, syncs: int) -> None:
         rules = Rules(parse_policy(f"last={last},every={every}"), parse_policy(f"last={syncs}"))
-        made = plan(survey(self.job.root), rules, now=0)
-        carry_out(self.job.root, made, spool=self.folder / "spool")
+        made = plan_removals(survey(self.job.root), rules, now=0)
+        remove_steps(self.job.root, made, spool=self.folder / "spool")
 
     def _by_age(self, sort: Kind) -> list[int]:
         of_sort = [step for step, (_, kind, _) in self.steps.items() if kind == sort]

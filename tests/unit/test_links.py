@@ -9,8 +9,9 @@ import torch
 from tests.unit.job import Job
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.retention.planner import Removal, Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import LINKED, Removal, Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import LINKED, remove_steps, survey
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
@@ -40,7 +41,7 @@ def move_away(folder: Path, elsewhere: Path) -> Path:
 
 def prune(root: Path) -> Removal:
     last = parse_policy("last=1")
-    return carry_out(root, plan(survey(root), Rules(last, last), now=2e9))
+    return remove_steps(root, plan_removals(survey(root), Rules(last, last), now=2e9))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -52,7 +53,7 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
         commit_files(tmp_path, step, nbytes=WORTHWHILE)
     there = move_away(step_folder(tmp_path, 2), elsewhere)
     before = content(there)
-    made = plan(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_removals(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
     assert {each.step: why for each, why in made.kept}[2] == LINKED
     assert [each.step for each in prune(tmp_path).removed] == [1, 3]
     assert steps_on_disk(tmp_path) == [2, 4]
@@ -63,9 +64,9 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
 def test_a_step_that_is_linked_after_the_plan_is_spared(tmp_path: Path, elsewhere: Path) -> None:
     for step in (1, 2):
         commit_files(tmp_path, step)
-    made = plan(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_removals(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
     move_away(step_folder(tmp_path, 1), elsewhere)
-    done = carry_out(tmp_path, made)
+    done = remove_steps(tmp_path, made)
     assert [why for _, why in done.spared] == [LINKED]
 
 

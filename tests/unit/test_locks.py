@@ -24,8 +24,9 @@ from trinity_sync.fs import flock
 from trinity_sync.fs.flock import LockFile
 from trinity_sync.fs.locks import file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.layout import step_folder
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
 from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
@@ -358,14 +359,14 @@ def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
     monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
     for step in (1, 2):
         commit_files(job.root, step)
-    made = plan(survey(job.root), Rules(LastN(1), All()), now=0)
+    made = plan_removals(survey(job.root), Rules(LastN(1), All()), now=0)
     assert [each.step for each in made.removed] == [1]
     with running(HOLD, job.root / ".trinity_sync/removal.lock", "shared") as hangs:
         with pytest.raises(LockTimeoutError, match=f"removal.lock .* process {hangs.pid} "):
-            carry_out(job.root, made)
+            remove_steps(job.root, made)
         assert step_folder(job.root, 1).is_dir()
         assert is_free(job.root / ".trinity_sync/commit.lock")
-    carry_out(job.root, made)
+    remove_steps(job.root, made)
     assert not step_folder(job.root, 1).is_dir()
 
 
@@ -482,7 +483,7 @@ def test_who_may_only_read_a_root_holds_nothing_up(
     with one_change_at_a_time(job.root), removal_lock(job.root):
         pass
     metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
-    carry_out(job.root, plan(survey(job.root), Rules(LastN(1), All()), now=0))
+    remove_steps(job.root, plan_removals(survey(job.root), Rules(LastN(1), All()), now=0))
     locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
     assert {"commit.lock", "removal.lock", "writing.lock", "lock"} <= {path.name for path in locks}
 

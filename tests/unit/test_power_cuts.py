@@ -28,8 +28,9 @@ from trinity_sync.fs import atomic, direct_writer
 from trinity_sync.fs.direct_writer import digest_of
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins
 from trinity_sync.storage import commit as commit_module
@@ -96,7 +97,7 @@ def save(job: Job, step: int, value: float, *, kind: Kind = "checkpoint", run: i
 
 def prune(job: Job) -> None:
     rules = Rules(parse_policy("last=1"), parse_policy("last=1"))
-    carry_out(job.root, plan(survey(job.root), rules, now=0))
+    remove_steps(job.root, plan_removals(survey(job.root), rules, now=0))
 
 
 def a_whole_life(job: Job) -> Iterator[str]:

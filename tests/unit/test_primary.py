@@ -22,8 +22,9 @@ from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, Super
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import send, send_missing, thin_out
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import NOT_STORED, Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import NOT_STORED, remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import examine_root
@@ -251,11 +252,11 @@ def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
         one.commit(saves, step, sent=False)
     one.commit(saves, 3)
     rules = Rules(LastN(1), All())
-    made = plan(survey(saves.root), rules, time.time())
+    made = plan_removals(survey(saves.root), rules, time.time())
     assert [(kept.step, why) for kept, why in made.kept][:2] == [(1, NOT_STORED), (2, NOT_STORED)]
     assert send_missing(saves.root, one.url) == [1, 2]
-    made = plan(survey(saves.root), rules, time.time())
-    assert [step.step for step in carry_out(saves.root, made).removed] == [1, 2]
+    made = plan_removals(survey(saves.root), rules, time.time())
+    assert [step.step for step in remove_steps(saves.root, made).removed] == [1, 2]
     assert [step.state for step in Remote(one.url).steps()] == ["valid"] * 3
 
 

@@ -40,7 +40,6 @@ from hypothesis.stateful import (
 )
 
 import trinity_sync.client.commit_watcher as watcher_module
-from tasks.prune import prune_root
 from tests.conftest import environment
 from tests.unit.prefect_stand_in import (
     GATHER_S,
@@ -55,8 +54,9 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, SaveFailedError, StepInUseError, TrinitySyncError
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import SPOOL_FORMAT
+from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules
+from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.pins import pin, tag, unpin
@@ -514,7 +514,8 @@ class Promises(RuleBasedStateMachine):
     def prune(self, last: int, last_syncs: int) -> None:
         """``trinity-sync prune --keep last=... --keep-syncs last=...``"""
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
-        prune_root(self.root, rules, self.settings, time.time())
+        options = {"spool": self.settings.spool, "recycle": self.settings.recycle}
+        prune(self.root, rules, time.time(), **options)
         self.see_removal(self.model.kept(last=last, last_syncs=last_syncs))
 
     def see_removal(self, stay: set[int]) -> None:

@@ -14,8 +14,10 @@ from tests.unit.steps import MODEL, commit_files, info
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.retention.policies import StepInfo, parse_policy
-from trinity_sync.retention.prune import Plan, Removal, Rules, carry_out, plan, survey
+from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
+from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.prune import prune as drive
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt, write_receipt
 from trinity_sync.snapshot.ticket import ticket_path
@@ -32,6 +34,7 @@ from trinity_sync.storage.latest_pointer import advance_iteration
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
+from trinity_sync.storage.quarantine import aside_folder
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -49,12 +52,12 @@ def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
     return Rules(parse_policy(checkpoints), parse_policy(syncs))
 
 
-def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> Plan:
-    return plan(survey(root), rules(checkpoints, syncs), now=2e9)
+def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> RemovalPlan:
+    return plan_removals(survey(root), rules(checkpoints, syncs), now=2e9)
 
 
 def prune(root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path) -> Removal:
-    return carry_out(root, planned(root, checkpoints, syncs), **other)
+    return remove_steps(root, planned(root, checkpoints, syncs), **other)
 
 
 def numbers(steps: list[StepInfo]) -> list[int]:
@@ -151,7 +154,7 @@ def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: 
 def test_steps_of_the_training_before_go_as_what_was_set_aside(root: Path) -> None:
     begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
-    carry_out(root, plan(survey(root), policies, now=2e9))
+    remove_steps(root, plan_removals(survey(root), policies, now=2e9))
     assert steps_on_disk(root) == [20, 30, 40, 10001]
 
 
@@ -177,7 +180,7 @@ def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> N
     wish = Wish(1, 10, "actor")
     plan_before = planned(root)
     make_wish(root, wish)
-    done = carry_out(root, plan_before)
+    done = remove_steps(root, plan_before)
     assert spared(done) == {10: "the model of actor is to be exported"}
     assert steps_on_disk(root) == [10, 30]
     forget_wish(root, 10, "actor")
@@ -217,7 +220,7 @@ def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> N
     made = planned(root)
     assert {each.step: why for each, why in made.kept}[3].startswith("the iteration file")
     assert "is corrupted" in made.kept[-1][1]
-    carry_out(root, made)
+    remove_steps(root, made)
     assert steps_on_disk(root) == [2, 3]
     assert newest(root).step == 2
 
@@ -254,7 +257,7 @@ def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
     made = planned(root)
     pin(root, 1)
     lease = acquire_lease(root, 2, "explorer 7")
-    done = carry_out(root, made)
+    done = remove_steps(root, made)
     assert numbers(done.removed) == [3]
     assert spared(done) == {1: "pinned", 2: "leased by explorer 7"}
     lease.release()
@@ -266,7 +269,7 @@ def test_nothing_goes_before_its_successor_is_seen_to_be_whole(root: Path) -> No
         commit_files(root, step)
     made = planned(root)
     os.truncate(root / "global_step_2" / MODEL, 10)
-    done = carry_out(root, made)
+    done = remove_steps(root, made)
     assert done.removed == []
     assert "its successor is not valid" in spared(done)[1]
     assert newest(root).step == 1
@@ -277,7 +280,7 @@ def test_a_step_that_was_committed_anew_after_the_plan_is_spared(root: Path) -> 
         commit_files(root, step)
     made = planned(root)
     commit_files(root, 1, run=2)
-    assert spared(carry_out(root, made)) == {1: "it was committed anew meanwhile"}
+    assert spared(remove_steps(root, made)) == {1: "it was committed anew meanwhile"}
 
 
 def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
@@ -285,7 +288,7 @@ def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
         commit_files(root, step)
     made = planned(root)
     (root / "latest_checkpointed_iteration.txt").write_text("1")
-    assert "iteration file" in spared(carry_out(root, made))[1]
+    assert "iteration file" in spared(remove_steps(root, made))[1]
 
 
 def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
@@ -387,7 +390,7 @@ def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) 
 def test_without_recycling_all_room_is_given_back(root: Path) -> None:
     for step in (1, 2):
         commit_files(root, step, nbytes=2 * WORTHWHILE)
-    carry_out(root, planned(root), recycle=False)
+    remove_steps(root, planned(root), recycle=False)
     assert list(root.glob(SPARE_PATTERN)) == []
 
 
@@ -419,7 +422,7 @@ def test_a_retention_that_dies_at_any_point_leaves_whole_steps_or_none(tmp_path:
 
 
 def test_planning_looks_at_nothing_but_what_it_is_given() -> None:
-    made = plan([info(step) for step in range(5)], rules("last=2"), now=0)
+    made = plan_removals([info(step) for step in range(5)], rules("last=2"), now=0)
     assert numbers(list(made.removed)) == [0, 1, 2]
 
 
@@ -455,3 +458,21 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
     saves.close()
     (step,) = survey(job.root)
     assert step.metrics == {"reward": 0.25, "loss": 2.0}
+
+
+def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step)
+    old = aside_folder(root) / "20200101T000000Z/global_step_9"
+    old.mkdir(parents=True)
+    told: list[int] = []
+    policies = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("newer=1d"))
+    trial = drive(root, policies, 2e9, dry_run=True, on_removed=told.extend)
+    assert (trial.removed, trial.quarantine, told) == ([1, 2], ["20200101T000000Z"], [])
+    assert steps_on_disk(root) == [1, 2, 3]
+    assert old.exists()
+    done = drive(root, policies, 2e9, on_removed=told.extend)
+    assert (done.removed, told, done.nbytes) == ([1, 2], [1, 2], trial.nbytes)
+    assert [each.state for each in done.outcomes] == ["removed", "removed", "kept"]
+    assert steps_on_disk(root) == [3]
+    assert not old.exists()

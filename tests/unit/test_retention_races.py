@@ -19,7 +19,8 @@ from trinity_sync.errors import CommitError
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.planner import Rules, plan_removals
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.storage.discovery import newest, require_committed
 root = Path(sys.argv[1])
 print("ready", flush=True)
@@ -29,7 +30,8 @@ RETAIN = """
 removed = []
 while not (root / "stop").exists():
     rules = Rules(parse_policy(sys.argv[2]), parse_policy("last=1"))
-    removed += [each.step for each in carry_out(root, plan(survey(root), rules, 0)).removed]
+    made = plan_removals(survey(root), rules, 0)
+    removed += [each.step for each in remove_steps(root, made).removed]
 print(json.dumps(removed))
 """
 SAVE = """

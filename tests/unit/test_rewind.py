@@ -11,9 +11,10 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
-from trinity_sync.retention.quarantine import let_go_of_aside
+from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
 from trinity_sync.storage.leases import acquire_lease
@@ -172,7 +173,7 @@ def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> 
     first, second = "19700101T000000Z", "19700104T000000Z"
 
     def go(policy: str, at: float, **other: bool) -> list[str]:
-        return let_go_of_aside(trained.root, parse_policy(policy), at, **other)
+        return prune_quarantine(trained.root, parse_policy(policy), at, **other)
 
     def left() -> list[str]:
         return sorted(each.name for each in (trained.root / ".trinity_sync/aside").iterdir())
@@ -181,7 +182,7 @@ def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> 
     assert go("newer=2d", 4 * day, dry_run=True) == [first]
     assert left() == [first, second, "my notes"]
     assert go("newer=2d", 4 * day) == [first]
-    carry_out(trained.root, plan(survey(trained.root), Rules(All(), All()), now=0))
+    remove_steps(trained.root, plan_removals(survey(trained.root), Rules(All(), All()), now=0))
     assert left() == [second, "my notes"]
     assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
     assert go("last=1", 99 * day) == []

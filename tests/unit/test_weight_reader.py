@@ -20,8 +20,9 @@ from tests.unit.meanwhile import when_opened
 from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_writer import digest_of_bytes
+from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
@@ -158,8 +159,10 @@ def test_what_a_slow_reader_holds_outlasts_retention(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     def prune() -> list[int]:
-        made = plan(survey(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0)
-        return [each.step for each in carry_out(job.root, made).removed]
+        made = plan_removals(
+            survey(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
+        )
+        return [each.step for each in remove_steps(job.root, made).removed]
 
     for step in (1, 2):
         job.stage(step, {"model": weights(step)})

@@ -44,8 +44,8 @@ def list_jobs(
     """List all jobs that the catalog knows, without a look at their files; --json has the steps."""
     from trinity_sync.catalog.database import opened, url_of
     from trinity_sync.catalog.queries import jobs
+    from trinity_sync.retention.planner import Rules, plan_removals
     from trinity_sync.retention.policies import parse_policy
-    from trinity_sync.retention.prune import Rules, plan
 
     settings = read_settings()
     rules = Rules(parse_policy(keep or settings.keep), parse_policy(settings.keep_syncs))
@@ -54,7 +54,7 @@ def list_jobs(
     rows: list[dict[str, Any]] = []
     for job in found:
         steps = [{**asdict(each), "flow_run": job.flow_runs.get(each.step)} for each in job.steps]
-        freed = plan(job.steps, rules, time.time()).nbytes
+        freed = plan_removals(job.steps, rules, time.time()).nbytes
         rows.append({"job": job.job, "root": job.root, "bytes": job.nbytes, "would_free": freed})
         rows[-1].update(steps=steps, newest=job.steps[-1].step if job.steps else None)
         rows[-1]["versions"] = [asdict(each) for each in job.versions]

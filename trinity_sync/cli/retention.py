@@ -44,35 +44,38 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are whole."""
+    """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are valid."""
     from trinity_sync.catalog.mirror import try_mirror
+    from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.policies import parse_policy
-    from trinity_sync.retention.prune import Rules, carry_out, plan, survey, verdicts
-    from trinity_sync.retention.quarantine import let_go_of_aside
-    from trinity_sync.storage.block_reuse import recycles
+    from trinity_sync.retention.prune import prune as prune_root
 
     settings = read_settings()
-    set_aside = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
+    quarantine = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
     rules = Rules(
         parse_policy(settings.keep if keep is None else keep),
         parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
-        set_aside,
+        superseded=quarantine,
+        quarantine=quarantine,
     )
-    now = time.time()
-    made = plan(survey(existing(root)), rules, now)
-    aside = let_go_of_aside(root, set_aside, now, dry_run=dry_run)
-    done = None
-    if not dry_run:
-        recycle = recycles(root, settings.recycle)
-        done = carry_out(root, made, spool=settings.spool, recycle=recycle)
-        try_mirror(settings, root, [each.step for each in done.removed])
-    found, freed = verdicts(made, done), (done or made).nbytes
+    done = prune_root(
+        existing(root),
+        rules,
+        time.time(),
+        spool=settings.spool,
+        recycle=settings.recycle,
+        dry_run=dry_run,
+        on_removed=lambda steps: try_mirror(settings, root, steps),
+    )
+    found, freed = done.outcomes, done.nbytes
     if as_json:
         steps = [
             {"step": v.step.step, "state": v.state, "why": v.why, "bytes": v.step.nbytes}
             for v in found
         ]
-        print_json({"dry_run": dry_run, "bytes_freed": freed, "steps": steps, "aside": aside})
+        print_json(
+            {"dry_run": dry_run, "bytes_freed": freed, "steps": steps, "aside": done.quarantine}
+        )
         return
     table = Table("step", "size", "state", "why")
     table.columns[0].justify = table.columns[1].justify = "right"
@@ -81,7 +84,7 @@ def prune(
     console = output()
     console.print(table if found else f"nothing is committed in {root}")
     console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
-    for name in aside:
+    for name in done.quarantine:
         what = f"what the rewind of {name} set aside {'would be' if dry_run else 'is'} removed"
         console.print(what, highlight=False)
 

@@ -32,8 +32,8 @@ from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import Replicated, replicate
+from trinity_sync.retention.planner import Rules, describe_step, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import Rules, info_of, plan
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import steps_in_use
@@ -150,10 +150,10 @@ def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
     there = {manifest.step: manifest for manifest in remote.committed()}
     line = lineage(all_runs(root), lambda step: there[step].run if step in there else 0)
     infos = [
-        info_of(each, held=held.get(step, ()), superseded_by=line.supersedes(each.run))
+        describe_step(each, held=held.get(step, ()), superseded_by=line.supersedes(each.run))
         for step, each in there.items()
     ]
-    gone = [each.step for each in plan(infos, rules, now).removed]
+    gone = [each.step for each in plan_removals(infos, rules, now).removed]
     ours = []
     for step in gone:
         try:

@@ -1,27 +1,25 @@
-"""Retention: which steps may go, why the others stay, and how one goes without half of it left.
+"""Retention: remove the steps of a root that no policy keeps, never half of one.
 
-First a plan, from policies and from what is on disk; nothing is touched. Then each step of it on
-its own, under the locks of commits and removals: it is asked again whether anybody needs the step,
-and whether a newer one is valid; then it loses its name in one rename to ``.trinity_sync/trash``.
-Its files are removed afterwards, without a lock, so whatever dies when, a step is there as it was
-committed or it is not there. What a crash left in the trash goes with the next retention.
+First a plan (`planner`), from policies and from what is on disk; nothing is touched. Then each step
+on its own, under the locks of commits and removals: it is checked again that the step is not in use
+and that a newer one is valid; then it loses its name in one rename to ``.trinity_sync/trash``. Its
+files are removed afterwards, without a lock, so a crash at any point leaves the step as it was
+committed, or no step. What a crash left in the trash goes with the next retention.
 
 A record of another release holds every step that it may be about; what it says is never guessed.
 """
 
 import logging
 import uuid
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import (
     CommitError,
-    ConfigError,
     FormatError,
     ManifestError,
     SpoolError,
@@ -30,16 +28,26 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, file_lock, one_change_at_a_time
-from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, job_id, step_folder, steps_on_disk
-from trinity_sync.retention.policies import All, Policy, StepInfo
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, step_folder, steps_on_disk
+from trinity_sync.retention.planner import (
+    Removal,
+    RemovalPlan,
+    Rules,
+    StepOutcome,
+    describe_step,
+    list_outcomes,
+    plan_removals,
+)
+from trinity_sync.retention.policies import StepInfo
+from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.block_reuse import remove_folder
+from trinity_sync.storage.block_reuse import recycles, remove_folder
 from trinity_sync.storage.discovery import committed_steps, manifest_state, require_committed
 from trinity_sync.storage.export_requests import awaited, forget_exports
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import removal_lock
-from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
+from trinity_sync.storage.manifest import read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import must_be_sent
@@ -55,72 +63,69 @@ LINKED = "its folder is a symbolic link; remove it by hand"
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The policies of the two sorts of steps."""
+class Pruned:
+    """What a retention made of a root."""
 
-    checkpoints: Policy
-    """For steps that a training can resume from."""
-    syncs: Policy
-    """For steps that hold weights only, which the next one supersedes."""
-    superseded: Policy = field(default_factory=All)
-    """For steps of both sorts that a run which began at step 0 did not go on from: whoever started
-    it may have forgotten to load, so they do not count among the others."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What would be removed, and why the rest stays."""
-
-    kept: tuple[tuple[StepInfo, str], ...]
-    """Steps and reasons, oldest first."""
-    removed: tuple[StepInfo, ...]
-    """Oldest first."""
-    newest: dict[Kind, StepInfo]
-    """What has to be valid before anything older goes."""
+    root: Path
+    plan: RemovalPlan
+    removal: Removal | None
+    """None for a dry run."""
+    quarantine: list[str]
+    """Names of the folders in quarantine that go too, oldest first."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that carrying it out frees."""
-        return sum(each.nbytes for each in self.removed)
-
-
-@dataclass
-class Removal:
-    """What became of a plan."""
-
-    removed: list[StepInfo] = field(default_factory=list)
-    spared: list[tuple[StepInfo, str]] = field(default_factory=list)
-    """Steps that are needed after all, with the reason."""
+        """Bytes that it freed, or would free; without those in quarantine."""
+        return (self.removal or self.plan).nbytes
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that it freed, those of spare files included."""
-        return sum(each.nbytes for each in self.removed)
+    def removed(self) -> list[int]:
+        """The steps that it removed, or would remove."""
+        return [each.step for each in (self.removal or self.plan).removed]
+
+    @property
+    def outcomes(self) -> list[StepOutcome]:
+        """What becomes of every step, oldest first."""
+        return list_outcomes(self.plan, self.removal)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What becomes of a step."""
+def prune(
+    root: str | Path,
+    rules: Rules,
+    now: float,
+    *,
+    spool: Path | None = None,
+    recycle: bool | Literal["always"] = True,
+    dry_run: bool = False,
+    on_removed: Callable[[list[int]], object] = lambda _steps: None,
+) -> Pruned:
+    """Remove the steps of a root, and the folders in quarantine, that no rule keeps.
 
-    step: StepInfo
-    state: Literal["kept", "removed", "would be removed"]
-    why: str = ""
-    """Why it is kept."""
+    Args:
+        root: the job's root.
+        rules: what to keep.
+        now: seconds since the epoch, by which policies reckon.
+        spool: this node's spool, whose images may need a step's files.
+        recycle: as in the settings; keep large files of removed steps for the next saves.
+        dry_run: plan only, and touch nothing.
+        on_removed: called with the steps that are gone; tells the catalog.
 
-
-def verdicts(plan: Plan, removal: Removal | None) -> list[Verdict]:
-    """What a plan and its removal, if it was carried out, make of every step, oldest first."""
-    found = [Verdict(each, "kept", why) for each, why in plan.kept]
-    if removal is None:
-        found += [Verdict(each, "would be removed") for each in plan.removed]
-    else:
-        found += [Verdict(each, "removed") for each in removal.removed]
-        found += [Verdict(each, "kept", why) for each, why in removal.spared]
-    return sorted(found, key=lambda each: each.step.age)
+    Raises:
+        ConfigError: a policy keeps none of several steps by itself, or names an unknown metric.
+        OSError, CommitError, LockTimeoutError: as `remove_steps`.
+    """
+    plan = plan_removals(survey(root), rules, now)
+    quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run)
+    if dry_run:
+        return Pruned(Path(root), plan, None, quarantine)
+    removal = remove_steps(root, plan, spool=spool, recycle=recycles(root, recycle))
+    done = Pruned(Path(root), plan, removal, quarantine)
+    on_removed(done.removed)
+    return done
 
 
 def survey(root: str | Path) -> list[StepInfo]:
-    """All steps with a manifest that can be read, oldest first; others are nobody's to remove."""
+    """Return all steps with a manifest that can be read, oldest first; others are not removed."""
     held = _held(root)
     try:
         line = lineage(all_runs(root), partial(run_of, root))
@@ -139,7 +144,7 @@ def survey(root: str | Path) -> list[StepInfo]:
         if step_folder(root, manifest.step).is_symlink():
             held[manifest.step].append(LINKED)
         found.append(
-            info_of(
+            describe_step(
                 manifest,
                 metrics=metrics,
                 held=held[manifest.step],
@@ -150,75 +155,9 @@ def survey(root: str | Path) -> list[StepInfo]:
     return sorted(found, key=lambda each: each.age)
 
 
-def info_of(
-    manifest: Manifest,
-    *,
-    metrics: dict[str, float] | None = None,
-    held: Sequence[str] = (),
-    corruption: str = "",
-    superseded_by: int = 0,
-) -> StepInfo:
-    """What policies know of the step of a manifest."""
-    return StepInfo(
-        manifest.step,
-        manifest.run,
-        manifest.kinds,
-        manifest.committed_at,
-        manifest.nbytes,
-        metrics or {},
-        tuple(held),
-        corruption,
-        superseded_by,
-    )
-
-
-def plan(steps: Sequence[StepInfo], rules: Rules, now: float) -> Plan:
-    """Say what may go: nothing on disk is looked at, and nothing is touched.
-
-    Whatever the policies say, these stay: the newest valid step of each kind, which is what a
-    training resumes from and a reader loads, what somebody holds, and what is corrupted.
-
-    Args:
-        steps: as `survey` gives them.
-        rules: what to keep besides.
-        now: seconds since the epoch.
-
-    Raises:
-        ConfigError: a policy keeps none of several steps by itself, or names an unknown metric.
-    """
-    steps = sorted(steps, key=lambda each: each.age)
-    valid = [each for each in steps if not each.corruption]
-    newest = {kind: each for each in valid for kind in each.kinds}
-    why: dict[int, list[str]] = defaultdict(list)
-    for each in steps:
-        why[each.step] += [f"newest {kind}" for kind in KINDS if newest.get(kind) is each]
-        why[each.step] += each.held
-        if each.corruption:
-            why[each.step].append(f"not judged: {each.corruption}")
-    for step, reason in rules.superseded.keeps([s for s in valid if s.superseded_by], now).items():
-        why[step].append(f"{reason} that a run which began at step 0 did not go on from")
-    ours = [each for each in valid if not each.superseded_by]
-    checkpoints = [each for each in ours if "checkpoint" in each.kinds]
-    syncs = [each for each in ours if "checkpoint" not in each.kinds]
-    for policy, sort in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
-        keeps = policy.keeps(sort, now)
-        if not keeps and any(not why[each.step] for each in sort):
-            raise ConfigError(
-                f"retention policy {str(policy)!r} keeps none of the {len(sort)} steps that it is "
-                "for; nothing was removed. Add last=1 or more to it."
-            )
-        for step, reason in keeps.items():
-            why[step].append(reason)
-    return Plan(
-        kept=tuple((each, "; ".join(why[each.step])) for each in steps if why[each.step]),
-        removed=tuple(each for each in steps if not why[each.step]),
-        newest=newest,
-    )
-
-
-def carry_out(
+def remove_steps(
     root: str | Path,
-    plan: Plan,
+    plan: RemovalPlan,
     *,
     spool: Path | None = None,
     recycle: bool = True,
@@ -286,7 +225,7 @@ def _held(root: str | Path) -> dict[int, list[str]]:
 
 
 def _reason_to_stay(
-    root: Path, planned: StepInfo, plan: Plan, spool: JobSpool | None
+    root: Path, planned: StepInfo, plan: RemovalPlan, spool: JobSpool | None
 ) -> str | None:
     """Why a step may not go after all; None if it may, and an empty text if it is gone."""
     try:

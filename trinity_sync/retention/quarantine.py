@@ -16,13 +16,13 @@ from trinity_sync.storage.quarantine import TIME_FORMAT, aside_folder, require_o
 logger = logging.getLogger(__name__)
 
 
-def let_go_of_aside(
+def prune_quarantine(
     root: str | Path, policy: Policy, now: float, *, dry_run: bool = False
 ) -> list[str]:
-    """Take away what was set aside, as far as a policy does not keep it.
+    """Remove the folders in quarantine that a policy does not keep.
 
-    What is let go of moves to ``.trinity_sync/trash`` in one rename each; its files go with the
-    next `retention.carry_out`. A folder with a step of another release stays.
+    Each moves to ``.trinity_sync/trash`` in one rename; its files go with the next
+    `prune.remove_steps`. A folder with a step of another release stays.
 
     Args:
         root: the job's root.

@@ -15,10 +15,10 @@ import torch
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
+from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import Rules, carry_out, plan, survey
+from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
-from trinity_sync.storage.block_reuse import recycles
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.weights.liveness import PROBE_S, died
 from trinity_sync.weights.reader import WeightReader
@@ -172,6 +172,4 @@ def _tensors(reader: WeightReader, version: Version) -> Generator[Named, None, N
 def _remove_superseded_syncs(root: str) -> None:
     settings = Settings()
     rules = Rules(checkpoints=All(), syncs=parse_policy(settings.keep_syncs))
-    made = plan(survey(root), rules, time.time())
-    recycle = recycles(root, settings.recycle)
-    carry_out(root, made, spool=settings.spool, recycle=recycle)
+    prune(root, rules, time.time(), spool=settings.spool, recycle=settings.recycle)
