@@ -25,8 +25,8 @@ import torch
 from trinity_sync.weights.broadcast import receive_weights, send_weights
 from trinity_sync.weights.process_group import (
     WeightGroup,
+    WeightGroupHost,
     join_weight_group,
-    weight_group_address,
 )
 
 TURNS = 7
@@ -71,12 +71,16 @@ def _flat(group: WeightGroup, flat: torch.Tensor) -> None:
     group.confirm()
 
 
-def run(rank: int, port: int, mib: int, answer: Any = None) -> list[Turn]:
-    """Take part in all turns as this rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def receive(port: int, mib: int, answer: Any) -> None:
+    """Take part in all turns as rank 1."""
+    group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=120)
+    answer.send(run(group, mib))
+
+
+def run(group: WeightGroup, mib: int) -> list[Turn]:
+    """Take part in all turns."""
     torch.set_num_threads(1)
-    group = join_weight_group("127.0.0.1", port, rank=rank, world_size=2, timeout_s=120)
-    model = _model(mib) if rank == 0 else {}
+    model = _model(mib) if group.rank == 0 else {}
     flat = torch.ones(mib << 20, dtype=torch.uint8)
     turns = list[Turn]()
     ways: list[tuple[str, Any, Any]] = [("packed", _packed, model), ("flat", _flat, flat)]
@@ -89,19 +93,18 @@ def run(rank: int, port: int, mib: int, answer: Any = None) -> list[Turn]:
                 Turn(name, time.perf_counter() - begun, time.process_time() - cpu, number > 0)
             )
     group.close()
-    if answer:
-        answer.send(turns)
     return turns
 
 
 def main() -> None:
     mib = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
-    port = weight_group_address()[1]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    host = WeightGroupHost(address="127.0.0.1")
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    reader = spawn.Process(target=run, args=(1, port, mib, theirs))
+    reader = spawn.Process(target=receive, args=(host.port, mib, theirs))
     reader.start()
-    sides = run(0, port, mib), ours.recv()
+    sides = run(host.join(world_size=2, timeout_s=120), mib), ours.recv()
     reader.join()
     medians = dict[str, float]()
     for name in ("packed", "flat"):

@@ -12,7 +12,7 @@ import ray
 
 from grpo_copy.task import Batch
 from trinity_sync.layout import step_folder
-from trinity_sync.weights.process_group import join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import WeightGroupHost
 
 ROLE = "actor"
 EXPLORER = "explorer.rng"
@@ -109,15 +109,14 @@ class TrainerRank:
             nbytes = staged.nbytes if staged else 0
         return Handover(nbytes, time.perf_counter() - start)
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Address and port where the explorer finds this rank, the first one."""
-        return weight_group_address()
+    def host_group(self) -> tuple[str, int]:
+        """Listen for the explorer; returns the address and port where it finds this rank."""
+        self._host = WeightGroupHost()
+        return self._host.address, self._host.port
 
-    def join(self, address: str, port: int) -> None:
+    def join(self) -> None:
         """Join the explorer in a group for broadcasts; returns when it is there, too."""
-        self._group = join_weight_group(
-            address, port, rank=0, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
-        )
+        self._group = self._host.join(world_size=2, backend="gloo", timeout_s=TIMEOUT_S)
 
     def load(self, step: int) -> bytes:
         """Continue from a committed checkpoint; returns the explorer's state in it."""
@@ -173,8 +172,8 @@ class TrainerGroup:
     def meet(self, explorer: Any) -> None:
         """Form the group for broadcasts of the first rank and the explorer."""
         first = self._ranks[0]
-        place = ray.get(first.meeting_point.remote())
-        ray.get([each.join.remote(*place) for each in (first, explorer)])
+        place = ray.get(first.host_group.remote())
+        ray.get([first.join.remote(), explorer.join.remote(*place)])
 
     def load(self, step: int) -> bytes:
         """Continue from a committed checkpoint; returns the explorer's state in it."""

@@ -50,7 +50,7 @@ def fsdp_sync_weight_nccl(
 
     Args:
         engine: veRL's FSDPEngine.
-        model_update_group: rank 0's end of the group, from ``join_weight_group`` or torch; other
+        model_update_group: rank 0's end of the group, from ``WeightGroupHost`` or torch; other
             ranks pass None.
         version: the trainer's step, which receivers are told.
         synchronizer: the job's, a Ray actor, which is told of the version once all have it.

@@ -1,7 +1,7 @@
-"""Which trainers and explorers live, of those that are Ray actors.
+"""Liveness of trainers and explorers that are Ray actors.
 
-Ray tells of no death unasked, so each is asked, one question at a time: one that is busy answers
-late, one that is dead never does.
+Ray does not report the death of an actor, so each is probed, one call at a time: a busy actor
+answers late, a dead one never.
 """
 
 import asyncio
@@ -9,27 +9,27 @@ from collections.abc import Collection
 from typing import Any
 
 PROBE_S = 1.0
-"""How often a party that others wait for is looked at."""
+"""Seconds between two probes of a member that others wait for."""
 
 
 class Liveness:
-    """Of the actors of one Ray namespace.
+    """Liveness of the actors of one Ray namespace.
 
     Args:
-        namespace: theirs.
-        known: names of those that were seen to be actors, by an earlier process, too; kept by the
-            caller.
+        namespace: Ray namespace of the actors.
+        known: names that are known to be actors, also from an earlier process; the caller updates
+            it.
     """
 
     def __init__(self, namespace: str, known: Collection[str]) -> None:
         self._namespace, self._known = namespace, known
         self._actors: dict[str, Any] = {}
         self._asked: dict[Any, asyncio.Task[bool]] = {}
-        """Actor -> the question that it has not answered yet, or its last answer."""
+        """Actor -> the probe that is in flight, or the last one."""
 
-    async def note(self, name: str) -> bool:
-        """Look the actor up while it lives, since a dead one is not found; whether it was."""
-        actor = await find(name, self._namespace)
+    async def look_up(self, name: str) -> bool:
+        """Look up a live actor by name, since a dead one is not found; return whether it exists."""
+        actor = await find_actor(name, self._namespace)
         if actor is None:
             return False
         before = self._actors.get(name)
@@ -39,10 +39,10 @@ class Liveness:
         return True
 
     def is_dead(self, name: str) -> bool:
-        """Whether the actor of that name has died; asks it, for the next look at it.
+        """Return whether the actor has died by its last probe, and start the next one.
 
-        False for who never was an actor of the namespace: nobody can tell. One that was, and that
-        `note` did not find, has died while nobody looked.
+        False for a name that never was an actor of the namespace. A known actor that `look_up` did
+        not find has died between two probes.
         """
         actor = self._actors.get(name)
         if actor is None:
@@ -53,12 +53,12 @@ class Liveness:
         if asked and asked.result():
             del self._actors[name], self._asked[actor]
             return True
-        self._asked[actor] = asyncio.get_running_loop().create_task(died(actor))
+        self._asked[actor] = asyncio.get_running_loop().create_task(wait_for_death(actor))
         return False
 
 
-async def find(name: str, namespace: str) -> Any:
-    """The Ray actor of that name, or None; the event loop goes on meanwhile."""
+async def find_actor(name: str, namespace: str) -> Any:
+    """Return the Ray actor of that name, or None, without blocking the event loop."""
     import ray
 
     try:
@@ -67,8 +67,8 @@ async def find(name: str, namespace: str) -> Any:
         return None
 
 
-async def died(actor: Any) -> bool:
-    """Whether the actor is dead; returns when it has answered, or has died without."""
+async def wait_for_death(actor: Any) -> bool:
+    """Wait until the actor answers or dies; return whether it died."""
     import ray
 
     try:

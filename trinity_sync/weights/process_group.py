@@ -1,13 +1,13 @@
-"""A process group of its own from a trainer to the processes that want its weights.
+"""A process group of its own from a trainer to the processes that receive its weights.
 
 The trainer's rank 0 and the explorers' workers are each in default groups of their own, or in none,
-so the group is made of torch's public parts without them: a ``TCPStore`` on rank 0 through which
-the members find each other, and a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` on top of it.
-Nothing of ``torch.distributed``'s global state is read or changed.
+so the group is made of torch's public parts without them: a ``TCPStore`` on rank 0, at a port that
+the kernel chose, through which the members find each other, and a ``ProcessGroupGloo`` or
+``ProcessGroupNCCL`` on top of it. ``torch.distributed``'s global state is neither read nor changed.
 
-A broadcast that stops says nothing about who stopped it. So whoever notices says so in the store,
-takes its connections down, and waits for the same from the others: who stays silent is named. Three
-quarters of the time-out are for the broadcast, the rest is for this roll call.
+A failed broadcast does not tell which member failed. So a member that notices the failure writes so
+to the store, closes its connections, and waits for the same from the others: the error names those
+that stay silent. Three quarters of the time-out are for the broadcast, the rest for this roll call.
 
 The NCCL side has not run on a GPU yet.
 """
@@ -44,7 +44,8 @@ that to the trainer. With this, which is read when the group is made, torch star
 
 
 class WeightGroup:
-    """Group rank 0 sends, the others receive; made by :func:`join_weight_group`.
+    """Group rank 0 sends, the others receive; made by
+    `WeightGroupHost.join` and `join_weight_group`.
 
     One call at a time: all members send or receive the same version. After an error the group is
     of no use, says so at each call, and a new one has to be joined by all.
@@ -188,6 +189,59 @@ class WeightGroup:
         return "".join(f"; rank {rank} gave up: {why}" for rank, why in said.items())
 
 
+class WeightGroupHost:
+    """Rank 0's side of the rendezvous of a group: it listens before the others are told the port.
+
+    The kernel chooses a free port as the store starts to listen, so no other process can take it in
+    between. One host is for one group.
+
+    Args:
+        port: to listen on; 0 for a free one.
+        address: of this machine, as the other members reach it; by default that of the network
+            interface of the default route.
+
+    Raises:
+        WeightSyncError: the port is taken.
+    """
+
+    def __init__(self, port: int = 0, address: str | None = None) -> None:
+        self.address = address or _own_address()
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                self.address, port, None, True, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"rank 0 cannot listen on {self.address}:{port} ({_first_line(error)}); use "
+                "another port, or 0"
+            ) from error
+        self.port: int = store.port
+        """Port that the other members pass to `join_weight_group`."""
+        self._store: Store | None = store
+
+    def join(
+        self, *, world_size: int, backend: str | None = None, timeout_s: float
+    ) -> "WeightGroup":
+        """Join the group as rank 0, which sends; returns once all members have joined.
+
+        Args:
+            world_size: number of members, this one included.
+            backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
+            timeout_s: seconds to wait for all to join, and later for any one step of a broadcast.
+
+        Raises:
+            ConfigError: there is no such backend, the members chose different ones, or this host
+                has joined before.
+            WeightSyncError: a member did not come in time.
+        """
+        if self._store is None:
+            raise ConfigError("this WeightGroupHost has joined its group; make one for each group")
+        backend = _check_member(0, world_size, backend)
+        store, self._store = self._store, None
+        where = f"{self.address}:{self.port}"
+        return _join(store, where, 0, world_size, backend, timeout_s)
+
+
 def join_weight_group(
     address: str,
     port: int,
@@ -197,40 +251,77 @@ def join_weight_group(
     backend: str | None = None,
     timeout_s: float,
 ) -> WeightGroup:
-    """Meet the other members; returns when all are there.
+    """Join the group of a `WeightGroupHost` as a receiver; returns once all members have joined.
 
     Args:
-        address: of rank 0's machine, as :func:`weight_group_address` gives it there.
-        port: free on rank 0's machine; rank 0 listens there.
-        rank: 0 is the trainer's, which sends.
-        world_size: members in all.
+        address: the host's.
+        port: the host's.
+        rank: from 1 to world_size - 1; 0 is the host.
+        world_size: number of members, the host included.
         backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
-        timeout_s: longest time to wait for all to join, and later for any one step of a broadcast.
+        timeout_s: seconds to wait for all to join, and later for any one step of a broadcast.
 
     Raises:
         ConfigError: no such backend or rank, or the members chose different ones.
-        WeightSyncError: somebody did not come in time, or the port or rank is taken.
+        WeightSyncError: a member did not come in time, or the rank is taken.
     """
+    if rank == 0:
+        raise ConfigError("rank 0 of a weight group joins by WeightGroupHost.join")
+    backend = _check_member(rank, world_size, backend)
+    where, limit = f"{address}:{port}", timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, None, False, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {rank} found no rank 0 on {where} within {timeout_s:g} s; start the "
+            "trainer and give all the same address"
+        ) from error
+    return _join(store, where, rank, world_size, backend, timeout_s)
+
+
+def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
+    """The same group to send to or receive from, also if it is torch's.
+
+    An error in torch's group names no peer, and leaves the group as torch leaves it.
+    """
+    if isinstance(group, WeightGroup):
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"a {type(group).__name__} is no group to send weights to; pass what join_weight_group "
+            "returns, or a torch ProcessGroup"
+        )
+    on_gpu = any(device.type == "cuda" for device in get_group_devices(group))
+    return WeightGroup(
+        group,
+        None,
+        rank=group.rank(),
+        world_size=group.size(),
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        timeout_s=timeout_s,
+        owned=False,
+    )
+
+
+def _check_member(rank: int, world_size: int, backend: str | None) -> str:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend not in ("gloo", "nccl") or not 0 <= rank < world_size:
         raise ConfigError(
             f"cannot join a weight group as rank {rank} of {world_size} by {backend!r}; ranks are "
             "0 to world_size - 1, backends are gloo and nccl"
         )
-    where, limit = f"{address}:{port}", timedelta(seconds=timeout_s)
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, world_size, rank == 0, timeout=limit, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        raise WeightSyncError(
-            f"rank 0 cannot listen on {where} ({_first_line(error)}); use a free port"
-            if rank == 0
-            else f"rank {rank} found no rank 0 on {where} within {timeout_s:g} s; start the "
-            "trainer and give all the same address"
-        ) from error
+    return backend
+
+
+def _join(
+    store: Store, where: str, rank: int, world_size: int, backend: str, timeout_s: float
+) -> WeightGroup:
+    limit = timedelta(seconds=timeout_s)
     me = f"host {socket.gethostname()}, pid {os.getpid()}"
     try:
+        store.set_timeout(limit)
         holder = store.compare_set(f"joined/{rank}", "", me).decode()
         if holder != me:
             raise WeightSyncError(
@@ -270,41 +361,14 @@ def join_weight_group(
     return group
 
 
-def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
-    """The same group to send to or receive from, also if it is torch's.
-
-    An error in torch's group names no peer, and leaves the group as torch leaves it.
-    """
-    if isinstance(group, WeightGroup):
-        return group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"a {type(group).__name__} is no group to send weights to; pass what join_weight_group "
-            "returns, or a torch ProcessGroup"
-        )
-    on_gpu = any(device.type == "cuda" for device in get_group_devices(group))
-    return WeightGroup(
-        group,
-        None,
-        rank=group.rank(),
-        world_size=group.size(),
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
-        timeout_s=timeout_s,
-        owned=False,
-    )
-
-
-def weight_group_address() -> tuple[str, int]:
-    """This machine's address, as others reach it, and a port that is free now."""
+def _own_address() -> str:
+    """Return this machine's address on the default route, as other machines reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing, asks which way out packets would take
-            host = probe.getsockname()[0]
         except OSError:
-            host = "127.0.0.1"
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return host, listener.getsockname()[1]
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def _connected(

@@ -32,12 +32,12 @@ def report(root: str | Path, now: float) -> Report | None:
     if state is None:
         return None
     try:
-        registry, parties = VersionRegistry.from_json(state["registry"]), state["parties"]
+        registry, barrier = VersionRegistry.from_json(state["registry"]), state["barrier"]
         return Report(
             newest=registry.newest(),
             readers=registry.readers(now),
-            trainer=parties["trainer"],
-            explorers=dict(parties["explorers"]),
+            trainer=barrier["trainer"],
+            explorers=dict(barrier["explorers"]),
             written_at=float(state["written_at"]),
             lives=address.lives if address else False,
             address=f"{address.namespace}/{address.name}" if address else "",

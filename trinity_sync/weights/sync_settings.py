@@ -13,7 +13,7 @@ class SyncSettings:
     role: str = "actor"
     """Whose weights: the folder under ``global_step_N/``."""
     trainer: str = "trainer"
-    """Name of the trainer's Ray actor, for the handshake and the group of a broadcast."""
+    """Name of the trainer's Ray actor, for the rendezvous and the group of a broadcast."""
     explorer: str = "explorer"
     """Name of the explorer where a call names none: Trinity has one."""
     explorer_world_size: int = 1

@@ -18,12 +18,11 @@ from typing import Any
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
 from trinity_sync.weights.committed import model_path
-from trinity_sync.weights.handshake import Handshakes
 from trinity_sync.weights.object_store import Copies
-from trinity_sync.weights.parties import Status
 from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
 from trinity_sync.weights.registry.versions import Reader
+from trinity_sync.weights.rendezvous import BroadcastRendezvous
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import (
     Address,
@@ -31,6 +30,7 @@ from trinity_sync.weights.state_files import (
     read_address,
     write_address,
 )
+from trinity_sync.weights.sync_barrier import Status
 from trinity_sync.weights.sync_settings import SyncSettings
 from trinity_sync.weights.version import Gone, Source, Version
 
@@ -38,7 +38,7 @@ NAMESPACE = "trinity_sync"
 """Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
 
 
-class Synchronizer(Handshakes):
+class Synchronizer(BroadcastRendezvous):
     """See the module. Get it by `get_actor`; methods are those of the Ray actor."""
 
     @classmethod
@@ -169,8 +169,9 @@ class Synchronizer(Handshakes):
             newest = self._registry.versions.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
         run = self._registry.versions.run
-        if state is None and self._met and self._met.version == trainer_step:
-            for explorer in self._met.arrived:
+        rendezvous = self._last_rendezvous
+        if state is None and rendezvous and rendezvous.version == trainer_step:
+            for explorer in rendezvous.arrived:
                 self._registry.versions.set_serving(
                     explorer, trainer_step, self._registry.now(), run
                 )
@@ -181,8 +182,8 @@ class Synchronizer(Handshakes):
     async def set_trainer_status(self, status: Any) -> None:
         """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
         await self._registry.refresh()
-        self._registry.parties.set_trainer(Status.of(status))
-        self._in_background(self._note(self._settings.trainer))
+        self._registry.barrier.set_trainer(Status.parse(status))
+        self._in_background(self._record_actor(self._settings.trainer))
         await self._registry.notify()
 
     async def notify_no_new_model_state_dict(self) -> None:
@@ -263,7 +264,7 @@ class Synchronizer(Handshakes):
         refusals = self._refusals
 
         def answer() -> bool | None:
-            stopped = self._registry.parties.trainer is Status.STOPPED
+            stopped = self._registry.barrier.trainer is Status.STOPPED
             over = (
                 no_wait
                 or stopped
@@ -274,14 +275,14 @@ class Synchronizer(Handshakes):
 
         if answer():
             return self._registry.number
-        self._registry.parties.set_explorer(explorer, Status.REQUIRE_SYNC)
+        self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
         watch = self._in_background(self._watch(None, lambda: False))
         await self._registry.notify()
         try:
             await self._registry.until(answer, self._settings.timeout_s)
         finally:
             watch.cancel()
-            self._registry.parties.back_to_work({explorer})
+            self._registry.barrier.set_running({explorer})
         return self._registry.number
 
     async def get_latest_model_version(self) -> int:
@@ -356,30 +357,30 @@ class Synchronizer(Handshakes):
         ``old_status`` is not needed: the status belongs to the explorer, not to a count.
         """
         name = explorer or self._settings.explorer
-        self._registry.parties.set_explorer(name, Status.of(status))
-        self._in_background(self._note(name))
+        self._registry.barrier.set_explorer(name, Status.parse(status))
+        self._in_background(self._record_actor(name))
         await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:
         """Trinity's."""
-        return self._registry.parties.trainer
+        return self._registry.barrier.trainer
 
     async def get_explorer_status_counts(self) -> dict[Status, int]:
         """Trinity's."""
-        return dict(self._registry.parties.counts)
+        return dict(self._registry.barrier.counts)
 
     async def explorers(self) -> dict[str, Status]:
         """Every explorer that was heard of, and its status."""
-        return dict(self._registry.parties.explorers)
+        return dict(self._registry.barrier.explorers)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
         """Trinity's: None if the trainer has stopped."""
-        trainer = self._registry.parties.trainer
+        trainer = self._registry.barrier.trainer
         return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
 
     async def explorer_requires_sync(self) -> bool:
         """Trinity's: whether any explorer does."""
-        return self._registry.parties.counts[Status.REQUIRE_SYNC] > 0
+        return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
 
     async def stop(self) -> None:
         """End this actor for good; what it knew stays in ``state.json``."""

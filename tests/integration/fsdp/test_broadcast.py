@@ -27,8 +27,9 @@ from verl.utils.fsdp_utils import apply_fsdp2
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync import WeightSyncError, fsdp_sync_weight_nccl
 from trinity_sync.fsdp.broadcast import whole_parameters
+from trinity_sync.stack.ports import free_port
 from trinity_sync.weights.broadcast import receive_weights
-from trinity_sync.weights.process_group import join_weight_group, weight_group_address
+from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group
 
 TIMEOUT_S = 180.0
 STRATEGIES = ("fsdp1", "fsdp1 with original parameters", "fsdp2")
@@ -71,7 +72,7 @@ def train(folder: Path, port: int) -> tuple[str, str]:
     """A trainer rank: each model twice, since the first must leave it as it was, then a failure."""
     group = None
     if dist.get_rank() == 0:
-        group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+        group = WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
     for version, strategy in enumerate(STRATEGIES):
         engine = engine_of(folder, strategy)
         for _ in range(2):
@@ -112,7 +113,7 @@ def train_without_room(ports: list[int]) -> list[str]:
             module = fully_shard(model, mesh=mesh)
         group = None
         if dist.get_rank() == 0:
-            group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+            group = WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         if dist.get_rank() == short:
@@ -150,7 +151,7 @@ def tied(tiny: Path, tmp_path: Path) -> Path:
 def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_ranks_raise(
     tied: Path, tmp_path: Path, aside: ThreadPoolExecutor
 ) -> None:
-    port = weight_group_address()[1]
+    port = free_port()
     ranks = aside.submit(on_ranks, train, tied, port, scratch=tmp_path)
     taken = received(port, 2 * len(STRATEGIES))
     model = build(tied)
@@ -193,7 +194,7 @@ def test_masters_are_sent_after_a_forward_that_left_copies_in_its_own_dtype(
 def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting_for_it(
     tmp_path: Path, aside: ThreadPoolExecutor
 ) -> None:
-    ports = [weight_group_address()[1] for _ in WITHOUT_ROOM]
+    ports = [free_port() for _ in WITHOUT_ROOM]
     ranks = aside.submit(on_ranks, train_without_room, ports, scratch=tmp_path)
     readers = [refusal(port) for port in ports]
     for (_, short), reader, heard in zip(
@@ -209,9 +210,9 @@ def test_an_engine_without_a_strategy_sends_all_27_of_27_tensors_under_fsdp2(
 ) -> None:
     engine = Policy(tiny).engine
     assert not hasattr(engine, "_strategy")
-    port = weight_group_address()[1]
-    reader = aside.submit(received, port, 1)
-    group = join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+    host = WeightGroupHost(address="127.0.0.1")
+    reader = aside.submit(received, host.port, 1)
+    group = host.join(world_size=2, timeout_s=TIMEOUT_S)
     fsdp_sync_weight_nccl(engine, group, version=1)
     ((_, tensors),) = reader.result()
     group.close()

@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import signal
+import socket
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync import ConfigError, WeightSyncError
+from trinity_sync.stack.ports import free_port
 from trinity_sync.weights.broadcast import (
     MESSAGE,
     receive_into,
@@ -24,10 +27,10 @@ from trinity_sync.weights.broadcast import (
 )
 from trinity_sync.weights.process_group import (
     WeightGroup,
+    WeightGroupHost,
     _connected,
     _environment,
     join_weight_group,
-    weight_group_address,
     weight_group_of,
 )
 
@@ -120,15 +123,13 @@ def members(processes: list[Reader]) -> Iterator[Callable[..., tuple[WeightGroup
     def together(*programs: Program) -> tuple[WeightGroup, list[Reader]]:
         processes[:] = [reader for reader in processes if reader.process.is_alive()]
         processes.extend(Reader() for _ in programs[len(processes) :])
-        readers, port = processes[: len(programs)], weight_group_address()[1]
+        readers, host = processes[: len(programs)], WeightGroupHost(address="127.0.0.1")
         for reader in readers:
-            reader.join(_nothing, port, 5, 1)  # refused: what matters is that it runs by now
+            reader.join(_nothing, host.port, 5, 1)  # refused: what matters is that it runs by now
             reader.answer()
         for rank, (reader, program) in enumerate(zip(readers, programs, strict=True), 1):
-            reader.join(program, port, rank, len(programs) + 1)
-        group = join_weight_group(
-            "127.0.0.1", port, rank=0, world_size=len(programs) + 1, timeout_s=TIMEOUT_S
-        )
+            reader.join(program, host.port, rank, len(programs) + 1)
+        group = host.join(world_size=len(programs) + 1, timeout_s=TIMEOUT_S)
         groups.append(group)
         return group, readers
 
@@ -250,14 +251,37 @@ def test_a_trainer_that_is_gone_ends_its_readers_wait(members: Any) -> None:
     assert "rank 0, the trainer's, is gone" in str(reader.answer())
 
 
+def test_the_port_that_receivers_are_told_cannot_be_taken_before_the_trainer_joins() -> None:
+    host = WeightGroupHost(address="127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", host.port))
+    with pytest.raises(WeightSyncError, match=f"cannot listen on 127.0.0.1:{host.port} "):
+        WeightGroupHost(host.port, "127.0.0.1")
+
+    def receive() -> list[tuple[str, list[int]]]:
+        joined = join_weight_group(
+            host.address, host.port, rank=1, world_size=2, timeout_s=TIMEOUT_S
+        )
+        return [(name, tensor.tolist()) for name, tensor in receive_weights(joined)]
+
+    with ThreadPoolExecutor() as aside:
+        received = aside.submit(receive)
+        group = host.join(world_size=2, timeout_s=TIMEOUT_S)
+        send_weights([("w", torch.arange(5))], group, version=1)
+    assert received.result() == [("w", [0, 1, 2, 3, 4])]
+    with pytest.raises(ConfigError, match="one for each group"):
+        host.join(world_size=2, backend="gloo", timeout_s=1)
+    group.close()
+
+
 def test_who_never_joins_is_named() -> None:
-    port = weight_group_address()[1]
+    host = WeightGroupHost()
     with pytest.raises(WeightSyncError, match=r"ranks \[1, 2\] of 3 have not joined .* 1 s"):
-        join_weight_group("127.0.0.1", port, rank=0, world_size=3, timeout_s=1)
+        host.join(world_size=3, timeout_s=1)
 
 
 def test_a_reader_without_a_trainer_gives_up() -> None:
-    port = weight_group_address()[1]
+    port = free_port()
     with pytest.raises(
         WeightSyncError, match=r"rank 1 found no rank 0 on 127.0.0.1:\d+ within 1 s"
     ):
@@ -423,18 +447,17 @@ def test_torchs_own_groups_carry_them_too(members: Any) -> None:
 
 
 def test_members_that_chose_different_back_ends_are_named_on_all_sides() -> None:
-    port = weight_group_address()[1]
+    host = WeightGroupHost(address="127.0.0.1")
+    join = partial(join_weight_group, host.address, host.port, rank=1)
 
-    def refusal(rank: int, backend: str) -> str:
+    def refusal(join: Callable[..., WeightGroup], backend: str) -> str:
         with pytest.raises(ConfigError) as heard:
-            join_weight_group(
-                "127.0.0.1", port, rank=rank, world_size=2, backend=backend, timeout_s=TIMEOUT_S
-            )
+            join(world_size=2, backend=backend, timeout_s=TIMEOUT_S)
         return str(heard.value)
 
     with ThreadPoolExecutor() as aside:
-        reader = aside.submit(refusal, 1, "gloo")
-        heard = [refusal(0, "nccl"), reader.result()]
+        reader = aside.submit(refusal, join, "gloo")
+        heard = [refusal(host.join, "nccl"), reader.result()]
     assert all("rank 0 by nccl, rank 1 by gloo; pass the same backend=" in each for each in heard)
 
 
@@ -480,15 +503,17 @@ def _gone_once_connected(port: int) -> None:
 
 
 def test_a_member_that_goes_before_all_are_connected_is_named_at_the_join() -> None:
-    port = weight_group_address()[1]
+    host = WeightGroupHost(address="127.0.0.1")
     with ThreadPoolExecutor() as aside:
-        aside.submit(_gone_once_connected, port)
+        aside.submit(_gone_once_connected, host.port)
         with pytest.raises(WeightSyncError, match=r"no answer from rank 1 \(host a, pid 1\)"):
-            join_weight_group("127.0.0.1", port, rank=0, world_size=2, timeout_s=TIMEOUT_S)
+            host.join(world_size=2, timeout_s=TIMEOUT_S)
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         join_weight_group("127.0.0.1", 1, rank=2, world_size=2, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"rank 0 .* WeightGroupHost"):
+        join_weight_group("127.0.0.1", 1, rank=0, world_size=2, timeout_s=1)
     with pytest.raises(ConfigError, match="a str is no group"):
         send_weights([], "group", version=1)  # type: ignore[arg-type]

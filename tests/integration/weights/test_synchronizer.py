@@ -47,13 +47,13 @@ def kill(synchronizer: Any, root: Path) -> None:
 
 
 def actors_known(root: Path) -> list[str]:
-    """Parties of which the state file says that they are actors."""
+    """Members of which the state file says that they are actors."""
     state = read_state(root)
-    return state["parties"]["actors"] if state else []
+    return state["barrier"]["actors"] if state else []
 
 
 @ray.remote(num_cpus=0)
-class Party:
+class Member:
     """A trainer or an explorer that is a Ray actor."""
 
     def __init__(self, namespace: str = "", root: str = "") -> None:
@@ -292,7 +292,7 @@ def test_an_empty_iteration_file_holds_nothing_up(
     assert ask(synchronizer.get_latest_model_path.remote()) == str(root / "global_step_2/actor")
 
 
-def test_a_handshake_needs_every_explorer(synchronizer: Any) -> None:
+def test_a_rendezvous_needs_every_explorer(synchronizer: Any) -> None:
     for name in ("a", "b"):
         ask(synchronizer.set_explorer_status.remote("running", explorer=name))
     ask(synchronizer.set_trainer_status.remote("running"))
@@ -309,18 +309,18 @@ def test_a_handshake_needs_every_explorer(synchronizer: Any) -> None:
     assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "running"}
 
 
-def test_a_failed_nccl_handshake_does_not_advance_the_version(synchronizer: Any) -> None:
+def test_a_failed_nccl_rendezvous_does_not_advance_the_version(synchronizer: Any) -> None:
     ask(synchronizer.set_explorer_status.remote("running"))
     assert ask(synchronizer.ready_to_nccl_sync.remote("trainer", 6, None, 0.05)) is None
     assert ask(synchronizer.get_latest_model_version.remote()) == 0
     assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False
 
 
-def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
+def test_a_dead_explorer_ends_the_rendezvous_and_is_counted_out(
     synchronizer: Any, namespace: str
 ) -> None:
     explorers = {
-        name: Party.options(name=name, namespace=namespace).remote() for name in ("a", "b")
+        name: Member.options(name=name, namespace=namespace).remote() for name in ("a", "b")
     }
     for name, actor in explorers.items():
         ask(actor.what_was_seen.remote())
@@ -342,7 +342,7 @@ def test_a_dead_explorer_ends_the_handshake_and_is_counted_out(
 def test_an_explorer_that_died_while_the_synchronizer_was_away_is_counted_out(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
-    explorer = Party.options(name="b", namespace=namespace).remote()
+    explorer = Member.options(name="b", namespace=namespace).remote()
     ask(explorer.what_was_seen.remote())
     for name in ("a", "b"):
         ask(synchronizer.set_explorer_status.remote("running", explorer=name))
@@ -357,7 +357,7 @@ def test_an_explorer_that_died_while_the_synchronizer_was_away_is_counted_out(
 
 
 def test_a_dead_trainer_lets_go_who_waits_for_it(synchronizer: Any, namespace: str) -> None:
-    trainer = Party.options(name="trainer", namespace=namespace).remote()
+    trainer = Member.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
     ask(synchronizer.set_trainer_status.remote("running"))
     ready = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "a")
@@ -371,28 +371,28 @@ def test_a_dead_trainer_lets_go_who_waits_for_it(synchronizer: Any, namespace: s
 
 
 def test_the_group_of_a_broadcast_is_formed_and_left(synchronizer: Any, namespace: str) -> None:
-    parties = {
-        name: Party.options(name=name, namespace=namespace).remote()
+    members = {
+        name: Member.options(name=name, namespace=namespace).remote()
         for name in ("trainer", "a", "b")
     }
     for name in ("a", "b"):
         ask(synchronizer.set_explorer_status.remote("running", explorer=name))
     ask(synchronizer.coordinate_weight_sync_setup.remote(20))
     ask(synchronizer.coordinate_weight_sync_teardown.remote())
-    seen = {name: ask(actor.what_was_seen.remote()) for name, actor in parties.items()}
+    seen = {name: ask(actor.what_was_seen.remote()) for name, actor in members.items()}
     joined = ("127.0.0.1", 4321, 3, "rollout_weight_sync", 20)
     meta = [("w", "float32", (2,))]
     assert seen["trainer"] == [("setup", joined, {}), "teardown"]
     assert seen["a"] == [("setup", joined, {"rank_offset": 1}), ("meta", meta), "teardown"]
     assert seen["b"] == [("setup", joined, {"rank_offset": 2}), ("meta", meta), "teardown"]
-    for actor in parties.values():
+    for actor in members.values():
         ray.kill(actor)
 
 
 def test_a_group_that_lacks_an_explorer_is_refused_with_a_way_out(
     synchronizer: Any, namespace: str
 ) -> None:
-    trainer = Party.options(name="trainer", namespace=namespace).remote()
+    trainer = Member.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
     with pytest.raises(WeightSyncError, match="explorers explorer are no Ray actors"):
         ask(synchronizer.coordinate_weight_sync_setup.remote(5))

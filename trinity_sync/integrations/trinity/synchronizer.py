@@ -20,7 +20,7 @@ from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.weights.liveness import PROBE_S, died
+from trinity_sync.weights.liveness import PROBE_S, wait_for_death
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.registry.event_loop import resolve_root
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -149,7 +149,7 @@ class TrinitySynchronizer(Synchronizer):
     async def _end_with_the_last(self) -> None:
         while self._modules:
             for module in list(self._modules):
-                if await died(module):
+                if await wait_for_death(module):
                     self._modules.discard(module)
             await asyncio.sleep(PROBE_S)
         ray.get_runtime_context().current_actor.stop.remote()

@@ -16,9 +16,9 @@ from typing import TypeVar
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.storage.runs import Run, all_runs
 from trinity_sync.weights.commit_notification import CommitNotification
-from trinity_sync.weights.parties import Parties
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import read_state, write_state
+from trinity_sync.weights.sync_barrier import SyncBarrier
 from trinity_sync.weights.version import ImageRef, Version
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class AsyncVersionRegistry:
-    """Version registry and sync members of the job at ``root``, restored from its state file.
+    """Version registry and sync barrier of the job at ``root``, restored from its state file.
 
     Args:
         root: the job's root.
@@ -46,7 +46,7 @@ class AsyncVersionRegistry:
         self._written = (-1, -1)
         self._images: dict[tuple[int, int], dict[int, ImageRef]] = {}
         """(run, step) -> images by rank, of versions that are incomplete."""
-        self.versions, self.parties = VersionRegistry(), Parties()
+        self.versions, self.barrier = VersionRegistry(), SyncBarrier()
         self._restore()
         runs = self._runs()
         self._add_runs(runs)
@@ -174,13 +174,13 @@ class AsyncVersionRegistry:
     async def save(self) -> None:
         """Write the state file, unless it is up to date."""
         async with self._disk:
-            changes = (self.versions.changes, self.parties.changes)
+            changes = (self.versions.changes, self.barrier.changes)
             if changes == self._written:
                 return
             state = {
                 "written_at": self.now(),
                 "registry": self.versions.to_json(),
-                "parties": self.parties.to_json(),
+                "barrier": self.barrier.to_json(),
             }
             try:
                 await asyncio.to_thread(write_state, self.root, state)
@@ -200,10 +200,10 @@ class AsyncVersionRegistry:
             return
         try:
             self.versions = VersionRegistry.from_json(state["registry"])
-            self.parties = Parties.from_json(state["parties"])
+            self.barrier = SyncBarrier.from_json(state["barrier"])
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("state.json of %s is corrupted and is recreated: %r", self.root, error)
-            self.versions, self.parties = VersionRegistry(), Parties()
+            self.versions, self.barrier = VersionRegistry(), SyncBarrier()
 
     def _runs(self) -> list[Run]:
         try:

@@ -1,0 +1,194 @@
+"""The barrier of trainer and explorers before a broadcast, and the status of each member.
+
+Pure state, like the version registry. A status belongs to a member and not to a count, so no
+time-out and no death can make the counts wrong. A rendezvous succeeds for all members or for none;
+it never changes the versions, so a failed one cannot advance them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+
+
+class Status(str, Enum):
+    """Trinity's ``RunningStatus``."""
+
+    RUNNING = "running"
+    REQUIRE_SYNC = "require_sync"
+    STOPPED = "stopped"
+
+    @classmethod
+    def parse(cls, value: Any) -> "Status":
+        """Return the status for Trinity's enum, its value, or ours.
+
+        Raises:
+            ConfigError: there is no such status.
+        """
+        text = str(getattr(value, "value", value)).lower()
+        try:
+            return cls(text)
+        except ValueError:
+            known = ", ".join(status.value for status in cls)
+            raise ConfigError(f"status {value!r} is not known; pass one of {known}") from None
+
+
+@dataclass
+class Rendezvous:
+    """One attempt of trainer and explorers to meet for a broadcast: all get the version, or none.
+
+    It ends once; a waiting member reads ``over`` and ``version``.
+    """
+
+    step: int | None = None
+    """Step that the trainer sends; None before it has arrived."""
+    arrived: set[str] = field(default_factory=set)
+    watched: set[str | None] = field(default_factory=set)
+    """Members (None: the trainer) whose death is watched for."""
+    over: bool = False
+    version: int | None = None
+
+    def end(self, version: int | None) -> None:
+        """Release all waiting members with the version, or with None."""
+        self.over, self.version = True, version
+
+
+class SyncBarrier:
+    """Members of the weight sync: one trainer and any number of explorers; see the module."""
+
+    def __init__(self) -> None:
+        self.trainer = Status.STOPPED
+        """As in Trinity, the trainer counts as stopped until it reports that it runs."""
+        self.explorers: dict[str, Status] = {}
+        self.actors: set[str] = set()
+        """Names of members, the trainer included, that are known Ray actors."""
+        self._rendezvous = Rendezvous()
+        self.changes = 0
+        """Number of changes to what `to_json` returns."""
+
+    def add_actor(self, name: str) -> None:
+        """Record that a member is a Ray actor: it is dead if no actor has its name any longer."""
+        self.changes += name not in self.actors
+        self.actors.add(name)
+
+    def set_trainer(self, status: Status) -> None:
+        """Set the trainer's status; one that stops releases the explorers that wait for it."""
+        self.changes += _without_wait(status) is not _without_wait(self.trainer)
+        self.trainer = status
+        if status is Status.STOPPED:
+            self._end(None)
+
+    def set_explorer(self, explorer: str, status: Status) -> None:
+        """Set an explorer's status, and register it if it is new.
+
+        An explorer that stops, or is found dead, while the trainer waits makes the rendezvous fail:
+        it is part of the group, and a broadcast without it would hang.
+
+        Args:
+            explorer: its name.
+            status: its new status.
+        """
+        before = self.explorers.get(explorer)
+        self.changes += before is None or _without_wait(before) is not _without_wait(status)
+        self.explorers[explorer] = status
+        if status is Status.STOPPED and before is not status:
+            self._rendezvous.arrived.discard(explorer)
+            if self._rendezvous.step is not None:
+                self._end(None)
+
+    @property
+    def counts(self) -> Counter[Status]:
+        """Number of explorers by status."""
+        return Counter(self.explorers.values())
+
+    @property
+    def live_explorers(self) -> set[str]:
+        """Names of the explorers that have not stopped."""
+        return {name for name, status in self.explorers.items() if status is not Status.STOPPED}
+
+    def arrive(self, explorer: str | None, step: int | None = None) -> Rendezvous:
+        """Record that a member is ready for a broadcast.
+
+        Args:
+            explorer: its name; None is the trainer.
+            step: step that the trainer sends.
+
+        Returns:
+            The rendezvous, which is over once all members have arrived, or at once if there is no
+            other member.
+        """
+        rendezvous = self._rendezvous
+        if explorer is None:
+            rendezvous.step = step
+            self.set_trainer(Status.REQUIRE_SYNC)
+        else:
+            self.set_explorer(explorer, Status.REQUIRE_SYNC)
+            rendezvous.arrived.add(explorer)
+        self._end_if_decided()
+        return rendezvous
+
+    def withdraw(self, rendezvous: Rendezvous, explorer: str | None) -> None:
+        """Stop waiting; without the trainer the rendezvous is over.
+
+        Args:
+            rendezvous: what `arrive` returned.
+            explorer: its name; None is the trainer.
+        """
+        if rendezvous.over:
+            return
+        if explorer is None:
+            self._end(None)
+        else:
+            rendezvous.arrived.discard(explorer)
+            self.set_running({explorer})
+
+    def set_running(self, explorers: set[str]) -> None:
+        """Set the status of those that require a sync to running."""
+        for name in explorers:
+            if self.explorers.get(name) is Status.REQUIRE_SYNC:
+                self.set_explorer(name, Status.RUNNING)
+
+    def _end_if_decided(self) -> None:
+        rendezvous, live = self._rendezvous, self.live_explorers
+        if rendezvous.step is None:
+            if rendezvous.arrived and self.trainer is Status.STOPPED:
+                self._end(None)
+        elif not live:
+            self._end(None)
+        elif live <= rendezvous.arrived:
+            self._end(rendezvous.step)
+
+    def _end(self, version: int | None) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, Rendezvous()
+        rendezvous.end(version)
+        if rendezvous.step is not None and self.trainer is Status.REQUIRE_SYNC:
+            self.set_trainer(Status.RUNNING)
+        self.set_running(rendezvous.arrived)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the members as JSON values, without waits, whose calls a restart repeats."""
+        return {
+            "trainer": _without_wait(self.trainer).value,
+            "explorers": {name: _without_wait(each).value for name, each in self.explorers.items()},
+            "actors": sorted(self.actors),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "SyncBarrier":
+        """Return the barrier of which `to_json` returned ``body``.
+
+        Raises:
+            KeyError, ValueError: ``body`` is not the JSON of a barrier.
+        """
+        barrier = cls()
+        barrier.trainer = Status(body["trainer"])
+        barrier.explorers = {name: Status(status) for name, status in body["explorers"].items()}
+        barrier.actors = set(body.get("actors", ()))
+        return barrier
+
+
+def _without_wait(status: Status) -> Status:
+    return Status.RUNNING if status is Status.REQUIRE_SYNC else status
