@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.storage.latest_pointer import advance_iteration

@@ -26,7 +26,7 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
 )
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.prune import survey
 from trinity_sync.snapshot.callable_status import Receipt

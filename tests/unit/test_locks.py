@@ -20,9 +20,8 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs import flock
-from trinity_sync.fs.flock import LockFile
-from trinity_sync.fs.locks import file_lock, file_lock_if_free, one_change_at_a_time
+from trinity_sync.fs import locks
+from trinity_sync.fs.locks import LockFile, file_lock, file_lock_if_free, one_change_at_a_time
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
@@ -93,7 +92,7 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
 HANGING = """
     import os, sys, threading
     from pathlib import Path
-    from trinity_sync.fs.flock import LockFile
+    from trinity_sync.fs.locks import LockFile
 
     opening = threading.Event()
 
@@ -182,7 +181,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         from trinity_sync.snapshot.slot_lock import locked
         from trinity_sync.snapshot.slot import Slot
         from trinity_sync.fs.locks import file_lock
-        from trinity_sync.fs.direct_reader import map_open
+        from trinity_sync.fs.direct_io import map_open
         path, held = Path(sys.argv[1]), ExitStack()
         exec(sys.argv[2])
         if sys.argv[3] == "started":
@@ -232,7 +231,7 @@ def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> No
 def test_who_waits_too_long_is_told_who_has_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flock, "SAY_S", 0.0)
+    monkeypatch.setattr(locks, "SAY_S", 0.0)
     path = tmp_path / "lock"
     with running(HOLD, path) as holder:
         with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0.05):
@@ -256,7 +255,7 @@ def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_
     limit_s: float,
     warnings: int,
 ) -> None:
-    monkeypatch.setattr(flock, "SAY_S", 0.0)
+    monkeypatch.setattr(locks, "SAY_S", 0.0)
     attempts = iter([False, True])
     with file_lock(tmp_path / "lock"):
         waiting = LockFile(tmp_path / "lock", os.O_RDONLY)
@@ -313,7 +312,7 @@ def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Pat
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     command = [*alone, sys.executable, "-c", textwrap.dedent(script), str(path)]
     with file_lock(path) as held:
-        os.pwrite(held.file.fd, b"process 7 (python train.py) on node other\nwhat was there", 0)
+        os.pwrite(held.fd, b"process 7 (python train.py) on node other\nwhat was there", 0)
         done = subprocess.run(command, capture_output=True, text=True)
     if "unshare" in done.stderr:
         pytest.skip("a process may have no PID namespace of its own here")

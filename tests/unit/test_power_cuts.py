@@ -24,8 +24,8 @@ from tests.unit.job import Job
 from tests.unit.powercut import Disk, Recording, after, cuts
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError
-from trinity_sync.fs import atomic, direct_writer
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs import atomic, create, direct_io
+from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -287,9 +287,9 @@ UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
 @pytest.mark.parametrize(
     ("life", "module", "name", "instead", "reported"),
     [
-        (a_save, direct_writer, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
+        (a_save, direct_io, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
         (a_save, commit_module, "sync_folder", lambda folder: None, "lost: .*1, 1"),
-        (a_save, atomic, "sync_folder", lambda folder: None, "the newest run is 0"),
+        (a_save, create, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
     ],
     ids=["bytes", "names", "run", "unpin"],

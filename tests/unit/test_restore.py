@@ -16,8 +16,7 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.direct_reader import PIECE, read_file
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import PIECE, digest_of, read_file
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_cache import keep, kept_in, kept_path
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool

@@ -16,8 +16,7 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
-from trinity_sync.fs.direct_reader import PIECE, READERS, digest_file
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import PIECE, READERS, digest_file, digest_of
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import newest, require_committed

@@ -19,7 +19,7 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
-from trinity_sync.fs.direct_writer import digest_of_bytes
+from trinity_sync.fs.direct_io import digest_of_bytes
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps, survey

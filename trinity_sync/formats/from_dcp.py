@@ -17,7 +17,7 @@ from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp_local import alone
 from trinity_sync.formats.dcp_source import Source
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.commit import commit

@@ -26,7 +26,7 @@ from trinity_sync.formats.safetensors import (
 )
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, shard_file, step_folder

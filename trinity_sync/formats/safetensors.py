@@ -17,7 +17,7 @@ import torch
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
-from trinity_sync.fs.direct_writer import digest_of
+from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fs.progress import Meter, unmetered
 
 PROGRESS = "trinity_export.json"

@@ -32,7 +32,7 @@ from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp_local import alone
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """What file systems without hard links answer, and two that a link cannot join."""
 REMOVED_PREFIX = ".nfs"
 """Of the name by which NFS keeps a file that was removed while a process of this node has it open,
@@ -36,9 +36,9 @@ def replace_file(
         own_name: give each write a temporary name of its own. Without it, writers must exclude each
             other, and the next one overwrites what a killed one has left.
     """
-    temporary = _temporary_name(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = temporary_name(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        _write(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
+        write_whole(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -47,26 +47,12 @@ def replace_file(
         sync_folder(path.parent)
 
 
-def create_file(path: Path, content: str | bytes) -> bool:
-    """As `replace_file`, but only if there is no file yet; False if there is one."""
-    temporary = _temporary_name(path)
-    try:
-        _write(temporary, content)
-        _give_free_name(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return True
-
-
 def link_or_copy(path: Path, name: Path) -> None:
     """Give a file another name, which was free; without hard links, give it to a copy."""
     try:
         os.link(path, name)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         shutil.copy2(path, name)
         with name.open("rb") as file:
@@ -137,28 +123,23 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def _give_free_name(temporary: Path, path: Path) -> None:
-    """Let a file have a name that no other has; FileExistsError if one has."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        from trinity_sync.fs.locks import file_lock  # which makes folders by what is here
-
-        with file_lock(path.parent / ".names.lock"):
-            if path.exists():
-                raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
-            temporary.replace(path)
-
-
-def _temporary_name(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
+    """Return a name next to a file for what is to become the file."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
 
 
-def _write(
+def write_whole(
     path: Path, content: str | bytes, *, flag: str = "xb", mode: int = 0o666, sync: bool = True
 ) -> None:
+    """Write a file, by its own name.
+
+    Args:
+        path: the file.
+        content: all that it will hold.
+        flag: as of ``open``.
+        mode: its permissions, less the umask.
+        sync: make the content durable.
+    """
     with open(path, flag, opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if sync:

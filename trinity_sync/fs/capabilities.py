@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trinity_sync.errors import RootError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange, sync_folder
-from trinity_sync.fs.direct_writer import ALIGNMENT
+from trinity_sync.fs.direct_io import ALIGNMENT
 from trinity_sync.fs.file_lease import is_ours_alone
 from trinity_sync.fs.locks import file_lock, file_lock_if_free
 from trinity_sync.fs.mounts import Mount, mount_of

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import create_file, make_folder
+from trinity_sync.fs.atomic import make_folder
+from trinity_sync.fs.create import create_file
 from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
 

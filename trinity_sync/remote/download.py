@@ -15,7 +15,7 @@ import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
 from trinity_sync.fs.atomic import look_anew, make_folder, sync_folder
-from trinity_sync.fs.direct_writer import DIGEST, digest_of
+from trinity_sync.fs.direct_io import DIGEST, digest_of
 from trinity_sync.fs.locks import file_lock, one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder

@@ -34,8 +34,9 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import create_file, make_folder
-from trinity_sync.fs.direct_writer import DIGEST
+from trinity_sync.fs.atomic import make_folder
+from trinity_sync.fs.create import create_file
+from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, ROOT_FORMAT, parse_number, step_of_folder
 from trinity_sync.storage.discovery import State

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.errors import CommitError, ManifestError, RemoteError
-from trinity_sync.fs.direct_writer import DIGEST
+from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.remote_root import CHUNK, Remote

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.fs.flock import LockFile
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.snapshot.version_tag import Published, published_in
 
 

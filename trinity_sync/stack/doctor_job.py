@@ -15,7 +15,7 @@ from uuid import uuid4
 from trinity_sync.errors import FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.capabilities import Abilities, probe
-from trinity_sync.fs.direct_writer import write_file
+from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool

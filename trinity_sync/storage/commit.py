@@ -30,8 +30,8 @@ from trinity_sync.fs.atomic import (
     make_folder,
     sync_folder,
 )
-from trinity_sync.fs.direct_writer import digest_of, digest_of_bytes
-from trinity_sync.fs.locks import Held, one_change_at_a_time
+from trinity_sync.fs.direct_io import digest_of, digest_of_bytes
+from trinity_sync.fs.locks import LockFile, one_change_at_a_time
 from trinity_sync.layout import (
     CORRUPTION_MARK,
     FOLDERS,
@@ -467,7 +467,7 @@ def _replace_step(
     written: Sequence[Written],
     manifest: Manifest,
     earlier: Manifest,
-    lock: Held,
+    lock: LockFile,
     *,
     recycle: bool,
 ) -> None:

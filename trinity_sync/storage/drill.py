@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
-from trinity_sync.fs.direct_reader import digest_file, opened, read_open
+from trinity_sync.fs.direct_io import digest_file, opened, read_open
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted

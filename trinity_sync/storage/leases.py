@@ -27,7 +27,7 @@ import msgspec
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
 from trinity_sync.fs.clock import file_time
-from trinity_sync.fs.locks import Held, file_lock, file_lock_if_free
+from trinity_sync.fs.locks import LockFile, file_lock, file_lock_if_free
 from trinity_sync.fs.process import process_home, process_lives, process_name
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
@@ -182,7 +182,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
 
 
 @contextmanager
-def removal_lock(root: str | Path) -> Iterator[Held]:
+def removal_lock(root: str | Path) -> Iterator[LockFile]:
     """Let no lease or pin be acquired within the block, in which steps are removed.
 
     Look at `list_leases` and `list_pins` inside, and take a step's name away before the block ends.

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ImageError, MissingShardsError, SaveError, TicketError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.fs.direct_writer import write_file
+from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.snapshot.slot_lock import claimed, held, locked

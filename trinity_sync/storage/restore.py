@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs.direct_reader import READERS, map_open, opened, read_open
+from trinity_sync.fs.direct_io import READERS, map_open, opened, read_open
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted

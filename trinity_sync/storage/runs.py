@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, SupersededError
-from trinity_sync.fs.atomic import create_file, make_folder, names_anew, replace_file
+from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
+from trinity_sync.fs.create import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
-from trinity_sync.fs.direct_reader import digest_file
+from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import KINDS, step_folder

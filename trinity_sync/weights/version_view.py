@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trinity_sync.errors import CommitError, WeightSyncError
-from trinity_sync.fs.direct_writer import digest_of_bytes
+from trinity_sync.fs.direct_io import digest_of_bytes
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot_reader import MappedSlot, read_only
 from trinity_sync.snapshot.version_tag import Published

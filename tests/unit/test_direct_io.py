@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trinity_sync.fs.direct_writer import CHUNK, IN_FLIGHT, digest_of, write_file
+from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, digest_of, write_file
 from trinity_sync.storage.persist import yield_to_others
 
 
