@@ -262,16 +262,16 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
 
     from trinity_sync.catalog.database import opened, url_of
     from trinity_sync.catalog.mirror import mirror
-    from trinity_sync.catalog.models import Shard
+    from trinity_sync.catalog.models import Step
 
     with opened(url_of(settings)) as engine:
         began = time.perf_counter()
         mirror(engine, root, [step])
         took = time.perf_counter() - began
         with engine.connect() as connection:
-            mine = Shard.step == step, Shard.job == root_job(root)
+            mine = Step.step == step, Step.job == root_job(root)
             rows = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar() or 0
-    return rows + 1, round(took * 1000, 1)
+    return rows, round(took * 1000, 1)
 
 
 def root_job(root: Path) -> str:

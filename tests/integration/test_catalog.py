@@ -14,8 +14,6 @@ import pytest
 import sqlalchemy as sa
 import torch
 from alembic.autogenerate import compare_metadata
-from alembic.command import upgrade
-from alembic.config import Config
 from alembic.migration import MigrationContext
 
 from tests.integration.prefect_api import Api, key_of
@@ -25,7 +23,7 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import SCHEMA, opened, url_of
 from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
-from trinity_sync.catalog.models import Base, Job, Shard
+from trinity_sync.catalog.models import Base, Job, Step
 from trinity_sync.catalog.queries import jobs
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.job_registry import note_root
@@ -84,7 +82,7 @@ def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
             (job,) = jobs(engine)
             assert differences(engine, root) == []
         with engine.connect() as connection:
-            digests = {*connection.execute(sa.select(Shard.digest).where(Shard.step == 10))}
+            (digests,) = connection.execute(sa.select(Step.files).where(Step.step == 10)).one()
     assert (job.job, job.root) == (job_id(root), str(root))
     first, sync, last = job.steps
     assert (first.step, first.run, first.kinds) == (10, 1, ("checkpoint", "state_dict"))
@@ -92,7 +90,7 @@ def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
     assert sync.kinds == ("state_dict",)
     assert (last.run, last.held, last.nbytes) == (2, ("leased by explorer",), 1002)
     assert job.flow_runs == {10: "run of 10", 20: "run of 20", 30: "run of 30"}
-    assert digests == {(record.digest,) for record in require_committed(root, 10).files}
+    assert digests == {each.path: each.digest for each in require_committed(root, 10).files}
 
 
 def test_a_rebuild_restores_it_from_the_files_alone(url: str, root: Path) -> None:
@@ -128,11 +126,40 @@ def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None
         shutil.rmtree(root / "global_step_20")
         (root / "global_step_10" / MODEL).write_bytes(b"cut")
         found = "; ".join(differences(engine, root))
-        for words in ("lacks 2 steps, such as 10", "lacks 2 shards, such as 40", "too much: 2 ste"):
+        for words in ("lacks 2 steps, such as 10", "too much: 2 steps, such as 10"):
             assert words in found
         mirror(engine, root, [10, 20, 40])
         assert differences(engine, root) == []
         assert "is corrupted" in jobs(engine)[0].steps[0].damage
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        ("steps SET run = 7 WHERE step = 10", "lacks 1 steps, such as 10"),
+        ("steps SET kinds = 'checkpoint' WHERE step = 10", "lacks 1 steps, such as 10"),
+        ("steps SET nbytes = 1 WHERE step = 20", "lacks 1 steps, such as 20"),
+        ("steps SET committed_at = 1 WHERE step = 20", "lacks 1 steps, such as 20"),
+        ("steps SET damage = 'cut' WHERE step = 30", "lacks 1 steps, such as 30"),
+        ('steps SET files = \'{"a": "b"}\' WHERE step = 30', "lacks 1 steps, such as 30"),
+        ("steps SET metrics = '{}' WHERE step = 10", "lacks 1 steps, such as 10"),
+        ("jobs SET runs = '{\"1\": 0}'", "lacks 1 runs, such as 2, 10"),
+        ('jobs SET runs = \'{"1": 0, "2": 10, "3": 30}\'', "too much: 1 runs, such as 3, 30"),
+        ("jobs SET claims = '{}'", "lacks 1 claims, such as 10/10.json, pinned the paper's"),
+    ],
+)
+def test_each_value_that_differs_from_the_files_is_named(
+    url: str, root: Path, alter: str, said: str
+) -> None:
+    history(root)
+    with opened(url) as engine:
+        rebuild(engine, root)
+        with engine.begin() as connection:
+            connection.execute(sa.text(f"UPDATE {alter}".replace(":", r"\:")))
+        assert said in "; ".join(differences(engine, root))
+        assert ("claims" in said) == (differences(engine, root, claims=False) == [])
+        rebuild(engine, root)
+        assert differences(engine, root) == []
 
 
 def write_five(url: str, root: Path, number: int, begin: Event) -> None:
@@ -199,36 +226,6 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
         assert [each.step for each in jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
     (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_CATALOG_URL=url).stdout)
     assert row["versions"][-1]["step"] == 29
-
-
-def test_a_catalog_of_the_first_schema_keeps_its_rows(url: str, root: Path) -> None:
-    config = Config()
-    config.set_main_option("script_location", "trinity_sync.catalog:migrations")
-    if url.startswith("sqlite"):
-        Path(str(sa.make_url(url).database)).parent.mkdir()
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        upgrade(config, "1")
-        for table, values in (
-            ("jobs (id, root, mirrored_at)", "('one', '/data/one', 5.0)"),
-            ("runs (job, number, resumed_from)", "('one', 1, 0)"),
-            (
-                "steps (job, step, run, kinds, nbytes, committed_at, damage, flow_run)",
-                "('one', 10, 1, 'checkpoint,state_dict', 7, 4.0, '', 'its run')",
-            ),
-        ):
-            connection.execute(sa.text(f"INSERT INTO {table} VALUES {values}"))
-    engine.dispose()
-    history(root)
-    with opened(url) as engine:
-        (old,) = jobs(engine)
-        assert ([each.step for each in old.steps], old.versions) == ([10], ())
-        assert old.flow_runs == {10: "its run"}
-        rebuild(engine, root)
-        assert len(jobs(engine)) == 2
-        with engine.connect() as connection:
-            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
 def test_a_newer_schema_is_one_sentence(url: str) -> None:

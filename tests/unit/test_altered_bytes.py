@@ -160,6 +160,39 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
         assert newest(root).step == 3
 
 
+@pytest.mark.parametrize(
+    "alter",
+    [
+        "steps SET metrics = 'no JSON'",
+        "steps SET metrics = '[0.5]'",
+        """steps SET metrics = '{"reward": "high"}'""",
+        "jobs SET runs = NULL",
+        """jobs SET runs = '{"first": 0}'""",
+        """jobs SET claims = '{"10.json": "pinned"}'""",
+    ],
+)
+def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
+    root: Path, tmp_path: Path, alter: str
+) -> None:
+    url = f"sqlite:///{tmp_path / 'catalog.db'}"
+    with opened(url) as engine:
+        mirror(engine, root, [3])
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, 'runs JSON NOT NULL', 'runs JSON')"
+        )
+        connection.commit()
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
+        assert connection.execute(f"UPDATE {alter}").rowcount
+        connection.commit()
+    with (
+        pytest.raises(CatalogError, match=r"is corrupted: .* catalog rebuild"),
+        opened(url) as engine,
+    ):
+        jobs(engine)
+
+
 def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: Path) -> None:
     database = tmp_path / "catalog.db"
     url = f"sqlite:///{database}"

@@ -330,8 +330,8 @@ def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settin
     asyncio.run(reconcile(settings, [job.root], None))
     with opened(url_of(settings)) as engine:
         with engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE metrics SET value = 'abc'")
-        with pytest.raises(CatalogError, match=r"damaged: .* catalog rebuild ROOT"):
+            connection.exec_driver_sql("UPDATE steps SET metrics = 'abc'")
+        with pytest.raises(CatalogError, match=r"corrupted: .* catalog rebuild ROOT"):
             differences(engine, job.root)
         (found,) = asyncio.run(reconcile(settings, [job.root], None))
         assert (found.what, found.state) == ("catalog", "mended")

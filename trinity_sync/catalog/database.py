@@ -15,11 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
+from trinity_sync.catalog.models import VALUES
 from trinity_sync.errors import CatalogError
 from trinity_sync.fs.locks import file_lock
 from trinity_sync.settings import Settings
 
-SCHEMA = 2
+SCHEMA = 1
 """Number of the newest migration."""
 BUSY_S = 30
 """Seconds for which a writer waits for others."""
@@ -101,22 +102,47 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.Row[Any]]:
-    """Rows whose values are what their columns hold; a damaged file may have anything there.
+    """Yield rows whose values have the types of their columns; a corrupted file may hold others.
+
+    Args:
+        connection: to the catalog.
+        wanted: a selection of columns.
 
     Raises:
         CatalogError: a value is of another type, or none where there has to be one.
     """
-    columns = [(each, each.type.python_type) for each in wanted.selected_columns.values()]
-    for row in connection.execute(wanted):
-        for (column, kind), value in zip(columns, row, strict=True):
-            if not isinstance(value, kind) and not (value is None and column.nullable):
-                where = connection.engine.url.render_as_string(hide_password=True)
-                raise CatalogError(
-                    f"the catalog {where} is damaged: {column} is {value!r} in a row. Saves go on "
-                    "without it; run: trinity-sync catalog rebuild ROOT. If that does not help, "
-                    "remove it, and then rebuild every root."
-                )
+    columns = [
+        (each, each.type.python_type, each.info.get(VALUES))
+        for each in wanted.selected_columns.values()
+    ]
+    try:
+        rows = connection.execute(wanted).all()
+    except ValueError as error:  # no text, no JSON
+        raise corrupted(connection, str(error)) from error
+    for row in rows:
+        for (column, kind, values), value in zip(columns, row, strict=True):
+            if value is None and column.nullable:
+                continue
+            of_kind = isinstance(value, kind)
+            if of_kind and values:
+                of_kind = all(isinstance(each, values) for each in value.values())
+            if not of_kind:
+                raise corrupted(connection, f"{column} is {value!r} in a row")
         yield row
+
+
+def corrupted(connection: sa.Connection, why: str) -> CatalogError:
+    """Return the error of a database with values that were not written by this package.
+
+    Args:
+        connection: to the catalog.
+        why: what is wrong.
+    """
+    where = connection.engine.url.render_as_string(hide_password=True)
+    return CatalogError(
+        f"the catalog {where} is corrupted: {why}. Saves continue without it; run: trinity-sync "
+        "catalog rebuild ROOT. If that does not help, remove it, and then rebuild every root."
+    )
 
 
 def _schema(engine: sa.Engine) -> int | None:

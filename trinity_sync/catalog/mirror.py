@@ -4,10 +4,10 @@ Each writer takes the job's row first and reads the files only then. So of any n
 last one has seen the newest files, and what it writes is right whatever the others wrote.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from trinity_sync.catalog.database import opened, read_rows, reading, url_of
-from trinity_sync.catalog.models import (
-    Base,
-    Claim,
-    Job,
-    Metric,
-    Run,
-    Shard,
-    Step,
-    WeightVersion,
-)
+from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import job_id, steps_on_disk
@@ -40,7 +31,7 @@ from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
-Rows = dict[type[Base], list[dict[str, Any]]]
+WORDS = {"pin": "pinned", "tag": "tagged"}
 
 
 def mirror(
@@ -126,28 +117,48 @@ def forget(engine: sa.Engine, root: str | Path) -> bool:
 
 
 def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
-    """In what the catalog and the files of a job differ; empty if they agree.
+    """Return in what the catalog and the files of a job differ; nothing if they agree.
 
     Args:
         engine: the catalog, `database.opened`.
         root: the job's root.
-        claims: compare pins and leases, too. Leases come and go, and nobody tells the catalog.
+        claims: compare pins and leases, too. Leases come and go without a change of the catalog.
     """
     job = job_id(root)
-    found = []
+    columns = [c for c in Step.__table__.columns if c.name not in ("job", "flow_run")]
+    want: dict[str, set[Any]] = {
+        "steps": {
+            _freeze(row[column.name] for column in columns)
+            for row in _make_step_rows(job, root, steps_on_disk(root), {}, None)
+        }
+    }
     with reading(engine) as connection:
-        for model, rows in _rows_of(job, root, steps_on_disk(root), {}, None).items():
-            if model is Claim and not claims:
-                continue
-            columns = [c for c in model.__table__.columns if c.name not in ("job", "flow_run")]
-            of_job = model.__table__.columns["job"] == job
-            have = {tuple(row) for row in read_rows(connection, sa.select(*columns).where(of_job))}
-            want = {tuple(row[column.name] for column in columns) for row in rows}
-            for what, some in (("lacks", want - have), ("has too much:", have - want)):
-                if some:
-                    example = ", ".join(str(value) for value in min(some)[:3])
-                    found.append(f"{what} {len(some)} {model.__tablename__}, such as {example}")
+        rows = read_rows(connection, sa.select(*columns).where(Step.job == job))
+        have: dict[str, set[Any]] = {"steps": {_freeze(row) for row in rows}}
+        whole = sa.select(Job.runs, Job.claims).where(Job.id == job)
+        row = next(read_rows(connection, whole), None)
+    want["runs"] = {*_read_runs(root).items()}
+    have["runs"] = {*row.runs.items()} if row else set()
+    if claims:
+        want["claims"] = {*_read_claims(root).items()}
+        have["claims"] = {*row.claims.items()} if row else set()
+    found = []
+    for name in want:
+        for what, some in (
+            ("lacks", want[name] - have[name]),
+            ("has too much:", have[name] - want[name]),
+        ):
+            if some:
+                example = ", ".join(str(value) for value in min(some)[:3])
+                found.append(f"{what} {len(some)} {name}, such as {example}")
     return found
+
+
+def _freeze(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values of a row as a tuple that can be hashed and ordered."""
+    return tuple(
+        json.dumps(value, sort_keys=True) if isinstance(value, dict) else value for value in values
+    )
 
 
 def _add_versions(connection: sa.Connection, job: str, root: str | Path) -> None:
@@ -179,7 +190,8 @@ def _insert(connection: sa.Connection) -> Any:
 
 def _take(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
     """Make the job's row, or touch it; either way no other writer has it until the end."""
-    row = _insert(connection)(Job).values(id=job, root=str(Path(root).resolve()), mirrored_at=now)
+    values = {"root": str(Path(root).resolve()), "mirrored_at": now, "runs": {}, "claims": {}}
+    row = _insert(connection)(Job).values(id=job, **values)
     connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"mirrored_at": now}))
 
 
@@ -202,25 +214,32 @@ def _refill(
     known: dict[tuple[int, float], str],
     flow_run: str | None,
 ) -> int:
-    connection.execute(sa.delete(Run).where(Run.job == job))
-    connection.execute(sa.delete(Claim).where(Claim.job == job))
-    rows = _rows_of(job, root, steps, known, flow_run)
-    for model, some in rows.items():
-        if some:
-            connection.execute(sa.insert(model), some)
+    rows = _make_step_rows(job, root, steps, known, flow_run)
+    if rows:
+        connection.execute(sa.insert(Step), rows)
+    now = {"runs": _read_runs(root), "claims": _read_claims(root)}
+    connection.execute(sa.update(Job).where(Job.id == job).values(now))
     _add_versions(connection, job, root)
-    return len(rows[Step])
+    return len(rows)
 
 
-def _rows_of(
+def _make_step_rows(
     job: str,
     root: str | Path,
     steps: Iterable[int],
     known: dict[tuple[int, float], str],
     flow_run: str | None,
-) -> Rows:
-    """The rows that the files ask for, those first that others refer to."""
-    rows: Rows = {Step: [], Shard: [], Metric: [], Run: [], Claim: []}
+) -> list[dict[str, Any]]:
+    """Make the rows of committed steps from their files.
+
+    Args:
+        job: id of the job.
+        root: its root.
+        steps: committed or gone.
+        known: flow runs by step and time of its commit.
+        flow_run: the flow run that has just committed them.
+    """
+    rows = []
     for step in steps:
         try:
             manifest = read_manifest(root, step)
@@ -228,45 +247,43 @@ def _rows_of(
             continue
         if manifest is None:
             continue
-        run_id = flow_run or known.get((step, manifest.committed_at))
-        rows[Step].append(_step_row(job, root, manifest, run_id))
-        for record in manifest.files:
-            rows[Shard].append({"job": job, "step": step, **asdict(record)})
-        for name, value in _metrics(root, manifest).items():
-            if isfinite(value):  # NaN is NULL to SQLite, and differs from itself
-                rows[Metric].append({"job": job, "step": step, "name": name, "value": value})
-    for run in all_runs(root):
-        rows[Run].append({"job": job, "number": run.number, "resumed_from": run.resumed_from})
-    for pin in list_pins(root):
-        name = f"{pin.name or pin.step}.json"
-        rows[Claim].append(_claim(job, name, pin.step, pin.kind, pin.why))
-    for lease in list_leases(root):
-        rows[Claim].append(_claim(job, lease.path.name, lease.step, "lease", lease.holder))
+        rows.append(
+            {
+                "job": job,
+                "step": step,
+                "run": manifest.run,
+                "kinds": ",".join(manifest.kinds),
+                "nbytes": manifest.nbytes,
+                "committed_at": manifest.committed_at,
+                "damage": manifest_state(root, manifest, runs=()).reason,
+                "flow_run": flow_run or known.get((step, manifest.committed_at)),
+                "metrics": _read_finite_metrics(root, manifest),
+                "files": {record.path: record.digest for record in manifest.files},
+            }
+        )
     return rows
 
 
-def _metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
+def _read_finite_metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
     try:
-        return read_metrics(root, manifest.run, manifest.step)
+        metrics = read_metrics(root, manifest.run, manifest.step)
     except FormatError as error:
         logger.warning("%s", error)
         return {}
+    return {name: value for name, value in metrics.items() if isfinite(value)}  # JSON has no NaN
 
 
-def _step_row(
-    job: str, root: str | Path, manifest: Manifest, flow_run: str | None
-) -> dict[str, Any]:
-    return {
-        "job": job,
-        "step": manifest.step,
-        "run": manifest.run,
-        "kinds": ",".join(manifest.kinds),
-        "nbytes": manifest.nbytes,
-        "committed_at": manifest.committed_at,
-        "damage": manifest_state(root, manifest, runs=()).reason,
-        "flow_run": flow_run,
+def _read_runs(root: str | Path) -> dict[str, int]:
+    """Return the step that each run resumed from, by the run's number."""
+    return {str(run.number): run.resumed_from for run in all_runs(root)}
+
+
+def _read_claims(root: str | Path) -> dict[str, str]:
+    """Return what holds steps, by step and name of its file."""
+    claims = {
+        f"{pin.step}/{pin.name or pin.step}.json": f"{WORDS[pin.kind]} {pin.why}".strip()
+        for pin in list_pins(root)
     }
-
-
-def _claim(job: str, name: str, step: int, kind: str, holder: str) -> dict[str, Any]:
-    return {"job": job, "name": name, "step": step, "kind": kind, "holder": holder}
+    for lease in list_leases(root):
+        claims[f"{lease.step}/{lease.path.name}"] = f"leased by {lease.holder}".strip()
+    return claims

@@ -1,19 +1,18 @@
-"""Questions that span jobs, answered without a look at their files."""
+"""Questions that span jobs, answered without reading their files."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
-from trinity_sync.catalog.database import read_rows, reading
-from trinity_sync.catalog.models import Claim, Job, Metric, Run, Step, WeightVersion
+from trinity_sync.catalog.database import corrupted, read_rows, reading
+from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.runs import Run as Known
-from trinity_sync.storage.runs import lineage
+from trinity_sync.storage.runs import Run, lineage
 
-WORDS = {"pin": "pinned", "tag": "tagged", "lease": "leased by"}
+STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
 
 
 @dataclass(frozen=True)
@@ -46,70 +45,73 @@ class JobSteps:
 
 
 def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """All jobs, or one by its id, with their steps: six questions, however many steps there are.
+    """Read all jobs with their steps, by three statements, however many steps there are.
 
-    What a step is held by is what pinned or leased it when its job was last looked at.
+    Args:
+        engine: the catalog, `database.opened`.
+        job: id of the only job to read; None for all.
+
+    Returns:
+        The jobs by root. A step is held by what pinned or leased it when its job was last read.
     """
-    steps: dict[str, list[StepInfo]] = defaultdict(list)
-    metrics: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
-    held: dict[tuple[str, int], list[str]] = defaultdict(list)
-    flow_runs: dict[str, dict[int, str]] = defaultdict(dict)
+    steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
     versions: dict[str, list[Handed]] = defaultdict(list)
     with reading(engine) as connection:
-        of_job = [] if job is None else [Metric.job == job]
-        for each in read_rows(connection, sa.select(Metric.__table__).where(*of_job)):
-            metrics[each.job, each.step][each.name] = each.value
-        of_job = [] if job is None else [Claim.job == job]
-        for each in read_rows(connection, sa.select(Claim.__table__).where(*of_job)):
-            held[each.job, each.step].append(
-                f"{WORDS.get(each.kind, each.kind)} {each.holder}".strip()
-            )
-        runs: dict[str, list[Known]] = defaultdict(list)
-        of_job = [] if job is None else [Run.job == job]
-        for each in read_rows(connection, sa.select(Run.__table__).where(*of_job)):
-            runs[each.job].append(Known(each.number, "", each.resumed_from))
         of_job = [] if job is None else [Step.job == job]
-        wanted = sa.select(Step.__table__).where(*of_job).order_by(Step.run, Step.step)
-        for each in read_rows(connection, wanted):
-            key = each.job, each.step
-            if each.flow_run:
-                flow_runs[each.job][each.step] = each.flow_run
-            steps[each.job].append(
-                StepInfo(
-                    each.step,
-                    each.run,
-                    tuple(kind for kind in KINDS if kind in each.kinds.split(",")),
-                    each.committed_at,
-                    each.nbytes,
-                    metrics.get(key, {}),
-                    tuple(held.get(key, ())),
-                    each.damage,
-                )
-            )
+        wanted = sa.select(*STEP_COLUMNS).where(*of_job).order_by(Step.run, Step.step)
+        for row in read_rows(connection, wanted):
+            steps[row.job].append(row)
         of_job = [] if job is None else [WeightVersion.job == job]
         order = WeightVersion.run, WeightVersion.step, WeightVersion.source
         versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
-        for each in read_rows(connection, versioned):
-            seen = Handed(each.step, each.run, each.source, each.published_at)
-            versions[each.job].append(seen)
+        for row in read_rows(connection, versioned):
+            versions[row.job].append(Handed(row.step, row.run, row.source, row.published_at))
         of_job = [] if job is None else [Job.id == job]
-        return [
-            JobSteps(
-                each.id,
-                each.root,
-                each.mirrored_at,
-                tuple(_told_apart(steps[each.id], runs[each.id])),
-                flow_runs[each.id],
-                tuple(versions[each.id]),
+        found = []
+        for row in read_rows(
+            connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
+        ):
+            try:
+                held = _group_claims(row.claims)
+                runs = [Run(int(number), "", step) for number, step in row.runs.items()]
+            except ValueError as error:
+                raise corrupted(connection, f"{error} in the row of {row.root}") from error
+            found.append(
+                JobSteps(
+                    row.id,
+                    row.root,
+                    row.mirrored_at,
+                    tuple(_mark_superseded([_read_step(s, held) for s in steps[row.id]], runs)),
+                    {each.step: each.flow_run for each in steps[row.id] if each.flow_run},
+                    tuple(versions[row.id]),
+                )
             )
-            for each in read_rows(
-                connection, sa.select(Job.__table__).where(*of_job).order_by(Job.root)
-            )
-        ]
+        return found
 
 
-def _told_apart(steps: Collection[StepInfo], runs: Iterable[Known]) -> list[StepInfo]:
-    """The steps, each with the run that did not go on from it, as `retention.survey` has them."""
+def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:
+    """Return what holds each step."""
+    held: dict[int, list[str]] = defaultdict(list)
+    for key in sorted(claims):
+        held[int(key.partition("/")[0])].append(claims[key])
+    return held
+
+
+def _read_step(row: sa.Row[tuple[object, ...]], held: Mapping[int, list[str]]) -> StepInfo:
+    return StepInfo(
+        row.step,
+        row.run,
+        tuple(kind for kind in KINDS if kind in row.kinds.split(",")),
+        row.committed_at,
+        row.nbytes,
+        row.metrics,
+        tuple(held.get(row.step, ())),
+        row.damage,
+    )
+
+
+def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
+    """Return the steps, each with the run that superseded it, as `retention.survey` has them."""
     run_of_step = {each.step: each.run for each in steps}
     line = lineage(runs, lambda step: run_of_step.get(step, 0))
     return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]
