@@ -1,5 +1,6 @@
 """``replicate-step``: copy a committed step into a store, on Ray."""
 
+import asyncio
 import logging
 
 from prefect import flow
@@ -11,6 +12,7 @@ from tasks.replicate import replicate_step as send
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
 from trinity_sync.remote.remote_root import refuse_credentials
+from trinity_sync.storage.required_remote import required_remote_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +33,20 @@ async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> 
         await results([send.submit(root, step, url, keep_last)])
 
 
-async def ask_for_copy(request: SaveRequest, url: str) -> None:
-    """Have a checkpoint that was just committed copied by a run of its own, if there is a URL.
+async def request_copy(request: SaveRequest, url: str) -> None:
+    """Create a flow run that copies a committed checkpoint to the remote, unless a save does that.
 
     The save is committed whatever becomes of this: a server that refuses is logged.
+
+    Args:
+        request: of the save.
+        url: of the job's folder in the remote; empty for none.
     """
     if not url or request.kind != "checkpoint":
         return
     try:
+        if await asyncio.to_thread(required_remote_of, request.root):
+            return  # the save itself sends it
         refuse_credentials(url)  # parameters are shown to everybody
         async with get_client() as client:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
@@ -50,4 +58,4 @@ async def ask_for_copy(request: SaveRequest, url: str) -> None:
             }
             await request_run(client, deployment.id, fields)
     except Exception as error:
-        logger.warning("%s is committed; its copy is not asked for: %r", request.run_name, error)
+        logger.warning("%s is committed; its copy cannot be requested: %r", request.run_name, error)

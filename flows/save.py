@@ -17,7 +17,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
 from flows.on_ray import OnRay, living_nodes, on_node, outcomes, results
-from flows.replicate import ask_for_copy
+from flows.replicate import request_copy
 from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_wished
 from tasks.persist import PERSIST
@@ -29,7 +29,7 @@ from trinity_sync.orchestration import metrics  # a flow is pickled with its glo
 from trinity_sync.settings import Settings
 from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
-from trinity_sync.storage.required_remote import store_of
+from trinity_sync.storage.required_remote import required_remote_of
 
 
 @flow(name="save-step", task_runner=OnRay(), persist_result=False, retries=0)
@@ -68,7 +68,7 @@ async def save_step(request: SaveRequest) -> None:
                 with remote_options(**home):
                     await results([export_wished.submit(request)])
         finally:
-            await ask_for_copy(request, settings.replicate_to)
+            await request_copy(request, settings.remote_of(request.root))
     except Exception as error:
         if not counts:
             metrics.METRICS.failed(request)
@@ -137,8 +137,10 @@ async def _free_slots(
 
 
 async def _send(request: SaveRequest, home: dict[str, object]) -> None:
-    """Have a checkpoint in the store of the root, if it has one: until then it does not count."""
-    if request.kind == "checkpoint" and (url := await asyncio.to_thread(store_of, request.root)):
+    """Send a checkpoint to the required remote of the root: until then it does not count."""
+    if request.kind == "checkpoint" and (
+        url := await asyncio.to_thread(required_remote_of, request.root)
+    ):
         with remote_options(**home):
             await results([send_step.submit(request.root, request.step, url)])
 

@@ -12,7 +12,7 @@ from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
-from trinity_sync.remote.required import send, send_missing, thin_out
+from trinity_sync.remote.required import prune_remote, send, send_missing
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
 
@@ -36,10 +36,17 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
     persist_result=False,
 )
 def replicate_step(root: str, step: int, url: str, keep_last: int) -> None:
-    """Send what the store lacks of the step, then its manifest; show what it cost."""
+    """Send what the store lacks of the step, then its manifest; show what it cost.
+
+    In the remote of the settings, its policy holds.
+    """
     _require_allowed(root, url)
+    settings = Settings()
     done = replicate(root, url, step, keep_last=keep_last)
-    removed = f"; removed there: steps {list(done.removed)}" if done.removed else ""
+    gone = [*done.removed]
+    if url.rstrip("/") == settings.remote_of(root).rstrip("/"):
+        gone += prune_remote(Path(root), url, settings.remote_keep, time.time())
+    removed = f"; removed there: steps {gone}" if gone else ""
     create_markdown_artifact(
         key="replicated",
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
@@ -64,7 +71,7 @@ def send_step(root: str, step: int, url: str) -> None:
     send(Path(root), url, step)
     try:
         send_missing(Path(root), url)
-        thin_out(Path(root), url, Settings().store_keep, time.time())
+        prune_remote(Path(root), url, Settings().remote_keep, time.time())
     except (TrinitySyncError, OSError) as error:
         logger.error("step %d is in %s; what else is to be done there failed: %s", step, url, error)
 

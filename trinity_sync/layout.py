@@ -85,7 +85,7 @@ def refuse_url(root: str | Path) -> None:
         raise ConfigError(
             f"{root} is a URL, and the root of a job is a folder: steps are written, renamed and "
             "locked there, which no object store can do. Pass a folder, and for steps that count "
-            f"once they are in the store set TRINITY_SYNC_STORE={url[1]}://{url[2]} (docs/roots.md)"
+            f"once they are in a store set TRINITY_SYNC_REMOTE={url[1]}://{url[2]} (docs/roots.md)"
         )
 
 

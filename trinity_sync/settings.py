@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from trinity_sync.layout import SaveStrategy
+from trinity_sync.layout import SaveStrategy, job_id
 
 
 def _default_spool() -> Path:
@@ -72,18 +72,17 @@ class Settings(BaseSettings):
     """Keep large files of removed steps for the next saves to write over: about twice as fast. On
     a file system that other nodes may see only with ``always``."""
 
-    replicate_to: str = ""
-    """URL of a store (``s3://bucket/job``) that every checkpoint is copied to after its commit, by
-    a flow run of its own; empty for none. It holds no credentials. One job a URL."""
+    remote: str = ""
+    """URL of the remote that every checkpoint is copied to, ``{job}`` standing for the job's name:
+    ``s3://bucket/{job}``; empty for none. It holds no credentials. One job a URL."""
 
-    store: str = ""
-    """URL of the store in which checkpoints have to be before they count, ``{job}`` standing for
-    the job's name: ``s3://bucket/{job}``. Empty where they count once they are in the root. Rank 0
-    writes it into the root when the job begins, and the root's holds from then on."""
+    remote_required: bool = False
+    """Whether a checkpoint counts only once it is in the remote. Rank 0 then writes the URL into
+    the root when the job begins, and the root's holds from then on. Otherwise a copy follows the
+    commit as a flow run of its own."""
 
-    store_keep: str = "all"
-    """Which checkpoints stay in that store, of those that the root has sent; as ``keep``, without
-    metrics."""
+    remote_keep: str = "all"
+    """Which checkpoints stay in the remote; as ``keep``, without metrics."""
 
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s, so that saves leave the disk to others; 0 for none."""
@@ -151,3 +150,11 @@ class Settings(BaseSettings):
 
     keep_runs_h: float = Field(default=30 * 24.0, gt=1)
     """Hours for which the embedded server keeps ended runs, with their tasks and artifacts."""
+
+    def remote_of(self, root: str | Path) -> str:
+        """Return the URL of a job's folder in the remote; empty if there is none.
+
+        Args:
+            root: the job's root.
+        """
+        return self.remote.replace("{job}", job_id(root))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.replicate import ask_for_copy
+from flows.replicate import request_copy
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.unit.job import Job
 from tests.waiting import until
@@ -15,6 +15,7 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.stack.services import StackState
+from trinity_sync.storage.required_remote import write_required_remote
 
 
 def request(root: Path, kind: str = "checkpoint") -> SaveRequest:
@@ -27,9 +28,9 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
     url, api = f"file://{tmp_path}/store", Api()
-    asyncio.run(ask_for_copy(request(job.root, "state_dict"), url))  # syncs are not copied
+    asyncio.run(request_copy(request(job.root, "state_dict"), url))  # syncs are not copied
     for _ in range(2):
-        asyncio.run(ask_for_copy(request(job.root), url))
+        asyncio.run(request_copy(request(job.root), url))
     (run,) = api.runs_of(f"{request(job.root).key}/replicate")
     ended = api.ended(run.id)
     assert ended.state
@@ -42,7 +43,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path, api: Api
 ) -> None:
     url = f"file://{tmp_path}/store"
-    settings = stack_settings.model_copy(update={"store": url})
+    settings = stack_settings.model_copy(update={"remote": url, "remote_required": True})
     with CheckpointCoordinator(root, settings=settings) as saves:
         saves.save(4, {"model": {"w": torch.ones(9)}})
         saves.wait_all(120)
@@ -68,5 +69,12 @@ def test_a_server_that_is_away_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(ask_for_copy(request(tmp_path), "file:///nowhere"))
-    assert "is committed; its copy is not asked for" in caplog.text
+        asyncio.run(request_copy(request(tmp_path), "file:///nowhere"))
+    assert "is committed; its copy cannot be requested" in caplog.text
+
+
+def test_a_required_remote_gets_no_second_copy(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    write_required_remote(job.root, "file:///nowhere")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        asyncio.run(request_copy(request(job.root), "file:///nowhere"))
+    assert caplog.text == ""

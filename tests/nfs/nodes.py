@@ -50,7 +50,7 @@ from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
 from trinity_sync.storage.quarantine import aside_folder, replacing_folder
-from trinity_sync.storage.required_remote import is_stored, note_store, note_stored
+from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import all_runs, open_run
 from trinity_sync.storage.verify import check, choose, judge
@@ -341,14 +341,14 @@ def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
     root: Path, other: Node
 ) -> None:
     url = "file:///store"
-    note_store(root, url)
+    write_required_remote(root, url)
     for step in (1, 2):
         commit_files(root, step)
     first, second = require_committed(root, 1), require_committed(root, 2)
-    note_stored(root, url, first)
-    assert not is_stored(root, second)
-    other.call(note_stored, root, url, second)
-    assert is_stored(root, second)
+    note_sent(root, url, first)
+    assert not is_sent(root, second)
+    other.call(note_sent, root, url, second)
+    assert is_sent(root, second)
 
 
 def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(

@@ -45,7 +45,7 @@ from trinity_sync.orchestration.recovery.reconcile import (
 from trinity_sync.orchestration.report import gather
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import bring_newest, send, send_missing, thin_out
+from trinity_sync.remote.required import fetch_newest, prune_remote, send, send_missing
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.quarantine import prune_quarantine
@@ -71,7 +71,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import pin, steps_in_use, tag, unpin
 from trinity_sync.storage.quarantine import aside_folder
-from trinity_sync.storage.required_remote import note_store, note_stored
+from trinity_sync.storage.required_remote import note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
@@ -533,14 +533,14 @@ def _ticket(job: Job) -> Path:
 
 
 def _store(job: Job) -> Path:
-    note_store(job.root, "file:///copies")
+    write_required_remote(job.root, "file:///copies")
     return job.root / ".trinity_sync/store.json"
 
 
 def _stored(job: Job) -> Path:
-    note_store(job.root, "file:///copies")
+    write_required_remote(job.root, "file:///copies")
     for step in (each.step for each in committed_steps(job.root)):
-        note_stored(job.root, "file:///copies", require_committed(job.root, step))
+        note_sent(job.root, "file:///copies", require_committed(job.root, step))
     return job.root / ".trinity_sync/stored/1.json"
 
 
@@ -740,7 +740,7 @@ def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
         with pytest.raises(FormatError):
             other()
     with pytest.raises(FormatError):
-        bring_newest(tmp_path / "new", Remote(url))
+        fetch_newest(tmp_path / "new", Remote(url))
     with pytest.raises(FormatError):
         replicate(job.root, url, 2)
     commit_files(job.root, 3)
@@ -752,7 +752,7 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
     job: Job, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/copies"
-    note_store(job.root, url)
+    write_required_remote(job.root, url)
     open_run(job.root, "first", 0)
     for step in (1, 2, 3, 4):
         commit_files(job.root, step)
@@ -760,7 +760,7 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
         send(job.root, url, step)
     kept = of_another_release(path := job.root / ".trinity_sync/stored/1.json")
     assert send_missing(job.root, url) == [4]
-    assert thin_out(job.root, url, "last=1", 0) == (2, 3)
+    assert prune_remote(job.root, url, "last=1", 0) == (2, 3)
     assert [each.step for each in Remote(url).steps()] == [1, 4]
     assert path.read_bytes() == kept
 

@@ -21,10 +21,10 @@ from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import send, send_missing, thin_out
+from trinity_sync.remote.required import prune_remote, send, send_missing
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import NOT_STORED, remove_steps, survey
+from trinity_sync.retention.prune import NOT_SENT, remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import examine_root
@@ -32,7 +32,7 @@ from trinity_sync.storage.commit import commit, release_slots
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.required_remote import is_stored, store_of
+from trinity_sync.storage.required_remote import is_sent, required_remote_of
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
 
@@ -63,7 +63,9 @@ class Machine:
     closing: ExitStack
 
     def start(self, key: str, *, load: bool = True) -> CheckpointCoordinator:
-        settings = Settings(store=self.url, spool=self.spool, home=self.folder)
+        settings = Settings(
+            remote=self.url, remote_required=True, spool=self.spool, home=self.folder
+        )
         saves = CheckpointCoordinator(
             self.folder / "ckpts", run_key=key, settings=settings, trigger=Asked()
         )
@@ -253,7 +255,7 @@ def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
     one.commit(saves, 3)
     rules = Rules(LastN(1), All())
     made = plan_removals(survey(saves.root), rules, time.time())
-    assert [(kept.step, why) for kept, why in made.kept][:2] == [(1, NOT_STORED), (2, NOT_STORED)]
+    assert [(kept.step, why) for kept, why in made.kept][:2] == [(1, NOT_SENT), (2, NOT_SENT)]
     assert send_missing(saves.root, one.url) == [1, 2]
     made = plan_removals(survey(saves.root), rules, time.time())
     assert [step.step for step in remove_steps(saves.root, made).removed] == [1, 2]
@@ -268,13 +270,13 @@ def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pi
     for step in (1, 2, 3, 4):
         one.commit(saves, step)
     pin(saves.root, 2)
-    assert thin_out(saves.root, one.url, "all", 0) == ()
-    assert thin_out(saves.root, one.url, "last=1", 0) == (1, 3)
+    assert prune_remote(saves.root, one.url, "all", 0) == ()
+    assert prune_remote(saves.root, one.url, "last=1", 0) == (1, 3)
     with pytest.raises(ConfigError, match="no metrics"):
-        thin_out(saves.root, one.url, "last=1,best=1:reward:max", 0)
+        prune_remote(saves.root, one.url, "last=1,best=1:reward:max", 0)
     assert [step.step for step in Remote(one.url).steps()] == [2, 4]
     other = machine("other").start("second", load=False)
-    assert thin_out(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
+    assert prune_remote(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
 
 
 def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
@@ -285,7 +287,7 @@ def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
     settings = Settings(spool=saves.settings.spool, home=one.folder)
     again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
     one.closing.callback(again.close, timeout=0)
-    assert store_of(again.root) == one.url
+    assert required_remote_of(again.root) == one.url
     with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
         rewind(again.root, 1)
 
@@ -297,15 +299,17 @@ def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
     saves = one.start("first")
     (saves.root / ".trinity_sync/store.json").write_text("{")
     found = {check.name: check for check in examine_root(saves.root, saves.settings)}
-    assert (found["store"].state, "TRINITY_SYNC_STORE" in found["store"].found) == ("fail", True)
+    assert (found["store"].state, "TRINITY_SYNC_REMOTE" in found["store"].found) == ("fail", True)
     again = one.start("second")
-    assert store_of(again.root) == one.url
+    assert required_remote_of(again.root) == one.url
 
 
 def test_a_training_does_not_begin_without_its_store(
     tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(store="s3://no-such-bucket/{job}", spool=spool_folder)
+    settings = Settings(
+        remote="s3://no-such-bucket/{job}", remote_required=True, spool=spool_folder
+    )
     with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/ckpts-"):
         CheckpointCoordinator(tmp_path / "ckpts", settings=settings)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -328,9 +332,9 @@ def test_a_job_that_had_no_store_gets_one_with_its_next_start(
     job.commit(1)
     manifest = read_manifest(root, 1)
     assert manifest
-    assert is_stored(root, manifest)  # there is none
+    assert is_sent(root, manifest)  # there is none
     saves = one.start("first")
-    assert not is_stored(root, manifest)
+    assert not is_sent(root, manifest)
     one.commit(saves, 2)
     assert send_missing(root, one.url) == [1]
     for stager in job.stagers.values():
@@ -357,4 +361,4 @@ def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
         True,
     )
     shutil.rmtree(saves.root)
-    assert "TRINITY_SYNC_STORE" in run(app, ["show", "s3://bucket/job", "1"]).output
+    assert "TRINITY_SYNC_REMOTE" in run(app, ["show", "s3://bucket/job", "1"]).output

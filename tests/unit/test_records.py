@@ -44,10 +44,10 @@ from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import list_pins, pin, steps_in_use, tag
 from trinity_sync.storage.placement import placement
 from trinity_sync.storage.required_remote import (
-    is_stored,
-    note_store,
-    note_stored,
-    store_of,
+    is_sent,
+    note_sent,
+    required_remote_of,
+    write_required_remote,
 )
 from trinity_sync.storage.runs import all_runs, open_run, refuse_abandoned
 
@@ -77,8 +77,8 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     tag(root, 1, "good")
     make_wish(root, Wish(1, 1, "actor"))
     write_metrics(root, 1, 1, {"reward": 0.5})
-    note_store(root, "file:///copies")
-    note_stored(root, "file:///copies", manifest)
+    write_required_remote(root, "file:///copies")
+    note_sent(root, "file:///copies", manifest)
     step = step_folder(root, 1)
     slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
     with acquire_lease(root, 1, "reader") as lease:
@@ -118,8 +118,8 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 private / "exports/global_step_1.actor.wish",
                 lambda: (wishes(root), wishes(root, step=1), awaited(root))[0],
             ),
-            "store": Kind(private / "store.json", lambda: store_of(root), (CommitError,)),
-            "stored": Kind(private / "stored/1.json", lambda: is_stored(root, manifest)),
+            "store": Kind(private / "store.json", lambda: required_remote_of(root), (CommitError,)),
+            "stored": Kind(private / "stored/1.json", lambda: is_sent(root, manifest)),
         }
 
 

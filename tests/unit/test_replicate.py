@@ -19,6 +19,7 @@ from trinity_sync.errors import CommitError, ConfigError, RemoteError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import UPLOADED, Remote
+from trinity_sync.remote.required import prune_remote
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -236,3 +237,15 @@ def test_urls_that_hold_credentials_are_refused_without_repeating_them() -> None
 def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         Remote(url)
+
+
+def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
+    commit: Callable[..., Job], url: str
+) -> None:
+    job = commit(4)
+    commit(5)
+    for step in (4, 5):
+        replicate(job.root, url, step)
+    assert prune_remote(job.root, url, "all", 0) == ()
+    assert prune_remote(job.root, url, "last=1", 0) == (4,)
+    assert [step.step for step in Remote(url).steps()] == [5]

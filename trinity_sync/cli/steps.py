@@ -152,10 +152,10 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.storage.discovery import known_runs, step_state
     from trinity_sync.storage.latest_pointer import read_iteration
     from trinity_sync.storage.pins import list_tags, steps_in_use
-    from trinity_sync.storage.required_remote import is_stored, store_of
+    from trinity_sync.storage.required_remote import is_sent, required_remote_of
 
     try:
-        has_store = bool(store_of(root))
+        has_store = bool(required_remote_of(root))
     except FormatError:  # said by the command
         has_store = False
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
@@ -169,7 +169,7 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
         names = [tag.name for tag in tagged if tag.step == step]
         stored = None
         try:
-            stored = is_stored(root, manifest) if has_store and manifest else None
+            stored = is_sent(root, manifest) if has_store and manifest else None
         except FormatError as error:
             why = str(error)
         rows.append({**row, "tags": names, "stored": stored, "state": found.state, "why": why})

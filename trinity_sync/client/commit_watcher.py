@@ -35,7 +35,7 @@ from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.latest_pointer import is_announced
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, run_of
 from trinity_sync.storage.persist import Save
-from trinity_sync.storage.required_remote import is_stored, store_of
+from trinity_sync.storage.required_remote import is_sent, required_remote_of
 from trinity_sync.storage.runs import all_runs, left_behind_by
 
 logger = logging.getLogger(__name__)
@@ -498,7 +498,7 @@ class CommitWatcher:
         if not all(is_announced(root, announced, run, step) for announced in serves_as):
             return False
         try:
-            return kind != "checkpoint" or not store_of(root) or is_stored(root, manifest)
+            return kind != "checkpoint" or not required_remote_of(root) or is_sent(root, manifest)
         except CommitError:  # nobody can tell, so the flow's end decides
             return False
 
@@ -528,7 +528,7 @@ def _missed(request: SaveRequest) -> str:
     """What has not been reached, to follow "was not"."""
     if is_committed(request.root, request.run, request.step, request.kind):
         with suppress(CommitError):
-            if store := store_of(request.root):
+            if store := required_remote_of(request.root):
                 return f"brought to {store}, and is committed in the root only"
     return "committed"
 

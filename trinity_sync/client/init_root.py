@@ -25,7 +25,7 @@ from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.storage.placement import Place, places_of
-from trinity_sync.storage.required_remote import store_of
+from trinity_sync.storage.required_remote import required_remote_of
 
 VISIBLE_S = 30.0
 """Seconds within which a node has to see what another has made: NFS may keep an old listing for as
@@ -67,7 +67,7 @@ def folder_of(root: str | Path) -> Path:
 def open_root(root: str | Path, settings: Settings) -> Path:
     """Have a root that a job can begin with; one process of the job does it.
 
-    Where steps count in a store, the newest of there is here afterwards.
+    Where a remote is required, its newest step is here afterwards.
 
     Raises:
         ConfigError: it is a URL, or cannot be made; or the store's URL cannot be used.
@@ -77,10 +77,10 @@ def open_root(root: str | Path, settings: Settings) -> Path:
     """
     folder = folder_of(root)
     require_able(folder)
-    if url := settings.store.replace("{job}", job_id(folder)) or store_of(folder):
-        from trinity_sync.remote.required import begin_with_store  # fsspec, for who needs it
+    if url := settings.remote_of(folder) * settings.remote_required or required_remote_of(folder):
+        from trinity_sync.remote.required import init_required_remote  # fsspec, for who needs it
 
-        begin_with_store(folder, url)
+        init_required_remote(folder, url)
     return folder
 
 
@@ -200,7 +200,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
                 f"node {mine} does not see in {root} ({mount_of(root)}) what rank 0 has written "
                 f"there on node {theirs}. The root has to be one folder on a file system that all "
                 "nodes share; with disks of their own, run each job on one node and copy its steps "
-                "(TRINITY_SYNC_STORE)"
+                "(TRINITY_SYNC_REMOTE)"
             )
         time.sleep(0.05)
     return ""

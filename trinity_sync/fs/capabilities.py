@@ -70,7 +70,7 @@ def require_able(root: Path) -> Abilities:
             f"{root} cannot be the root of a job. Its file system ({found.mount}) has no "
             + "; no ".join(f"{a.name} ({a.why_not}), so {a.without}" for a in lacking)
             + ". Take a folder on a local disk, or on a shared file system with POSIX semantics; "
-            "for an object store, name it in TRINITY_SYNC_STORE and keep the root on a disk."
+            "for an object store, name it in TRINITY_SYNC_REMOTE and keep the root on a disk."
         )
     return found
 

@@ -12,7 +12,7 @@ the one that a later run has left behind is refused, and of two with one number 
 
 What a store cannot do is lock: a training that was left behind while it sends a step that the
 later one has just sent, too, may put its bytes in the place of theirs. The digests of the manifest
-show it, and a resume takes the step before (`bring_newest`).
+show it, and a resume takes the step before (`fetch_newest`).
 """
 
 import logging
@@ -38,18 +38,18 @@ from trinity_sync.storage.discovery import committed_steps, newest, require_comm
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import (
-    is_stored,
+    is_sent,
     must_be_sent,
-    note_store,
-    note_stored,
+    note_sent,
+    write_required_remote,
 )
 from trinity_sync.storage.runs import Run, all_runs, know_run, left_behind_by, lineage
 
 logger = logging.getLogger(__name__)
 
 
-def begin_with_store(root: Path, url: str) -> Manifest | None:
-    """Have the steps of a root count in a store from now on, and its newest one here.
+def init_required_remote(root: Path, url: str) -> Manifest | None:
+    """Require a remote for the steps of a root from now on, and fetch its newest step.
 
     Args:
         root: the job's root; it may be new.
@@ -70,11 +70,11 @@ def begin_with_store(root: Path, url: str) -> Manifest | None:
             "trainings that write there at the same time are not kept apart",
             remote.url,
         )
-    note_store(root, remote.url)
-    return bring_newest(root, remote)
+    write_required_remote(root, remote.url)
+    return fetch_newest(root, remote)
 
 
-def bring_newest(root: Path, remote: Remote) -> Manifest | None:
+def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     """Fetch the newest checkpoint of a store, unless the root has that one or a newer one.
 
     One whose bytes are not those of its manifest is passed over, as a corrupted one in a root is.
@@ -93,7 +93,7 @@ def bring_newest(root: Path, remote: Remote) -> Manifest | None:
         except CorruptedCopyError as error:
             logger.error("the step before is taken: %s", error)
             continue
-        note_stored(root, remote.url, fetched)
+        note_sent(root, remote.url, fetched)
         return fetched
     return None
 
@@ -110,7 +110,7 @@ def send(root: Path, url: str, step: int, *, meter: Meter = unmetered) -> Replic
     manifest = require_committed(root, step)
     _claim(root, remote, manifest)
     done = replicate(root, url, step, meter=meter)
-    note_stored(root, remote.url, manifest)
+    note_sent(root, remote.url, manifest)
     return done
 
 
@@ -133,17 +133,18 @@ def send_missing(root: Path, url: str) -> list[int]:
     return sent
 
 
-def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
-    """Remove from the store what a policy lets go of, of the steps that this root has sent.
+def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
+    """Remove from the remote what a policy does not keep.
 
-    The newest stays, and what is in use in the root; what another root has sent is not ours.
+    The newest stays, and what is in use in the root. Of a required remote, only what this root has
+    sent or fetched goes.
 
     Raises:
         ConfigError: the policy cannot be understood, or goes by metrics, which no store has.
     """
     rules = Rules(parse_policy(policy), All())
     if "best=" in policy:
-        raise ConfigError(f"TRINITY_SYNC_STORE_KEEP={policy}: a store has no metrics for best=...")
+        raise ConfigError(f"TRINITY_SYNC_REMOTE_KEEP={policy}: a store has no metrics for best=...")
     if isinstance(rules.checkpoints, All):
         return ()  # without a look
     remote, held = Remote(url), steps_in_use(root)
@@ -157,7 +158,7 @@ def thin_out(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
     ours = []
     for step in gone:
         try:
-            if is_stored(root, there[step]):
+            if is_sent(root, there[step]):
                 remote.remove(step)
                 ours.append(step)
         except FormatError as error:

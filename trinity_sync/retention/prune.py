@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 UNDER_WAY_S = 3600.0
 """Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
-NOT_STORED = "the store, where it counts, does not have it yet"
+NOT_SENT = "the store, where it counts, does not have it yet"
 SAVING = "a save of it is under way"
 LINKED = "its folder is a symbolic link; remove it by hand"
 
@@ -138,7 +138,7 @@ def survey(root: str | Path) -> list[StepInfo]:
         try:
             metrics = read_metrics(root, manifest.run, manifest.step)
             if not corruption and must_be_sent(root, manifest):
-                held[manifest.step].append(NOT_STORED)
+                held[manifest.step].append(NOT_SENT)
         except FormatError as error:
             held[manifest.step].append(str(error))
         if step_folder(root, manifest.step).is_symlink():
@@ -240,7 +240,7 @@ def _reason_to_stay(
     if held := _held(root)[planned.step]:
         return "; ".join(held)
     if must_be_sent(root, manifest):
-        return NOT_STORED
+        return NOT_SENT
     if step_folder(root, planned.step).is_symlink():
         return LINKED
     if saving := _save_under_way(root, planned, spool):

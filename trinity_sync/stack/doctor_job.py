@@ -28,7 +28,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.placement import placement
-from trinity_sync.storage.required_remote import must_be_sent, store_of
+from trinity_sync.storage.required_remote import must_be_sent, required_remote_of
 from trinity_sync.storage.runs import newest_run
 
 PROBE_BYTES = 64 << 20
@@ -128,7 +128,7 @@ def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
 def _store(root: Path) -> Iterator[Check]:
     """Whether the store in which steps count, if there is one, can be reached, and has them."""
     try:
-        if not (url := store_of(root)):
+        if not (url := required_remote_of(root)):
             return
         from trinity_sync.remote.remote_root import Remote
 

@@ -1,12 +1,12 @@
-"""Which store a job's steps have to reach before they count, and which of them it has.
+"""The remote that a root requires, and which of its steps are there.
 
 ::
 
     root/.trinity_sync/store.json           the store; written when a run of the job begins
     root/.trinity_sync/stored/40.json       the store has the checkpoint of step 40, by this run
 
-The root says it, as it says where ranks are: so whoever commits, waits or removes on whatever node
-goes by the same store, and a worker without the setting cannot leave it out.
+The root says it, as it says where ranks are: so commits, waits and removals
+on every node go by the same remote, and a worker without the setting cannot leave it out.
 """
 
 from contextlib import suppress
@@ -33,17 +33,22 @@ class _Stored(Record, format=ROOT_FORMAT):
     kinds: tuple[Kind, ...]
 
 
-def note_store(root: str | Path, url: str) -> None:
-    """From now on the steps of the root count when they are there; again costs a look."""
+def write_required_remote(root: str | Path, url: str) -> None:
+    """Require a remote: from now on the steps of the root count when they are there.
+
+    Args:
+        root: the job's root.
+        url: of the job's folder in the remote.
+    """
     with suppress(CommitError):  # one that is torn is written anew
-        if store_of(root) == url:
+        if required_remote_of(root) == url:
             return
     make_folder(_store(root).parent)
     replace_file(_store(root), encode_record(_Store(url)))
 
 
-def store_of(root: str | Path) -> str:
-    """URL of the store of the root; empty where its steps count once they are in the root.
+def required_remote_of(root: str | Path) -> str:
+    """Return the URL of the remote that a root requires; empty where it requires none.
 
     Raises:
         CommitError: the file that says so is torn.
@@ -55,25 +60,33 @@ def store_of(root: str | Path) -> str:
         return ""
     except ValueError as error:
         raise CommitError(
-            f"{_store(root)} is torn, so nobody can tell where steps have to be; start the "
-            "training with TRINITY_SYNC_STORE, which writes it anew"
+            f"{_store(root)} is torn, so the remote that the root requires is unknown; start "
+            "the training with TRINITY_SYNC_REMOTE and TRINITY_SYNC_REMOTE_REQUIRED=true, which "
+            "write it again"
         ) from error
 
 
-def note_stored(root: str | Path, url: str, manifest: Manifest) -> None:
-    """Write down that a store has a step."""
+def note_sent(root: str | Path, url: str, manifest: Manifest) -> None:
+    """Record that the remote has a step.
+
+    Args:
+        root: the job's root.
+        url: of the job's folder in the remote.
+        manifest: of the step that is there.
+    """
     note = _note(root, manifest.step)
     make_folder(note.parent)
     replace_file(note, encode_record(_Stored(url, manifest.run, manifest.kinds)))
 
 
-def is_stored(root: str | Path, manifest: Manifest) -> bool:
-    """Whether the store of the root has a checkpoint, or it is none, or there is no store.
+def is_sent(root: str | Path, manifest: Manifest) -> bool:
+    """Whether the required remote has a checkpoint, or it is none, or no remote is required.
 
     Raises:
-        CommitError, FormatError: as `store_of`; also if another release has written that it has.
+        CommitError, FormatError: as `required_remote_of`; also if another release has written the
+            record of the step.
     """
-    url = store_of(root)
+    url = required_remote_of(root)
     if not url or "checkpoint" not in manifest.kinds:
         return True
     path = _note(root, manifest.step)
@@ -85,8 +98,8 @@ def is_stored(root: str | Path, manifest: Manifest) -> bool:
 
 
 def must_be_sent(root: str | Path, manifest: Manifest) -> bool:
-    """Whether the store of the root lacks a checkpoint that no later run has left behind."""
-    if is_stored(root, manifest):
+    """Whether the required remote lacks a checkpoint that no later run has superseded."""
+    if is_sent(root, manifest):
         return False
     return left_behind_by(all_runs(root), manifest.run, manifest.step) is None
 

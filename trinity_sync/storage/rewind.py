@@ -41,7 +41,7 @@ from trinity_sync.storage.leases import list_leases, removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.quarantine import fresh_folder
-from trinity_sync.storage.required_remote import store_of
+from trinity_sync.storage.required_remote import required_remote_of
 from trinity_sync.storage.runs import open_run
 
 
@@ -103,7 +103,7 @@ def rewind(
             call again finishes the rewind.
     """
     base = Path(root)
-    if store := store_of(base):
+    if store := required_remote_of(base):
         raise ConfigError(
             f"{root} cannot be rewound: its steps count in {store}, where newer ones would be "
             f"found again. Let the training load step {step}, coordinator.load({step}): what it "

@@ -45,7 +45,7 @@ def finding(original: Callable[..., str | None]) -> Callable[..., str | None]:
         if path is None or directory_format != "global_step_{}":
             return original(path, directory_format)
         refuse_url(path)
-        if not Path(path).is_dir() and not Settings().store:
+        if not Path(path).is_dir() and not Settings().remote_required:
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)

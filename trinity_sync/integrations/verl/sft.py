@@ -42,7 +42,7 @@ def handing_over(original: Callable[..., None]) -> Callable[..., None]:
             if handler.default_hdfs_dir and handler.rank == 0:
                 logger.warning(
                     "nothing is copied to trainer.default_hdfs_dir=%s, since a step is committed "
-                    "only later; for copies of committed steps set TRINITY_SYNC_REPLICATE_TO",
+                    "only later; for copies of committed steps set TRINITY_SYNC_REMOTE",
                     handler.default_hdfs_dir,
                 )
         folder = step_folder(handler.default_local_dir, step)
