@@ -35,6 +35,7 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
     TrinitySyncError,
+    UnsupportedPrefectError,
     UnsupportedTorchError,
     WeightSyncError,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "SupersededError",
     "TicketError",
     "TrinitySyncError",
+    "UnsupportedPrefectError",
     "UnsupportedTorchError",
     "WeightSyncError",
     "__version__",

@@ -226,7 +226,7 @@ class Promises(RuleBasedStateMachine):
                 rank._watcher.close()
             else:
                 rank.close(timeout=0)
-            rank._trigger.hang_up()
+            rank._watcher._trigger.hang_up()
         del self.trainers[name]
         rank = None
         gc.collect()  # file descriptors go with their objects
