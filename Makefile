@@ -54,7 +54,7 @@ lint: $(READY) ## ruff, mypy, and the layers of the rooms
 
 client: $(CLIENT)/.ready $(STACK)/.ready ## the suites of FSDP, veRL and the callbacks in a trainer's environment, without Prefect
 	$(CLIENT)/bin/python -m pip install --quiet $(addprefix -c ,$(LOCK)) accelerate lightning \
-	  pytest pytest-timeout psutil TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
+	  pytest pytest-timeout TransferQueue cachetools uvicorn fastapi # the last four are veRL's, of which it says nothing
 	for suite in tests/trainers tests/integration/fsdp tests/verl; do \
 	  TESTS_STACK="$(abspath $(STACK))/bin" $(CLIENT)/bin/python -m pytest $$suite || exit; \
 	done
@@ -134,5 +134,5 @@ $(TRINITY)/.ready: pyproject.toml
 	$(TRINITY)/bin/python -m pip install --quiet "pip>=25.1"
 	$(TRINITY)/bin/python -m pip install --quiet $(TORCH)
 	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" $(TORCH) \
-	  pytest pytest-timeout psutil einops
+	  pytest pytest-timeout einops
 	touch $@

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import process_fields, process_lives, process_name
+from trinity_sync.fs.process import process_lives, process_name
 from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.daemon import Daemon, Patience
@@ -90,8 +91,21 @@ def named(tmp_path: Path) -> Iterator[int]:
 
 def test_a_process_is_known_whatever_bytes_it_has_for_a_name(named: int) -> None:
     assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
-    assert int(process_fields(named)[1]) == os.getpid()
+    assert psutil.Process(named).ppid() == os.getpid()
     assert process_lives(process_name(named))
+
+
+def test_the_name_of_a_process_does_not_change_when_the_clock_is_set(
+    named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = process_name(named)
+    assert name.split("/")[1] == Path(f"/proc/{named}/stat").read_text(errors="ignore").split()[-31]
+    proc = tmp_path / "proc"  # in which the kernel says from then on that the boot was later
+    proc.mkdir()
+    (proc / str(named)).symlink_to(f"/proc/{named}")
+    (proc / "stat").write_text(f"btime {int(psutil.boot_time()) + 3600}\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    assert process_name(named) == name
 
 
 def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(

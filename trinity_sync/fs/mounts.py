@@ -1,4 +1,8 @@
-"""Which file system a path is on, as the kernel says in ``/proc/self/mountinfo``."""
+"""Which file system a path is on, as the kernel says in ``/proc/self/mountinfo``.
+
+``psutil.disk_partitions`` will not do: where ``/etc/mtab`` is a file of its own, it reads that, and
+the kernel does not update it.
+"""
 
 import os
 import re

@@ -1,55 +1,70 @@
-"""The identity of a process: its pid and start time, which no later process has."""
+"""The identity of a process: its pid and the time of its start, which no later process has."""
 
+import os
 import socket
 from pathlib import Path
 
+from trinity_sync.layout import parse_number
+
 
 def process_name(pid: int) -> str:
-    """``pid/start time``: unlike a pid alone, never another process later on.
+    """Return ``pid/start time``: unlike a pid alone, never another process later on.
+
+    The time is in clock ticks since the boot.
 
     Raises:
         ProcessLookupError: there is no such process, or it has ended and nobody waited for it yet.
+        PermissionError: it is another user's, and hidden (``hidepid`` of ``/proc``).
     """
-    fields = process_fields(pid)
-    if fields[0] in "ZX":
-        raise ProcessLookupError(f"process {pid} has ended")
-    return f"{pid}/{fields[19]}"
+    import psutil  # 8 ms, which importing the client need not take
+
+    try:
+        if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            raise ProcessLookupError(f"process {pid} has ended")
+        return f"{pid}/{process_start(pid)}"
+    except psutil.NoSuchProcess as error:
+        raise ProcessLookupError(f"no process {pid}") from error
+    except psutil.AccessDenied as error:
+        raise PermissionError(f"process {pid} is hidden") from error
+
+
+def process_start(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot.
+
+    psutil says it in seconds since the epoch, which change when the clock is set.
+
+    Raises:
+        psutil.Error: there is no such process, or it is hidden.
+    """
+    import psutil
+
+    while True:
+        booted_at = psutil.boot_time()
+        since_boot = psutil.Process(pid).create_time() - booted_at
+        if psutil.boot_time() == booted_at:  # else the clock was set meanwhile
+            return round(since_boot * os.sysconf("SC_CLK_TCK"))
 
 
 def process_home() -> str:
-    """Where a process of this one's `process_name` can be looked for: ``host/pid:[namespace]``.
+    """Return where a process of this one's `process_name` can be looked for.
 
-    Containers may have a host name in common, and each see no process but their own.
+    It is ``host/pid:[namespace]``: containers may have a host name in common, and each see no
+    process but their own.
     """
     return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def process_fields(pid: int) -> list[str]:
-    """What ``/proc/{pid}/stat`` says of a process, from its state on.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-        PermissionError: it is another user's, and hidden (``hidepid`` of ``/proc``).
-    """
-    try:
-        # the command, in parentheses, may hold any bytes: the process names itself, and the kernel
-        # cuts that after 15 of them
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
-        return fields.decode("ascii").split()
-    except FileNotFoundError as error:
-        raise ProcessLookupError(f"no process {pid}") from error
-
-
 def process_lives(name: str) -> bool:
-    """Whether the process of that name (`process_name`) still runs on this node.
+    """Return whether a process still runs on this node; a hidden one counts as running.
 
-    One that is hidden counts as running: there is one of its pid.
+    Args:
+        name: of the process, as `process_name` returns it.
     """
-    pid, _, _ = name.partition("/")
-    if not (pid.isascii() and pid.isdigit()):
-        return False  # no name of a process
+    pid = parse_number(name.partition("/")[0])
+    if pid is None:
+        return False
     try:
-        return process_name(int(pid)) == name
+        return process_name(pid) == name
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -16,8 +16,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import process_fields, process_name
+from trinity_sync.fs.process import process_name, process_start
 
 POLL_S = 0.1
 TELLING = re.compile(r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE)
@@ -212,16 +214,16 @@ def _family(daemon: Daemon) -> Iterator[int]:
 
 
 def _processes() -> dict[int, _Process]:
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return {pid: found for pid in pids if (found := _look(pid))}
+    return {pid: found for pid in psutil.pids() if (found := _look(pid))}
 
 
 def _look(pid: int) -> _Process | None:
     try:
-        fields = process_fields(pid)
-    except (ProcessLookupError, PermissionError):  # the latter of others' that are hidden
+        process = psutil.Process(pid)
+        dead = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return _Process(process.ppid(), os.getsid(pid), process_start(pid), dead)
+    except (psutil.Error, ProcessLookupError):  # gone, or another user's and hidden
         return None
-    return _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")
 
 
 def _signal(pids: Sequence[int] | set[int], number: signal.Signals) -> None:
