@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.commit import commit, release_slots
-from trinity_sync.storage.persist import Save, WriteOptions, persist
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import Share
+from trinity_sync.storage.save import Save
 
 
 def write_out(share: Share, save: Save, components: tuple[str, ...]) -> None:
@@ -16,4 +18,4 @@ def write_out(share: Share, save: Save, components: tuple[str, ...]) -> None:
     with ThreadPoolExecutor(len(components)) as tasks:
         written = [file for files in tasks.map(write, components) for file in files]
     commit(save, written)
-    release_slots(JobSpool(Path(share.spool)), save, written)
+    free_committed_slots(JobSpool(Path(share.spool)), save, written)

@@ -27,9 +27,9 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.settings import Settings
-from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
 from trinity_sync.storage.required_remote import required_remote_of
+from trinity_sync.storage.save import Persisted
 
 
 @flow(name="save-step", task_runner=OnRay(), persist_result=False, retries=0)
@@ -40,7 +40,7 @@ async def save_step(request: SaveRequest) -> None:
         request: the step; on which nodes its images wait is in the job's root.
     """
     began, counts = time.perf_counter(), False
-    settings, shares, parts = Settings(), list[Share](), list[list[Part]]()
+    settings, shares, parts = Settings(), list[Share](), list[list[Persisted]]()
     try:
         shares = await asyncio.to_thread(
             await_shares,
@@ -80,7 +80,7 @@ async def save_step(request: SaveRequest) -> None:
 
 async def _persist(
     request: SaveRequest, shares: Sequence[Share]
-) -> tuple[list[list[Part]], BaseException | None]:
+) -> tuple[list[list[Persisted]], BaseException | None]:
     """What the tasks have made, by node, and why some have made nothing.
 
     Raises:
@@ -90,7 +90,7 @@ async def _persist(
     for share in shares:
         if share.node not in alive:
             raise _lost(request, share, "is not, or no more, in this Ray cluster")
-    futures: list[PrefectFuture[Part]] = []
+    futures: list[PrefectFuture[Persisted]] = []
     where: list[int] = []
     for number, share in enumerate(shares):
         components = [c for c in request.components if c != "metadata" or share.has_rank_0]
@@ -99,7 +99,7 @@ async def _persist(
                 functions = number > 0 and turn == 0  # the commit waits for those of its own node
                 futures.append(PERSIST[component].submit(request, component, share, functions))
                 where.append(number)
-    parts: list[list[Part]] = [[] for _ in shares]
+    parts: list[list[Persisted]] = [[] for _ in shares]
     failures: list[BaseException] = []
     for number, result in zip(where, await outcomes(futures), strict=True):
         if isinstance(result, RayError):
@@ -122,7 +122,7 @@ def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
 
 
 async def _free_slots(
-    request: SaveRequest, parts: Sequence[Sequence[Part]], shares: Sequence[Share]
+    request: SaveRequest, parts: Sequence[Sequence[Persisted]], shares: Sequence[Share]
 ) -> None:
     """Free the slots of the other nodes; one that cannot be reached does not undo the commit."""
     futures = []
@@ -162,7 +162,7 @@ async def _prune(request: SaveRequest, node: str) -> None:
 async def _note_failure(
     request: SaveRequest,
     shares: Sequence[Share],
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[Persisted]],
     reason: str,
 ) -> None:
     """Note it on each node that is alive; what failed is raised, whatever comes of this."""

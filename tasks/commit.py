@@ -16,11 +16,13 @@ from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
 from trinity_sync.storage.block_reuse import recycles
-from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import Wish, make_wish, wishes
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.persist import Part, Save, Written, discard, mark_failed
 from trinity_sync.storage.placement import Share
+from trinity_sync.storage.receipts import await_receipts
+from trinity_sync.storage.save import Persisted, Save, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ MOST_ROWS = 200
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> bool:
+def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -> bool:
     """Wait for this node's functions, write manifest and iteration files, then free its slots.
 
     Args:
@@ -62,7 +64,7 @@ def commit_step(request: SaveRequest, parts: Sequence[Part], home: Share) -> boo
     note_wishes(save, written)
     recycle = recycles(save.root, settings.recycle)
     manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
-    release_slots(node, save, written)
+    free_committed_slots(node, save, written)
     try:
         note_root(settings, request.root)
     except OSError as error:
@@ -85,7 +87,7 @@ def note_wishes(save: Save, written: Sequence[Written]) -> None:
 
 
 @task(name="free slots", persist_result=False)
-def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> None:
+def free_slots(request: SaveRequest, parts: Sequence[Persisted], share: Share) -> None:
     """Free the slots of another node than the commit's, whose task does it at home.
 
     Args:
@@ -95,11 +97,13 @@ def free_slots(request: SaveRequest, parts: Sequence[Part], share: Share) -> Non
     """
     written = [file for part in parts for file in part.written]
     save = save_of(request)
-    release_slots(known_job_spool(share.spool, save.root), save, written)
+    free_committed_slots(known_job_spool(share.spool, save.root), save, written)
 
 
 @task(name="note failure", persist_result=False)
-def note_failure(request: SaveRequest, parts: Sequence[Part], share: Share, reason: str) -> None:
+def note_failure(
+    request: SaveRequest, parts: Sequence[Persisted], share: Share, reason: str
+) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first.
 
     What the node has written of it goes: a retry writes it anew, and one that a later run has left

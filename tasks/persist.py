@@ -10,9 +10,10 @@ from trinity_sync.layout import Component
 from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
-from trinity_sync.storage.commit import await_receipts, make_durable
-from trinity_sync.storage.persist import Part, Save, WriteOptions, persist
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import Share
+from trinity_sync.storage.receipts import await_receipts, sync_function_files
+from trinity_sync.storage.save import Persisted, Save
 
 TASK_NAMES: dict[Component | None, str] = {
     "model": "model",
@@ -38,7 +39,7 @@ def save_of(request: SaveRequest) -> Save:
 
 def persist_component(
     request: SaveRequest, component: Component | None, share: Share, functions: bool = False
-) -> Part:
+) -> Persisted:
     """Write a node's images of one component under temporary names, durably.
 
     Args:
@@ -58,8 +59,8 @@ def persist_component(
     spool = known_job_spool(share.spool, save.root)
     written = persist(share, save, component, options) if component else []
     receipts = await_receipts(spool, save) if functions else []
-    make_durable(save, receipts)
-    return Part(written, receipts)
+    sync_function_files(save, receipts)
+    return Persisted(written, receipts)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -71,7 +72,7 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     return False
 
 
-PERSIST: dict[Component | None, Task[[SaveRequest, Component | None, Share, bool], Part]] = {
+PERSIST: dict[Component | None, Task[[SaveRequest, Component | None, Share, bool], Persisted]] = {
     component: Task(
         persist_component,
         name=name,

@@ -20,9 +20,9 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.persist import Save
 from trinity_sync.storage.placement import Share
 from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.save import Save
 
 if TYPE_CHECKING:
     from benchmarks.training import Training

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.job import Job
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.latest_pointer import advance_iteration
+from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
 
 CommitStep = Callable[..., Path]
@@ -41,7 +41,7 @@ def commit_step(root: Path) -> CommitStep:
         receipt = ReceiptRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
         manifest = Manifest("job", run, step, (kind,), tuple(records), (receipt,), 1.7e9 + step)
         write_manifest(root, manifest)
-        advance_iteration(root, kind, run, step)
+        advance_latest_pointer(root, kind, run, step)
         return folder
 
     return commit

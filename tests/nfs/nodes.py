@@ -46,13 +46,14 @@ from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
-from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
 from trinity_sync.storage.quarantine import aside_folder, replacing_folder
 from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import all_runs, open_run
+from trinity_sync.storage.save import Save, Written
 from trinity_sync.storage.verify import check, choose, judge
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.version import Version

@@ -12,10 +12,12 @@ import pytest
 
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager, pack_folder
-from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.commit import commit
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.persist import Save, WriteOptions, Written, persist
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import Share, note_placement, places_of
+from trinity_sync.storage.save import Save, Written
 
 
 @contextmanager
@@ -105,5 +107,5 @@ class Job:
         written = self.persist(step, *components, **other)
         save = self.save(step, **other)
         manifest = commit(save, written)
-        release_slots(self.spool, save, written)
+        free_committed_slots(self.spool, save, written)
         return manifest

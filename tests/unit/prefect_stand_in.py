@@ -24,8 +24,8 @@ from trinity_sync.orchestration.recovery.images import (
     compare_late_images,
     find_orphaned_saves,
 )
-from trinity_sync.storage.persist import Part
 from trinity_sync.storage.placement import Share, await_shares
+from trinity_sync.storage.save import Persisted
 
 GATHER_S = 0.03
 
@@ -41,7 +41,7 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
 def save_step(request: SaveRequest) -> Iterator[str]:
     """What `flows.save.save_step` does; each task that has ended is told of."""
     shares: list[Share] = []
-    parts: list[Part] = []
+    parts: list[Persisted] = []
     failures: list[Exception] = []
     try:
         shares = await_shares(

@@ -7,7 +7,7 @@ from typing import Any
 from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.latest_pointer import advance_iteration
+from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
@@ -36,7 +36,7 @@ def commit_files(
     write_manifest(root, Manifest("job", run, step, SERVES_AS[kind], tuple(records), (), at))
     if pointer:
         for served in SERVES_AS[kind]:
-            advance_iteration(root, served, run, step)
+            advance_latest_pointer(root, served, run, step)
     return folder
 
 

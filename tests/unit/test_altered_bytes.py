@@ -25,7 +25,7 @@ from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_re
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish
-from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, steps_in_use, tag
 from trinity_sync.storage.restore import load_states
@@ -77,7 +77,7 @@ def test_an_altered_iteration_file_moves_no_resume_and_is_mended(root: Path, kin
     for where in altered(root / ITERATION_FILES[kind]):
         assert newest(root, kind).step == 3, where
         with one_change_at_a_time(root):
-            settle_iteration(root, kind)
+            repair_latest_pointer(root, kind)
         assert read_iteration(root, kind) == 3, where
 
 
@@ -92,7 +92,7 @@ def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
         with suppress(CommitError):
             assert newest_run(root).number == 2, where
         with suppress(CommitError), one_change_at_a_time(root):
-            settle_iteration(root, "checkpoint")
+            repair_latest_pointer(root, "checkpoint")
         assert read_iteration(root, "checkpoint") == 3, where
 
 

@@ -31,15 +31,17 @@ from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.prune import survey
 from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.persist import WriteOptions, discard, persist
+from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.save import discard
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
     written = job.persist(3)
     job.stage(3, {"optim": state(2)})  # too late: the request named the model alone
     commit(job.save(3), written)
-    release_slots(job.spool, job.save(3), written)
+    free_committed_slots(job.spool, job.save(3), written)
     ((late,), _) = job.spool.tickets()
     assert late.ticket.component == "optim"
     assert late.failed
@@ -193,7 +195,7 @@ def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
     job.stagers.pop(0).close()
     job.stage(3, {"model": state(1)}, metadata=metadata)
     images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
-    release_slots(job.spool, job.save(3), written)
+    free_committed_slots(job.spool, job.save(3), written)
     assert job.spool.tickets() == ([], [])
     assert images <= require_committed(job.root, 3).images
 
@@ -471,8 +473,8 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     written = job.persist(1)
     monkeypatch.setattr("trinity_sync.storage.commit.write_manifest_into", lambda *_: None)
-    monkeypatch.setattr("trinity_sync.storage.commit.announce", lambda *_: None)
-    monkeypatch.setattr("trinity_sync.storage.commit.sync_folder", sync)
+    monkeypatch.setattr("trinity_sync.storage.commit.update_latest_pointers", lambda *_: None)
+    monkeypatch.setattr("trinity_sync.storage.replace.sync_folder", sync)
     files = ("actor/adapters/lora/adapter.safetensors",)
     receipt = Receipt("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
     commit(job.save(1), written, [receipt])

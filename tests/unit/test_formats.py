@@ -62,9 +62,9 @@ from trinity_sync.storage.discovery import committed_steps, newest, require_comm
 from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
 from trinity_sync.storage.gc import remove_dead_spool
 from trinity_sync.storage.latest_pointer import (
-    advance_iteration,
+    advance_latest_pointer,
     read_iteration,
-    settle_iteration,
+    repair_latest_pointer,
 )
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
@@ -431,8 +431,8 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
     with one_change_at_a_time(job.root):
-        assert settle_iteration(job.root, "checkpoint") is None
-    assert not advance_iteration(job.root, "checkpoint", 1, 1)
+        assert repair_latest_pointer(job.root, "checkpoint") is None
+    assert not advance_latest_pointer(job.root, "checkpoint", 1, 1)
     (job.root / ITERATION_FILES["checkpoint"]).write_text("")
     settings = Settings(spool=spool_folder, home=tmp_path)
     note_root(settings, job.root)
@@ -442,7 +442,10 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     assert read_iteration(job.root, "checkpoint") == 3
     (job.root / ITERATION_FILES["checkpoint"]).write_text("2")
     with one_change_at_a_time(job.root):
-        assert settle_iteration(job.root, "checkpoint") == (2, 3)  # which is newer, and our own
+        assert repair_latest_pointer(job.root, "checkpoint") == (
+            2,
+            3,
+        )  # which is newer, and our own
 
 
 def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:

@@ -30,11 +30,11 @@ from trinity_sync.storage.discovery import committed_steps, newest, require_comm
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import Lease, acquire_lease
-from trinity_sync.storage.persist import mark_failed
 from trinity_sync.storage.pins import pin, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.save import mark_failed
 
 LASTS = st.integers(1, 4)
 MULTIPLES = st.integers(2, 4)

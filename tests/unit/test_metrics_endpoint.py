@@ -19,7 +19,7 @@ from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.settings import Settings
 from trinity_sync.stack.ports import free_port
-from trinity_sync.storage.persist import Part
+from trinity_sync.storage.save import Persisted
 
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:
@@ -43,7 +43,7 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
     job.stage(4, {"model": {"w": torch.zeros(1000)}})
     written = job.persist(4)
-    metrics.committed(request(job, 4), [Part(written)], persist_s=2.0, commit_s=0.25)
+    metrics.committed(request(job, 4), [Persisted(written)], persist_s=2.0, commit_s=0.25)
     metrics.committed(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
     metrics.failed(request(job, 5))
     found = scraped(metrics.serve(settings))

@@ -32,7 +32,8 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from pathlib import Path
         from trinity_sync.snapshot.spool import JobSpool
         from trinity_sync.storage import commit as commits
-        from trinity_sync.storage.persist import Save, WriteOptions, persist
+        from trinity_sync.storage.save import Save
+        from trinity_sync.storage.persist import WriteOptions, persist
         from trinity_sync.storage.placement import Share
         save = Save({str(job.root)!r}, 1, {step}, "checkpoint", ("actor",))
         spool = JobSpool(Path({str(job.spool.folder)!r}))

@@ -24,8 +24,9 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import own_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
@@ -143,9 +144,9 @@ def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job
     parts = [persist(share, save, "model", WriteOptions()) for share in shares]
     written = [file for part in parts for file in part]
     commit(save, written)
-    release_slots(two_nodes[0].spool, save, written)
+    free_committed_slots(two_nodes[0].spool, save, written)
     assert len(two_nodes[1].spool.tickets()[0]) == 2  # another node's memory is not touched
-    release_slots(two_nodes[1].spool, save, parts[1])
+    free_committed_slots(two_nodes[1].spool, save, parts[1])
     manifest = require_committed(two_nodes[0].root, 4)
     assert [file.rank for file in manifest.files] == [0, 1, 2, 3]
     for job in two_nodes:

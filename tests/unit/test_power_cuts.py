@@ -32,12 +32,11 @@ from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, pins
-from trinity_sync.storage import commit as commit_module
+from trinity_sync.storage import block_reuse, pins, replace
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
-from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.pins import list_pins, pin, tag, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
@@ -131,11 +130,11 @@ def a_whole_life(job: Job) -> Iterator[str]:
     yield "the pins were taken back"
     with one_change_at_a_time(root):
         mark_corrupted(root, 4, Corruption({"actor/x.pt": "is missing"}, 0.0))
-        settle_iteration(root, "checkpoint")
+        repair_latest_pointer(root, "checkpoint")
     yield "step 4 was found corrupted"
     with one_change_at_a_time(root):
         remove_mark(root / "global_step_4")
-        settle_iteration(root, "checkpoint")
+        repair_latest_pointer(root, "checkpoint")
     yield "step 4 was restored"
     rewind(root, 1, clock=lambda: 0.0)
     yield "back at step 1"
@@ -288,7 +287,7 @@ UNSYNCED = SimpleNamespace(**{**vars(os), "fsync": lambda fd: None})
     ("life", "module", "name", "instead", "reported"),
     [
         (a_save, direct_io, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
-        (a_save, commit_module, "sync_folder", lambda folder: None, "lost: .*1, 1"),
+        (a_save, replace, "sync_folder", lambda folder: None, "lost: .*1, 1"),
         (a_save, create, "sync_folder", lambda folder: None, "the newest run is 0"),
         (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
     ],

@@ -28,8 +28,9 @@ from trinity_sync.retention.prune import NOT_SENT, remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import examine_root
-from trinity_sync.storage.commit import commit, release_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.required_remote import is_sent, required_remote_of
@@ -83,7 +84,7 @@ class Machine:
         written = job.persist(step, run=run.number)
         save = job.save(step, run=run.number)
         commit(save, written)
-        release_slots(saves.spool, save, written)
+        free_committed_slots(saves.spool, save, written)
         if sent:
             send(saves.root, self.url, step)
 

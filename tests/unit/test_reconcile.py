@@ -28,7 +28,7 @@ from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.gc import Finding, remove_temporaries
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.save import mark_failed
 
 LATER_S = 7200.0
 

@@ -30,7 +30,7 @@ from trinity_sync.storage.export_requests import (
     give_up,
     make_wish,
 )
-from trinity_sync.storage.latest_pointer import advance_iteration
+from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
@@ -441,7 +441,7 @@ def test_the_best_checkpoint_stays(root: Path) -> None:
         write_metrics(root, 1, step, {"reward": reward})
     prune(root, "last=1,best=1:reward:max")
     assert steps_on_disk(root) == [2, 4]
-    assert advance_iteration(root, "checkpoint", 1, 4)
+    assert advance_latest_pointer(root, "checkpoint", 1, 4)
 
 
 def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:

@@ -16,7 +16,7 @@ from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.rewind import rewind
@@ -92,8 +92,8 @@ def test_what_a_run_had_left_behind_is_good_again_once_that_run_is_gone_back_beh
     assert newest_version(trained.root, "actor").step == 25
     rewind(trained.root, 35)
     assert newest_version(trained.root, "actor").step == 35
-    settle_iteration(trained.root, "checkpoint")
-    settle_iteration(trained.root, "state_dict")
+    repair_latest_pointer(trained.root, "checkpoint")
+    repair_latest_pointer(trained.root, "state_dict")
     assert read_iteration(trained.root, "checkpoint") == 30
     assert read_iteration(trained.root, "state_dict") == 35
 

@@ -26,7 +26,7 @@ from trinity_sync.snapshot.slot_lock import locked
 from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
-from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.save import mark_failed
 
 
 def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from trinity_sync.errors import SaveError
 from trinity_sync.layout import SaveStrategy
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.persist import mark_failed
+from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.write_permits import lock_of, ones_turn
 
 SINGLE: tuple[SaveStrategy, ...] = ("single_thread", "single_node", "single_process")

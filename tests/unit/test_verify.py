@@ -20,7 +20,7 @@ from trinity_sync.fs.direct_io import PIECE, READERS, digest_file, digest_of
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import Verdict, check, choose, judge, shares
@@ -194,7 +194,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
         from trinity_sync.storage import verify
         def die(*_):
             os.kill(os.getpid(), signal.SIGKILL)
-        verify.settle_iteration = die
+        verify.repair_latest_pointer = die
         verify.judge(verify.check(verify.choose({str(job.root)!r}, step=2)))
         """
     )
@@ -203,8 +203,8 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
     assert pointers(job) == (2, 2)
     assert newest(job.root).step == 1  # the manifests say so at every instant
     with one_change_at_a_time(job.root):
-        assert settle_iteration(job.root, "checkpoint") == (2, 1)
-        assert settle_iteration(job.root, "checkpoint") is None
+        assert repair_latest_pointer(job.root, "checkpoint") == (2, 1)
+        assert repair_latest_pointer(job.root, "checkpoint") is None
     verify(job, step=2)
     assert pointers(job) == (1, 1)
 

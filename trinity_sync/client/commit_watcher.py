@@ -29,14 +29,14 @@ from trinity_sync.fs.atomic import look_anew
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.commit import settle_late_image
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.export_requests import is_exported
-from trinity_sync.storage.latest_pointer import is_announced
+from trinity_sync.storage.late_images import resolve_late_image
+from trinity_sync.storage.latest_pointer import latest_pointer_covers
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, run_of
-from trinity_sync.storage.persist import Save
 from trinity_sync.storage.required_remote import is_sent, required_remote_of
 from trinity_sync.storage.runs import all_runs, left_behind_by
+from trinity_sync.storage.save import Save
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +447,7 @@ class CommitWatcher:
         """
         root, run, step = request.root, request.run, request.step
         for image in images:
-            settle_late_image(
+            resolve_late_image(
                 Save(root, run, step, request.kind, request.roles, request.run_key), image
             )
         return bool(images)
@@ -495,7 +495,7 @@ class CommitWatcher:
         if not (manifest and manifest.holds(kind, roles) and save.images <= manifest.images):
             return False
         serves_as = {*SERVES_AS[kind]} & {*manifest.kinds}
-        if not all(is_announced(root, announced, run, step) for announced in serves_as):
+        if not all(latest_pointer_covers(root, announced, run, step) for announced in serves_as):
             return False
         try:
             return kind != "checkpoint" or not required_remote_of(root) or is_sent(root, manifest)

@@ -22,8 +22,9 @@ from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
-from trinity_sync.storage.persist import Save, Written, discard, identity_of, temporary_name
+from trinity_sync.storage.persist import identity_of, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.save import Save, Written, discard
 
 
 def from_dcp(

@@ -17,7 +17,7 @@ from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
 from trinity_sync.orchestration.job_registry import known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.persist import Part
+from trinity_sync.storage.save import Persisted
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class WorkerMetrics:
     def committed(
         self,
         request: SaveRequest,
-        parts: Iterable[Part],
+        parts: Iterable[Persisted],
         persist_s: float,
         commit_s: float,
     ) -> None:

@@ -21,7 +21,7 @@ from trinity_sync.fs.progress import Meter, unmetered
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import PARALLEL
-from trinity_sync.storage.commit import announce, take_place
+from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import (
     FileRecord,
@@ -31,6 +31,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.quarantine import fetching_folder
+from trinity_sync.storage.replace import exchange_folders
 from trinity_sync.storage.runs import Run, know_run
 
 
@@ -162,9 +163,9 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
             lock.require_ours()
             know_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
             if place.exists():
-                take_place(folder, place)
+                exchange_folders(folder, place)
             else:
                 folder.rename(place)
             sync_folder(root)
             shutil.rmtree(folder, ignore_errors=True)
-        announce(root, manifest)
+        update_latest_pointers(root, manifest)

@@ -32,7 +32,7 @@ from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.export_requests import exported_steps, exports_of, forget_exports
-from trinity_sync.storage.latest_pointer import read_iteration, settle_iteration
+from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.manifest import run_of
 from trinity_sync.storage.persist import image_of_temporary
 from trinity_sync.storage.quarantine import (
@@ -56,14 +56,14 @@ class Finding:
     """What was done, or why nothing was."""
 
 
-def settle_pointers(root: Path) -> Iterator[Finding]:
+def repair_latest_pointers(root: Path) -> Iterator[Finding]:
     """Have the iteration files name the newest steps that can be loaded."""
     if not (root / PRIVATE_FOLDER).is_dir():
         return  # nothing of ours
     for kind in KINDS:
         name = ITERATION_FILES[kind]
         with one_change_at_a_time(root):
-            moved = settle_iteration(root, kind)
+            moved = repair_latest_pointer(root, kind)
             named = read_iteration(root, kind)
             wrong = None if moved or named is None else _why_not(root, named)
         if moved:
@@ -258,7 +258,7 @@ def _why_not(root: Path, step: int) -> str | None:
 
 FILE_REPAIRS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     remove_replaced,
-    settle_pointers,
+    repair_latest_pointers,
     empty_trash,
 )
 """What asks nobody, and is quick: in the order in which one makes the next possible."""

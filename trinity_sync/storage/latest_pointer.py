@@ -3,8 +3,8 @@
 They move after the manifest, atomically, and only forward: by step within a run, while a later run
 counts as newer than every earlier one, because it went on from an earlier step on purpose. A step
 that another system has saved, which has no manifest, belongs to the run in which the pointer was
-written. The one way back is from a step that turned out to be corrupted (`settle_iteration`). What
-another release has committed is never pointed away from by one that cannot read it.
+written. The one way back is from a step that turned out to be corrupted (`repair_latest_pointer`).
+A pointer to a step of another release stays, since this one cannot read the step.
 """
 
 import logging
@@ -30,8 +30,14 @@ def read_iteration(root: str | Path, kind: Kind) -> int | None:
     return parse_number(text)
 
 
-def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Point the iteration file at a committed step, unless it points at a newer one already.
+def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> bool:
+    """Update a latest pointer to a committed step, unless it names a newer one already.
+
+    Args:
+        root: the job's root.
+        kind: of the pointer.
+        run: that committed the step.
+        step: a committed one.
 
     Returns:
         Whether the file names ``step`` now.
@@ -48,15 +54,15 @@ def advance_iteration(root: str | Path, kind: Kind, run: int, step: int) -> bool
         return False
     if current is None:
         if path.exists():
-            logger.warning("iteration file %s was empty or torn and is written anew", path)
-    elif is_announced(root, kind, run, step):
+            logger.warning("iteration file %s was empty or torn and is written again", path)
+    elif latest_pointer_covers(root, kind, run, step):
         return current == step
     replace_file(path, str(step))
     return True
 
 
-def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
-    """Point at the newest step that counts and can be loaded; the one way back for a pointer.
+def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
+    """Update a latest pointer to the newest step that can be loaded; its one way back.
 
     It goes back from a step that is corrupted or gone, and forward where a commit died before it
     had moved it. A step that another system has saved, which has no manifest, is left alone. Where
@@ -77,7 +83,7 @@ def settle_iteration(root: str | Path, kind: Kind) -> tuple[int | None, int] | N
     return current, best.step
 
 
-def is_announced(root: str | Path, kind: Kind, run: int, step: int) -> bool:
+def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> bool:
     """Whether the iteration file names this step, or one that counts as newer."""
     current = read_iteration(root, kind)
     if current is None:

@@ -6,87 +6,30 @@ crash or a retry, gives the same bytes.
 
 import errno
 import io
-import math
 import os
 import tarfile
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import FormatError, ImageError, MissingShardsError, SaveError, TicketError
+from trinity_sync.errors import ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.direct_io import write_file
-from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.callable_status import Receipt
-from trinity_sync.snapshot.slot_lock import claimed, held, locked
+from trinity_sync.snapshot.slot_lock import claimed, locked
 from trinity_sync.snapshot.spool import JobSpool, Sealed
-from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
+from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.block_reuse import remove_spares, take_spare
-from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
-from trinity_sync.storage.placement import Share, named
+from trinity_sync.storage.gather import gather_images
+from trinity_sync.storage.manifest import FileRecord
+from trinity_sync.storage.placement import Share
+from trinity_sync.storage.save import Save, Written, remove_files
 from trinity_sync.storage.write_permits import ones_turn
-
-
-@dataclass(frozen=True)
-class Save:
-    """Which save is meant, as files know it."""
-
-    root: str
-    run: int
-    step: int
-    kind: Kind
-    roles: tuple[str, ...]
-    run_key: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """The step's folder."""
-        return step_folder(self.root, self.step)
-
-    def owns(self, ticket: Ticket) -> bool:
-        """Whether an image of this run and step was submitted with this very save."""
-        return ticket.kind == self.kind and ticket.role in self.roles
-
-    def __str__(self) -> str:
-        return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file that waits under a temporary name for the commit."""
-
-    record: FileRecord
-    temporary: str
-    """Absolute path; empty for a file that an earlier commit of the step contains already."""
-    identity: tuple[int, int]
-    """Inode and time of the last write in ns: tells the file from another one of its name."""
-    components: tuple[str, ...]
-    """All that the rank hands over in this save."""
-    seconds: float
-    export: Export = ""
-    node: str = ""
-    """Where it was written."""
-    sealed_s: float = 0.0
-    """When its submission was sealed, by its node's monotonic clock; 0 for what came with another
-    save of the step."""
-
-
-class Part:
-    """What one task has made of a save, for its commit.
-
-    No dataclass: Prefect walks through those, value by value, wherever they are handed on.
-    """
-
-    def __init__(self, written: Sequence[Written], receipts: Sequence[Receipt] = ()) -> None:
-        self.written = tuple(written)
-        self.receipts = tuple(receipts)
 
 
 @dataclass(frozen=True)
@@ -118,7 +61,7 @@ def persist(
         FormatError: another release has staged an image of the save, or committed the step.
         SaveError: it cannot be written; the cause is the OSError of the file system.
     """
-    sealed, committed = _gather(share, save, component, options.gather_s, clock)
+    sealed, committed = gather_images(share, save, component, options.gather_s, clock)
     attempt = uuid.uuid4().hex[:8]
     gently = partial(yield_to_others, options.nice)
     with ExitStack() as locks:
@@ -135,170 +78,6 @@ def persist(
             remove_files(save.folder.rglob(f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
             raise
     return [*committed, *(file for files in written for file in files)]
-
-
-def discard(written: Iterable[Written]) -> None:
-    """Remove what waits under temporary names for a commit that does not come."""
-    for file in written:
-        if file.temporary:
-            Path(file.temporary).unlink(missing_ok=True)
-
-
-def remove_files(paths: Iterable[Path]) -> None:
-    """Remove temporary files as far as the file system lets us; what stays, ``reconcile`` finds."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
-
-
-def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
-    """Note beside the images of a save that it failed, so that they give way first."""
-    for sealed in spool.of_step(save.run, save.step)[0]:
-        if save.owns(sealed.ticket):
-            mark_image_failed(sealed, reason)
-
-
-def mark_image_failed(sealed: Sealed, reason: str) -> None:
-    """Note beside one image why it is not saved, unless its slot holds another one by now.
-
-    Raises:
-        LockTimeoutError: the trainer that fills the slot hangs.
-    """
-    with suppress(FileNotFoundError), claimed(sealed.slot), held(sealed.slot):
-        now = read_ticket(sealed.slot)
-        if now and now.image == sealed.ticket.image:
-            failure_path(sealed.slot).write_text(reason)
-
-
-def _gather(
-    share: Share, save: Save, component: str, gather_s: float, clock: Callable[[], float]
-) -> tuple[list[Sealed], list[Written]]:
-    """The images to write, and the files that a commit of the same step has already."""
-    spool = JobSpool(Path(share.spool))
-    wanted = {
-        role: [rank for rank in ranks if rank == 0 or component != "metadata"]
-        for role, ranks in share.ranks.items()
-    }
-    deadline = clock() + gather_s
-    later: set[tuple[str, int]] = set()
-    while True:
-        waiting, bad = spool.tickets()
-        for error in bad:
-            if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
-                raise error
-        sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
-        manifest = own_manifest(save.root, save.run, save.step)
-        known = manifest.images if manifest else frozenset()
-        uncommitted = {
-            image.ticket.image
-            for image in sealed
-            if save.owns(image.ticket) and image.ticket.component == component
-        }.difference(known)
-        if manifest and manifest.holds(save.kind, save.roles) and not uncommitted:  # a retry
-            mine = [file for file in manifest.files if file.component == component]
-            return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
-        overdue = clock() >= deadline
-        by_rank: dict[tuple[str, int], list[Sealed]] = defaultdict(list)
-        for image in sealed:
-            by_rank[image.ticket.role, image.ticket.rank].append(image)
-        images: list[Sealed] = []
-        committed: list[Written] = []
-        missing: dict[str, list[int]] = defaultdict(list)
-        awaited: set[tuple[str, int]] = set()
-        for role, rank in [(role, rank) for role, ranks in wanted.items() for rank in ranks]:
-            of_rank = by_rank[role, rank]
-            own = [image.ticket for image in of_rank if image.ticket.kind == save.kind]
-            if not own:
-                missing[role].append(rank)
-                continue
-            if component not in own[0].components:
-                continue
-            done = _committed(manifest, role, component, rank)
-            its = [image for image in of_rank if image.ticket.component == component]
-            # of a step that was submitted twice the first images, or components would be mixed
-            found = min(
-                its,
-                key=lambda i: (i.ticket.kind != save.kind, i.ticket.monotonic_s),
-                default=None,
-            )
-            # another save of the step, the sync, writes its image itself: wait for its commit
-            theirs = found and found.ticket.kind != save.kind and not found.failed
-            if found and found.ticket.image in uncommitted:
-                images.append(found)  # also if it is submitted again: the commit compares the two
-            elif done:
-                committed += [_as_written(record, own[0].components) for record in done]
-            elif found and (not theirs or overdue):
-                images.append(found)
-            else:
-                missing[role].append(rank)
-                if found:
-                    awaited.add((role, rank))
-        if not missing:
-            return images, committed
-        _refuse_evicted(share, save, component, missing, later - awaited)
-        # judged by the next look, which finds whatever is sealed by now unless it was evicted
-        later = _past_it(save, [image.ticket for image in waiting])
-        if overdue:
-            for error in bad:
-                if not isinstance(error, TicketError):
-                    continue
-                if error.component == component and error.rank in missing.get(error.role, ()):
-                    raise error
-            lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
-            raise MissingShardsError(
-                f"{save} is not committed: {component} of {lacking} was not handed over on node "
-                f"{share.node} within {gather_s:g} s. Did that process die, or did its "
-                "image give way to a later step, as its log then says? What was handed over is in "
-                f"{spool.folder}; the next save goes on without this one."
-            )
-        time.sleep(0.01)
-
-
-def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
-    """Roles and ranks that have sealed a later step since this one was begun on this node.
-
-    Images of an earlier start of the same run are older than this save, and prove nothing.
-    """
-    run = [ticket for ticket in tickets if ticket.run == save.run]
-    own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
-    begun = min(own, default=math.inf)
-    return {(t.role, t.rank) for t in run if t.step > save.step and t.sealed_at > begun}
-
-
-def _refuse_evicted(
-    share: Share,
-    save: Save,
-    component: str,
-    missing: Mapping[str, Sequence[int]],
-    later: Collection[tuple[str, int]],
-) -> None:
-    """Do not wait for images that cannot come: a rank saves its steps in their order.
-
-    Args:
-        missing: ranks without an image to write, by role.
-        later: see `_past_it`.
-
-    Raises:
-        MissingShardsError: a rank is among both.
-    """
-    evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
-    if any(evicted.values()):
-        what = ", ".join(f"role {role} {named(ranks)}" for role, ranks in evicted.items() if ranks)
-        raise MissingShardsError(
-            f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
-            f"node {share.node}, where later steps wait. The next save goes on without this one."
-        )
-
-
-def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:
-    if manifest is None:
-        return []
-    wanted = (role, component, rank)
-    return [f for f in manifest.files if (f.role, f.component, f.rank) == wanted]
-
-
-def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
-    return Written(record, "", (0, 0), components, 0.0)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from trinity_sync.storage.corruption import (
     require_own_release,
 )
 from trinity_sync.storage.discovery import committed_steps
-from trinity_sync.storage.latest_pointer import settle_iteration
+from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.persist import yield_to_others
@@ -206,7 +206,7 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
         else:
             remove_mark(step_folder(root, step))
         for kind in KINDS:
-            settle_iteration(root, kind)
+            repair_latest_pointer(root, kind)
     if wrong:
         return verdict(state="corrupted", wrong=str(corruption))
     return verdict(state="restored")

@@ -16,9 +16,11 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.formats.hf_export import grant
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.commit import await_receipts, commit, release_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import wishes
+from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.placement import await_shares
+from trinity_sync.storage.receipts import await_receipts
 
 
 class CommitsHere(SaveTrigger):
@@ -107,7 +109,7 @@ def _save_step(request: SaveRequest) -> None:
     written = [file for part in parts for file in part.written]
     note_wishes(save, written)
     commit(save, written, await_receipts(spool, save))
-    release_slots(spool, save, written)
+    free_committed_slots(spool, save, written)
     for wish in wishes(save.root, step=save.step):
         grant(save.root, wish)
     if request.keep:

@@ -21,9 +21,10 @@ from trinity_sync.layout import Kind
 from trinity_sync.snapshot.slot_lock import release
 from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
 from trinity_sync.snapshot.ticket import components_of
-from trinity_sync.storage.commit import finish_interrupted, settle_late_image
+from trinity_sync.storage.commit import finish_interrupted
+from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.persist import Save, mark_failed
+from trinity_sync.storage.save import Save, mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
     try:
         for sealed in JobSpool(spool / request.job).of_step(save.run, save.step)[0]:
             if save.owns(sealed.ticket):
-                settle_late_image(save, sealed)
+                resolve_late_image(save, sealed)
     except (OSError, TrinitySyncError) as error:
         warn_once(f"images of {save} cannot be compared with its commit: {error}")
 
@@ -137,7 +138,7 @@ def _finish_commit(save: Save, manifest: Manifest, images: list[Sealed], before:
             if image.ticket.image in digests:
                 release(image.slot, image.ticket.image, digests[image.ticket.image])
             else:
-                settle_late_image(save, image)
+                resolve_late_image(save, image)
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 

@@ -1,0 +1,158 @@
+"""Wait for the images of a component that a node holds, and refuse to wait for evicted ones."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from trinity_sync.errors import FormatError, MissingShardsError, TicketError
+from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.ticket import Ticket
+from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
+from trinity_sync.storage.placement import Share, named
+from trinity_sync.storage.save import Save, Written
+
+
+def gather_images(
+    share: Share, save: Save, component: str, gather_s: float, clock: Callable[[], float]
+) -> tuple[list[Sealed], list[Written]]:
+    """Return the images to write, and the files that a commit of the same step has already.
+
+    Args:
+        share: what this node holds.
+        save: which one.
+        component: of the images.
+        gather_s: seconds to wait for all ranks.
+        clock: monotonic seconds.
+
+    Raises:
+        MissingShardsError: a rank did not submit its image in time, or it was evicted.
+        TicketError: a ticket is torn.
+        FormatError: another release has staged an image of the save.
+    """
+    spool = JobSpool(Path(share.spool))
+    wanted = {
+        role: [rank for rank in ranks if rank == 0 or component != "metadata"]
+        for role, ranks in share.ranks.items()
+    }
+    deadline = clock() + gather_s
+    later: set[tuple[str, int]] = set()
+    while True:
+        waiting, bad = spool.tickets()
+        for error in bad:
+            if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
+                raise error
+        sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
+        manifest = own_manifest(save.root, save.run, save.step)
+        known = manifest.images if manifest else frozenset()
+        uncommitted = {
+            image.ticket.image
+            for image in sealed
+            if save.owns(image.ticket) and image.ticket.component == component
+        }.difference(known)
+        if manifest and manifest.holds(save.kind, save.roles) and not uncommitted:  # a retry
+            mine = [file for file in manifest.files if file.component == component]
+            return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
+        overdue = clock() >= deadline
+        by_rank: dict[tuple[str, int], list[Sealed]] = defaultdict(list)
+        for image in sealed:
+            by_rank[image.ticket.role, image.ticket.rank].append(image)
+        images: list[Sealed] = []
+        committed: list[Written] = []
+        missing: dict[str, list[int]] = defaultdict(list)
+        awaited: set[tuple[str, int]] = set()
+        for role, rank in [(role, rank) for role, ranks in wanted.items() for rank in ranks]:
+            of_rank = by_rank[role, rank]
+            own = [image.ticket for image in of_rank if image.ticket.kind == save.kind]
+            if not own:
+                missing[role].append(rank)
+                continue
+            if component not in own[0].components:
+                continue
+            done = _committed(manifest, role, component, rank)
+            its = [image for image in of_rank if image.ticket.component == component]
+            # of a step that was submitted twice the first images, or components would be mixed
+            found = min(
+                its,
+                key=lambda i: (i.ticket.kind != save.kind, i.ticket.monotonic_s),
+                default=None,
+            )
+            # another save of the step, the sync, writes its image itself: wait for its commit
+            theirs = found and found.ticket.kind != save.kind and not found.failed
+            if found and found.ticket.image in uncommitted:
+                images.append(found)  # also if it is submitted again: the commit compares the two
+            elif done:
+                committed += [_as_written(record, own[0].components) for record in done]
+            elif found and (not theirs or overdue):
+                images.append(found)
+            else:
+                missing[role].append(rank)
+                if found:
+                    awaited.add((role, rank))
+        if not missing:
+            return images, committed
+        _refuse_evicted(share, save, component, missing, later - awaited)
+        # judged by the next look, which finds whatever is sealed by now unless it was evicted
+        later = _past_it(save, [image.ticket for image in waiting])
+        if overdue:
+            for error in bad:
+                if not isinstance(error, TicketError):
+                    continue
+                if error.component == component and error.rank in missing.get(error.role, ()):
+                    raise error
+            lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
+            raise MissingShardsError(
+                f"{save} is not committed: {component} of {lacking} was not handed over on node "
+                f"{share.node} within {gather_s:g} s. Did that process die, or did its "
+                "image give way to a later step, as its log then says? What was handed over is in "
+                f"{spool.folder}; the next save goes on without this one."
+            )
+        time.sleep(0.01)
+
+
+def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
+    """Roles and ranks that have sealed a later step since this one was begun on this node.
+
+    Images of an earlier start of the same run are older than this save, and prove nothing.
+    """
+    run = [ticket for ticket in tickets if ticket.run == save.run]
+    own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
+    begun = min(own, default=math.inf)
+    return {(t.role, t.rank) for t in run if t.step > save.step and t.sealed_at > begun}
+
+
+def _refuse_evicted(
+    share: Share,
+    save: Save,
+    component: str,
+    missing: Mapping[str, Sequence[int]],
+    later: Collection[tuple[str, int]],
+) -> None:
+    """Do not wait for images that cannot come: a rank saves its steps in their order.
+
+    Args:
+        missing: ranks without an image to write, by role.
+        later: see `_past_it`.
+
+    Raises:
+        MissingShardsError: a rank is among both.
+    """
+    evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
+    if any(evicted.values()):
+        what = ", ".join(f"role {role} {named(ranks)}" for role, ranks in evicted.items() if ranks)
+        raise MissingShardsError(
+            f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
+            f"node {share.node}, where later steps wait. The next save goes on without this one."
+        )
+
+
+def _committed(manifest: Manifest | None, role: str, component: str, rank: int) -> list[FileRecord]:
+    if manifest is None:
+        return []
+    wanted = (role, component, rank)
+    return [f for f in manifest.files if (f.role, f.component, f.rank) == wanted]
+
+
+def _as_written(record: FileRecord, components: tuple[str, ...]) -> Written:
+    return Written(record, "", (0, 0), components, 0.0)

@@ -1,0 +1,101 @@
+"""Which save is meant, what its tasks have written so far, and the marks of a failed one."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.layout import Kind, step_folder
+from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.slot_lock import claimed, held
+from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
+from trinity_sync.storage.manifest import FileRecord
+
+
+@dataclass(frozen=True)
+class Save:
+    """Which save is meant, as files know it."""
+
+    root: str
+    run: int
+    step: int
+    kind: Kind
+    roles: tuple[str, ...]
+    run_key: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """The step's folder."""
+        return step_folder(self.root, self.step)
+
+    def owns(self, ticket: Ticket) -> bool:
+        """Whether an image of this run and step was submitted with this very save."""
+        return ticket.kind == self.kind and ticket.role in self.roles
+
+    def __str__(self) -> str:
+        return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that waits under a temporary name for the commit."""
+
+    record: FileRecord
+    temporary: str
+    """Absolute path; empty for a file that an earlier commit of the step contains already."""
+    identity: tuple[int, int]
+    """Inode and time of the last write in ns: tells the file from another one of its name."""
+    components: tuple[str, ...]
+    """All that the rank hands over in this save."""
+    seconds: float
+    export: Export = ""
+    node: str = ""
+    """Where it was written."""
+    sealed_s: float = 0.0
+    """When its submission was sealed, by its node's monotonic clock; 0 for what came with another
+    save of the step."""
+
+
+class Persisted:
+    """What one task has made of a save, for its commit.
+
+    No dataclass: Prefect walks through those, value by value, wherever they are handed on.
+    """
+
+    def __init__(self, written: Sequence[Written], receipts: Sequence[Receipt] = ()) -> None:
+        self.written = tuple(written)
+        self.receipts = tuple(receipts)
+
+
+def discard(written: Iterable[Written]) -> None:
+    """Remove what waits under temporary names for a commit that does not come."""
+    for file in written:
+        if file.temporary:
+            Path(file.temporary).unlink(missing_ok=True)
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove temporary files as far as the file system lets us; what stays, ``reconcile`` finds."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
+    """Note beside the images of a save that it failed, so that they give way first."""
+    for sealed in spool.of_step(save.run, save.step)[0]:
+        if save.owns(sealed.ticket):
+            mark_image_failed(sealed, reason)
+
+
+def mark_image_failed(sealed: Sealed, reason: str) -> None:
+    """Note beside one image why it is not saved, unless its slot holds another one by now.
+
+    Raises:
+        LockTimeoutError: the trainer that fills the slot hangs.
+    """
+    with suppress(FileNotFoundError), claimed(sealed.slot), held(sealed.slot):
+        now = read_ticket(sealed.slot)
+        if now and now.image == sealed.ticket.image:
+            failure_path(sealed.slot).write_text(reason)
