@@ -1,6 +1,7 @@
 """trinity_sync as it is used: the coordinator of every rank, and a flow run for each save."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -52,7 +53,9 @@ class TrinityPrefect(Committed):
 
     def discard(self, step: int) -> None:
         """After what the flow does behind its commit, which the next system would feel."""
-        self._saves.latest(settle_s=30)
+        end = time.monotonic() + 30
+        while self._saves.spool.tickets()[0] and time.monotonic() < end:
+            time.sleep(0.05)
         super().discard(step)
 
     def close(self) -> None:

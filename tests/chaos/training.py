@@ -111,9 +111,7 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     key = Path(rendezvous).name
     saves = CheckpointCoordinator.of_process_group(root, run_key=key)
-    found = [saves.latest_step(settle_s=30) if rank == 0 else None]
-    dist.broadcast_object_list(found)
-    step, model = found[0] or 0, Model()
+    step, model = saves.latest_step(settle_s=30) or 0, Model()
     if step:
         model.load(saves.load(step))
     notes("began", step=step)

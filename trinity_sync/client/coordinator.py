@@ -7,7 +7,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.callable_saver import CallableSaver
+from trinity_sync.client.collective import together, told_by_rank_0
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
 from trinity_sync.client.init_root import folder_of, open_root, open_together
@@ -148,6 +149,7 @@ class CheckpointCoordinator:
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._preemption = Preemption()
+        self._asks_together = False
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
 
@@ -178,7 +180,7 @@ class CheckpointCoordinator:
         settings = settings or Settings()
         check = (trigger or SaveTrigger(settings)).require_stack if require_stack else None
         places, key = open_together(root, settings, run_key or own_run_key(), check=check)
-        return cls(
+        made = cls(
             root,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -189,28 +191,40 @@ class CheckpointCoordinator:
             trigger=trigger,
             require_stack=require_stack,
         )
+        made._asks_together = True
+        return made
 
     # ------------------------------------------------------------ resuming
 
     def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:
         """Return the number of the newest committed step of ``kind``, or None if there is none.
 
+        A collective call where `of_process_group` made the coordinator: all ranks get the step that
+        rank 0 finds, or the same error.
+
         Args:
             kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
-            settle_s: seconds to wait first for saves that an earlier run submitted on this node and
-                that are still in flight; resuming from an older step would supersede them. Where
-                ranks are on several nodes, let one of them ask and tell the others.
+            settle_s: seconds to wait first for saves that an earlier run submitted on the nodes of
+                these ranks, and that are still in flight; resuming from an older step would
+                supersede them.
+
+        Raises:
+            FormatError: the newest step was committed by another release.
         """
-        deadline = time.monotonic() + settle_s
-        while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in self.spool.tickets()[0]):
-                break
-            time.sleep(0.05)
-        manifest = newest(self.root, kind)
-        return manifest.step if manifest else None
+
+        def find() -> int | None:
+            manifest = newest(self.root, kind)
+            return manifest.step if manifest else None
+
+        if not self._is_collective:
+            self._settle(settle_s)
+            return find()
+        leads_node = self.rank in {place.ranks[0] for place in self._places}
+        together(self.root, lambda: self._settle(settle_s if leads_node else 0.0))
+        return told_by_rank_0(self.root, find)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
-        """Return the folder of the newest committed step, or None.
+        """Return the folder of the newest committed step, or None; collective as `latest_step`.
 
         Args:
             kind, settle_s: as in `latest_step`.
@@ -222,7 +236,9 @@ class CheckpointCoordinator:
         """Load this rank's states of a committed step; this run resumes from the step.
 
         They are read from the spool if this node still holds them, otherwise from disk; the log
-        says which. After a failure this run has not resumed, so another step may be tried.
+        says which. After a failure this run has not resumed, so another step may be tried. A
+        collective call where `of_process_group` made the coordinator: if one rank cannot load the
+        step, all raise its error.
 
         Args:
             step: training step.
@@ -236,12 +252,19 @@ class CheckpointCoordinator:
             ConfigError: as `check_resume`.
         """
         step = check_number("step", step)
-        self.check_resume(step)
         rank, world_size = self.rank, self.world_size
-        with acquire_lease(self.root, step, f"load by rank {rank}", ttl_s=LONG_LEASE_S):
-            states = load_states(
-                self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
-            )
+        with ExitStack() as lease:
+
+            def read() -> dict[str, Any]:
+                self.check_resume(step)
+                holder = f"load by rank {rank}"
+                lease.enter_context(acquire_lease(self.root, step, holder, ttl_s=LONG_LEASE_S))
+                return load_states(
+                    self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
+                )
+
+            folder = step_folder(self.root, step)
+            states = together(folder, read) if self._is_collective else read()
             self.resumed_from(step)  # from here on, retention spares the step for this run
         return states
 
@@ -678,6 +701,19 @@ class CheckpointCoordinator:
     def _is_own(self) -> bool:
         """Whether this process made the coordinator, and did not inherit it in a fork."""
         return self._process == os.getpid()
+
+    @property
+    def _is_collective(self) -> bool:
+        """Whether all ranks of a process group find and load steps together."""
+        return self._asks_together and dist.is_initialized()
+
+    def _settle(self, seconds: float) -> None:
+        """Wait until no image of this node's spool is in flight."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if all(sealed.failed for sealed in self.spool.tickets()[0]):
+                break
+            time.sleep(0.05)
 
     def _require_own_process(self) -> None:
         if not self._is_own:

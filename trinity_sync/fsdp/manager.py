@@ -16,9 +16,10 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
 
+from trinity_sync.client.collective import together
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collective import claim_step, together
+from trinity_sync.fsdp.collective import claim_step
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import resharded
 from trinity_sync.fsdp.state_dict import adapters_only, lora_only, model_to_stage, sharded

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from trinity_sync.client.collective import together
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.direct_io import digest_of
-from trinity_sync.fsdp.collective import claim_step, together
+from trinity_sync.fsdp.collective import claim_step
 from trinity_sync.fsdp.state_dict import adapters_only, model_state
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
 from trinity_sync.snapshot.safe_load import load_file

@@ -71,7 +71,7 @@ def finding_together(original: Callable[..., str | None]) -> Callable[..., str |
     def _find_latest_checkpoint(handler: Any) -> str | None:
         from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-        from trinity_sync.fsdp.collective import told_by_rank_0
+        from trinity_sync.client.collective import told_by_rank_0
 
         if not _is_ours(handler):
             return original(handler)
