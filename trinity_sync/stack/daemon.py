@@ -7,19 +7,17 @@ mistaken for it.
 
 import os
 import re
-import select
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import process_name, process_start
+from trinity_sync.fs.process import process_lives, process_name
 
 POLL_S = 0.1
 TELLING = re.compile(r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE)
@@ -49,13 +47,12 @@ class Daemon:
     def lives(self) -> bool:
         """Whether it still runs; a zombie does not."""
         _reap()
-        found = _look(self.pid)
-        return found is not None and not found.dead and found.started == self.began
+        return process_lives(self.process)
 
     @property
-    def began(self) -> int:
-        """Its start time, in clock ticks since the machine started."""
-        return int(self.process.partition("/")[2])
+    def began(self) -> float:
+        """Its start time, as in its name."""
+        return float(self.process.partition("/")[2])
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
@@ -149,7 +146,8 @@ def await_ready(
                     + f"Its log {daemon.log} has the rest. Mend that, and start it again."
                 )
             late = time.monotonic() > deadline
-            _await_end([daemon.pid], POLL_S)
+            with suppress(psutil.NoSuchProcess):
+                _await_end([psutil.Process(daemon.pid)], POLL_S)
     if late:
         raise StackError(
             f"{what} was not ready in time ({patience.in_words()}). Look into its log "
@@ -171,83 +169,69 @@ def telling_line(daemon: Daemon) -> str:
 
 
 def stop(daemon: Daemon, timeout_s: float) -> None:
-    """End the daemon and all that it started: SIGTERM to it, SIGKILL to what is left.
+    """End a daemon and all processes that it started: SIGTERM to it, SIGKILL to what is left.
 
-    Does nothing for a daemon that is gone and has left nothing behind.
+    Does nothing for a daemon that has ended and has left nothing behind.
+
+    Args:
+        daemon: the daemon.
+        timeout_s: seconds until SIGKILL.
     """
     deadline = time.monotonic() + timeout_s
-    family = set(_family(daemon))
-    if daemon.lives:
-        _signal([daemon.pid], signal.SIGTERM)
-        _await_end([daemon.pid], deadline - time.monotonic())
-        family |= set(_family(daemon))
-    else:
-        _signal(family, signal.SIGTERM)
+    family = _find_family(daemon)
+    leader = {process for process in family if process.pid == daemon.pid}
+    for process in leader or family:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    if leader:
+        _await_end(leader, deadline - time.monotonic())
+        family |= _find_family(daemon)
     _await_end(family, min(deadline - time.monotonic(), 5.0))
-    _signal(family | set(_family(daemon)), signal.SIGKILL)
+    for process in family | _find_family(daemon):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     _await_end(family, 5.0)
     _reap()
 
 
-@dataclass(frozen=True)
-class _Process:
-    parent: int
-    session: int
-    started: int
-    dead: bool
+def _find_family(daemon: Daemon) -> set[psutil.Process]:
+    """Return the living processes of a daemon's session, and their descendants in other sessions.
 
-
-def _family(daemon: Daemon) -> Iterator[int]:
-    """Living processes of the daemon's session, and their descendants in sessions of their own."""
-    processes = _processes()
-    leader, began = daemon.pid, daemon.began
-    if leader in processes and processes[leader].started != began:
-        return  # somebody else's pid by now, so nothing of that session is left
-    members = {pid for pid, entry in processes.items() if entry.session == leader}
+    ``Process.children`` fails where the kernel hides other users' processes (``hidepid``).
+    """
+    leader = _read_start(daemon.pid)
+    if leader is not None and leader != daemon.began:
+        return set()  # the pid is another process's by now, so nothing of that session is left
+    processes = {each.pid: each for each in psutil.process_iter(["ppid"])}
+    members = {pid for pid in processes if _read_session(pid) == daemon.pid}
     found: set[int] = set()
     while found != members:
         found = set(members)
-        members |= {pid for pid, entry in processes.items() if entry.parent in found}
-    for pid in members:
-        if not processes[pid].dead and processes[pid].started >= began:
-            yield pid
+        members |= {pid for pid, each in processes.items() if each.info["ppid"] in found}
+    return {processes[pid] for pid in members if (_read_start(pid) or 0.0) >= daemon.began}
 
 
-def _processes() -> dict[int, _Process]:
-    return {pid: found for pid in psutil.pids() if (found := _look(pid))}
-
-
-def _look(pid: int) -> _Process | None:
+def _read_start(pid: int) -> float | None:
+    """Return the start time of a process, as in its name; None if it has ended or is hidden."""
     try:
-        process = psutil.Process(pid)
-        dead = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return _Process(process.ppid(), os.getsid(pid), process_start(pid), dead)
-    except (psutil.Error, ProcessLookupError):  # gone, or another user's and hidden
+        return float(process_name(pid).partition("/")[2])
+    except (ProcessLookupError, PermissionError):
         return None
 
 
-def _signal(pids: Sequence[int] | set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _read_session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
 
 
-def _await_end(pids: Sequence[int] | set[int], timeout_s: float) -> None:
-    """Until all of them have ended, or the time is over."""
+def _await_end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """Wait until all processes have ended, or the time is over."""
     deadline = time.monotonic() + timeout_s
-    with ExitStack() as closing:
-        poll = select.poll()
-        waiting = set()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                handle = os.pidfd_open(pid)
-                closing.callback(os.close, handle)
-                poll.register(handle, select.POLLIN)
-                waiting.add(handle)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for handle, _ in poll.poll(left * 1000):
-                poll.unregister(handle)
-                waiting.discard(handle)
+    for process in processes:
+        with suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
+            process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _reap() -> None:
