@@ -1,11 +1,11 @@
-"""``verify``: read committed steps again in parallel on Ray, and take corrupted ones out of use."""
+"""``verify``: read committed steps again on Ray and mark corrupted ones, or load the newest."""
 
 from prefect import flow
 from prefect_ray.context import remote_options
 
 from flows.on_ray import OnRay, on_this_node, results
-from tasks.verify import choose_files, judge_steps, read_files
-from trinity_sync.storage.verify import shares
+from tasks.verify import choose_files, judge_steps, load_newest_checkpoints, read_files
+from trinity_sync.storage.verify import split_evenly
 
 READERS = 4
 """Tasks that read at a time."""
@@ -18,6 +18,7 @@ async def verify(
     newest: int = 1,
     sample_gb: float = 0.0,
     seed: int | None = None,
+    load: bool = False,
 ) -> None:
     """Read files of committed steps and compare their digests with the manifests.
 
@@ -28,9 +29,14 @@ async def verify(
         newest: Read so many of the newest steps of each job.
         sample_gb: Read about so many GB of all steps besides, other files each day.
         seed: Which part the sample is; empty for the number of the day.
+        load: Load the newest checkpoint of each job as a restart would, all ranks' shards, and
+            measure it, instead of reading files.
     """
     with remote_options(**on_this_node()):  # it sees the roots, others may not
+        if load:
+            await results([load_newest_checkpoints.submit(root)])
+            return
         (files,) = await results([choose_files.submit(root, step, newest, sample_gb, seed)])
-        parts = [read_files.submit(part) for part in shares(files, READERS)]
+        parts = [read_files.submit(part) for part in split_evenly(files, READERS)]
         checked = [one for part in await results(parts) for one in part]
         await results([judge_steps.submit(checked)])

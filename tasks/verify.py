@@ -1,4 +1,4 @@
-"""The tasks of a verification: choose files, read them in parallel, judge what was found."""
+"""The tasks of a verification: choose files, read them in parallel, mark steps; or load."""
 
 import time
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from datetime import date
 from prefect import task
 from prefect.artifacts import create_table_artifact
 
-from trinity_sync.errors import CommitError
+from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import roots_of
 from trinity_sync.settings import Settings
-from trinity_sync.storage.verify import Checked, Chosen, Verdict, check, choose, judge
+from trinity_sync.storage.verify import Checked, Chosen, VerifiedStep, check, choose, judge
 
 
 @task(name="choose", persist_result=False)
@@ -39,7 +39,7 @@ def read_files(files: Sequence[Chosen]) -> list[Checked]:
 
 
 @task(name="judge", persist_result=False)
-def judge_steps(checked: Sequence[Checked]) -> list[Verdict]:
+def judge_steps(checked: Sequence[Checked]) -> list[VerifiedStep]:
     """Mark and remove_mark steps, move pointers, and show it all.
 
     Raises:
@@ -57,7 +57,49 @@ def judge_steps(checked: Sequence[Checked]) -> list[Verdict]:
     return verdicts
 
 
-def show(verdicts: Sequence[Verdict]) -> None:
+@task(name="load", persist_result=False)
+def load_newest_checkpoints(root: str | None) -> None:
+    """Load the newest checkpoint of a job, or of each that is known, and show what it took.
+
+    Args:
+        root: as the flow's.
+
+    Raises:
+        CommitError: one cannot be loaded; the others were, and are shown.
+    """
+    from trinity_sync.storage.verify_load import load_newest  # imports torch, which takes seconds
+
+    rows, failures = [], []
+    for each in roots_of(root, Settings()):
+        try:
+            done = load_newest(each)
+        except (TrinitySyncError, OSError) as error:
+            failures.append(str(error))
+            rows.append({"root": str(each), "step": "", "result": str(error)})
+            continue
+        if done:
+            result = "loaded, digests compared" if done.checked else "loaded"
+            rows.append(
+                {
+                    "root": done.root,
+                    "step": str(done.step),
+                    "result": result,
+                    "seconds": f"{done.seconds:.2f}",
+                    "GB/s": f"{done.nbytes / done.seconds / 1e9:.2f}",
+                    "bytes": f"{done.nbytes:,}",
+                    "files": str(done.files),
+                }
+            )
+    create_table_artifact(
+        key="loaded-checkpoints",
+        description="How long a restart would wait for its newest checkpoint, on this node",
+        table=rows,
+    )
+    if failures:
+        raise CommitError("; ".join(failures))
+
+
+def show(verdicts: Sequence[VerifiedStep]) -> None:
     """Put what came out into the run's page of the Prefect UI."""
     files = sum(verdict.files for verdict in verdicts)
     nbytes = sum(verdict.nbytes for verdict in verdicts)

@@ -377,6 +377,7 @@ def test_verify_marks_what_is_corrupted_and_ls_shows_it(
     assert done.returncode == 1  # the fixture's digests are made up
     assert "corrupted: actor/model_world_size_1_rank_0.pt has digest" in done.stdout
     assert run("verify", root, "--step", 20, "--json").returncode == 1
+    assert is_one_sentence(run("verify", root, "--load", "--step", 20).stderr)
     states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)}
     assert states == {10: "valid", 20: "corrupted"}
     assert read_iteration(root, "checkpoint") == 10
@@ -416,3 +417,17 @@ def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
         assert (done.returncode, is_one_sentence(done.stderr)) == (1, True), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "full"]
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def test_verify_loads_the_newest_checkpoint_as_a_restart_would(root: Path, job: Job) -> None:
+    assert "nothing is committed" in run("verify", root, "--load").stdout
+    job.stage(4, {"model": {"w": torch.zeros(9)}})
+    job.commit(4)
+    done = json.loads(run("verify", job.root, "--load", "--json").stdout)
+    assert (done["step"], done["files"], done["checked"]) == (4, 1, True)
+    assert "step 4 loads: 1 files" in run("verify", job.root, "--load").stdout
+    shard = next(job.root.glob("global_step_4/actor/*.pt"))
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    failed = run("verify", job.root, "--load")
+    assert failed.returncode == 1
+    assert is_one_sentence(failed.stderr)

@@ -51,11 +51,11 @@ from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
-from trinity_sync.storage.drill import drill
 from trinity_sync.storage.export_requests import Wish, make_wish, wishes
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.verify_load import load_newest
 
 
 class Runs:
@@ -91,11 +91,11 @@ def of_others(path: Path) -> None:
     "read",
     [
         lambda job: load_states(job.root, 2, "actor"),
-        lambda job: drill(job.root),
+        lambda job: load_newest(job.root),
         lambda job: diff(job.root, 1, 2),
         lambda job: load_file(shards(job)[1]),
     ],
-    ids=["load", "drill", "diff", "file"],
+    ids=["load", "verify", "diff", "file"],
 )
 def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
     for shard in shards(job):
@@ -144,10 +144,10 @@ def swapped(job: Job, trap: Path, tmp_path: Path) -> Iterator[Path]:
             swapper.kill()
 
 
-def drilled_without_manifest(root: Path, _: Path) -> None:
+def loaded_without_manifest(root: Path, _: Path) -> None:
     for step in (1, 2):
         (step_folder(root, step) / MANIFEST).unlink(missing_ok=True)
-    drill(root)
+    load_newest(root)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def drilled_without_manifest(root: Path, _: Path) -> None:
         lambda root, _: load_states(root, 2, "actor"),
         lambda _, shard: load_file(shard),
         lambda _, shard: load_file(shard, mmap=True),
-        drilled_without_manifest,
+        loaded_without_manifest,
     ],
-    ids=["load", "file", "mapped", "drill"],
+    ids=["load", "file", "mapped", "verify"],
 )
 def test_a_file_that_is_swapped_while_it_is_loaded_runs_nothing(
     job: Job, trap: Path, swapped: Path, read: Any

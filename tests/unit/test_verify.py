@@ -23,7 +23,7 @@ from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.verify import Verdict, check, choose, judge, shares
+from trinity_sync.storage.verify import VerifiedStep, check, choose, judge, split_evenly
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -47,11 +47,11 @@ def flip_a_byte(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def verify(job: Job, **what: int) -> list[Verdict]:
+def verify(job: Job, **what: int) -> list[VerifiedStep]:
     return judge(check(choose(job.root, **what)))
 
 
-def states(verdicts: list[Verdict]) -> dict[int, str]:
+def states(verdicts: list[VerifiedStep]) -> dict[int, str]:
     return {verdict.step: verdict.state for verdict in verdicts}
 
 
@@ -232,11 +232,11 @@ def test_every_file_has_its_turn_in_samples_of_consecutive_days(job: Job) -> Non
 def test_shares_hold_every_file_once_and_are_of_about_the_same_size(job: Job) -> None:
     save(job, *range(1, 6))
     files = choose(job.root, newest=9)
-    parts = shares(files, 3)
+    parts = split_evenly(files, 3)
     assert sorted(map(str, files)) == sorted(str(file) for part in parts for file in part)
     sizes = [sum(file.record.nbytes for file in part) for part in parts]
     assert max(sizes) - min(sizes) <= max(file.record.nbytes for file in files)
-    assert shares([], 3) == []
+    assert split_evenly([], 3) == []
 
 
 def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:

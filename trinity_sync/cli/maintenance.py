@@ -34,7 +34,8 @@ DAY_S = 86_400
     rich_help_panel="Look after steps",
     epilog="Exit code 0 if all that was read is valid, otherwise 1.\n\n"
     "Examples:  [bold]trinity-sync verify ckpts[/]  ·  [bold]trinity-sync verify ckpts --step 40[/]"
-    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]",
+    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]"
+    "  ·  [bold]trinity-sync verify ckpts --load[/]",
 )
 def verify(
     root: Annotated[
@@ -52,12 +53,21 @@ def verify(
         int | None,
         typer.Option(min=0, help="Which part a sample is; the number of the day if unset."),
     ] = None,
+    load: Annotated[
+        bool,
+        typer.Option("--load", help="Load the newest checkpoint as a restart would, and time it."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read files again and compare their digests; corrupted steps are marked and loaded no more.
 
     Steps in a store are read and named, and nothing is changed there.
     """
+    if load:
+        if "://" in root or step or newest or sample or seed is not None:
+            raise ConfigError("--load is for the newest checkpoint of a job's folder alone")
+        _verify_by_loading(Path(root), as_json=as_json)
+        return
     if "://" in root:
         if sample or seed is not None:
             raise ConfigError("of a store, name --step or --newest; samples are of a job's folder")
@@ -91,6 +101,21 @@ def verify(
             table.add_row(*row)
         output().print(table)
     raise typer.Exit(1 if any(verdict.state == "corrupted" for verdict in verdicts) else 0)
+
+
+def _verify_by_loading(root: Path, *, as_json: bool) -> None:
+    from trinity_sync.storage.verify_load import load_newest
+
+    done = load_newest(existing(root))
+    if as_json:
+        print_json(asdict(done) if done else None)
+    elif done:
+        typer.echo(
+            f"step {done.step} loads: {done.files} files, {size(done.nbytes)}, in "
+            f"{done.seconds:.1f} s" + ", without digests" * (not done.checked)
+        )
+    else:
+        typer.echo(f"nothing is committed in {root}")
 
 
 def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) -> NoReturn:

@@ -63,8 +63,8 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came out for one step."""
+class VerifiedStep:
+    """What a verification found for one step."""
 
     root: str
     step: int
@@ -115,8 +115,13 @@ def choose(
     return [file for file in files if file.step in whole or file in sample]
 
 
-def shares(files: Sequence[Chosen], number: int) -> list[list[Chosen]]:
-    """The files in ``number`` lists of about the same size, empty ones left out."""
+def split_evenly(files: Sequence[Chosen], number: int) -> list[list[Chosen]]:
+    """Return the files in lists of about the same size, empty ones left out.
+
+    Args:
+        files: to read.
+        number: of lists.
+    """
     lists: list[list[Chosen]] = [[] for _ in range(number)]
     sizes = [0] * number
     for file in sorted(files, key=lambda file: -file.record.nbytes):
@@ -162,7 +167,9 @@ def check(
     return found
 
 
-def judge(checked: Sequence[Checked], *, clock: Callable[[], float] = time.time) -> list[Verdict]:
+def judge(
+    checked: Sequence[Checked], *, clock: Callable[[], float] = time.time
+) -> list[VerifiedStep]:
     """Mark corrupted steps, remove the mark of those that are valid again, move the pointers.
 
     Raises:
@@ -174,10 +181,10 @@ def judge(checked: Sequence[Checked], *, clock: Callable[[], float] = time.time)
     return [_judge_step(root, step, steps[root, step], clock()) for root, step in sorted(steps)]
 
 
-def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Verdict:
+def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> VerifiedStep:
     nbytes = sum(one.file.record.nbytes for one in checked)
     verdict = partial(
-        Verdict,
+        VerifiedStep,
         root=root,
         step=step,
         files=len(checked),

@@ -1,9 +1,9 @@
-"""A restore for practice: load the newest commit as a restart would, and say how long it took.
+"""Verify by loading: load the newest checkpoint as a restart would, and measure how long it takes.
 
-A checkpoint that nobody has loaded is a hope. All shards of all ranks are read, their digests
-compared, and unpickled, one after the other on one node; where each rank reads its own on a node of
-its own, it takes a share of the time. Other files are digested, such as those of save functions,
-which only their loader understands; exported weights are not, since a restart reads none.
+All shards of all ranks are read, their digests compared, and unpickled, one after the other on
+one node; a restart, in which each rank reads its own, takes a fraction of the time. Other files,
+such as those of save functions, which only their loader understands, are digested; exported weights
+are not, since a restart reads none. Apart from `verify`, which needs no torch.
 """
 
 import os
@@ -24,8 +24,8 @@ from trinity_sync.storage.restore import load_shards, require_digest
 
 
 @dataclass(frozen=True)
-class Drill:
-    """A restore that worked."""
+class LoadedCheckpoint:
+    """What was loaded."""
 
     root: str
     step: int
@@ -36,10 +36,16 @@ class Drill:
     """Whether digests were compared; a checkpoint without a manifest has none."""
 
 
-def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -> Drill | None:
+def load_newest(
+    root: str | Path, *, clock: Callable[[], float] = time.perf_counter
+) -> LoadedCheckpoint | None:
     """Load the newest checkpoint of a job, from disk; None if it has none yet.
 
     Files are unpickled as a restart would do it, see ``snapshot.safe_load``.
+
+    Args:
+        root: the job's root.
+        clock: seconds.
 
     Raises:
         CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is
@@ -57,7 +63,7 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
     ]
     if not paths and not others:
         raise _nothing_in(step_folder(root, manifest.step))
-    with acquire_lease(root, manifest.step, "restore drill", ttl_s=LONG_LEASE_S):
+    with acquire_lease(root, manifest.step, "verify --load", ttl_s=LONG_LEASE_S):
         start = clock()
         nbytes = 0
         try:
@@ -76,10 +82,10 @@ def drill(root: str | Path, *, clock: Callable[[], float] = time.perf_counter) -
             ) from error
         seconds = clock() - start
     files = len(paths) + len(others)
-    return Drill(str(root), manifest.step, files, nbytes, seconds, checked=True)
+    return LoadedCheckpoint(str(root), manifest.step, files, nbytes, seconds, checked=True)
 
 
-def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
+def _without_manifest(root: Path, clock: Callable[[], float]) -> LoadedCheckpoint | None:
     """A checkpoint of veRL's own, which its iteration file names."""
     step = read_iteration(root, "checkpoint")
     if step is None:
@@ -106,7 +112,7 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> Drill | None:
         except Exception as error:
             raise CommitError(f"{path} cannot be loaded: {error!r}") from error
         nbytes += len(image)
-    return Drill(str(root), step, len(paths), nbytes, clock() - start, checked=False)
+    return LoadedCheckpoint(str(root), step, len(paths), nbytes, clock() - start, checked=False)
 
 
 def _nothing_in(folder: Path) -> CommitError:

@@ -1,4 +1,4 @@
-"""Restores for practice."""
+"""Verification by loading the newest checkpoint as a restart would."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.drill import drill
 from trinity_sync.storage.leases import LONG_LEASE_S, list_leases
+from trinity_sync.storage.verify_load import load_newest
 
 
 def save(job: Job, *steps: int) -> None:
@@ -27,7 +27,7 @@ def save(job: Job, *steps: int) -> None:
 def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
     save(job, 1, 2)
     ticks = iter([10.0, 14.0])
-    done = drill(job.root, clock=lambda: next(ticks))
+    done = load_newest(job.root, clock=lambda: next(ticks))
     assert done
     assert (done.step, done.files, done.seconds, done.checked) == (2, 4, 4.0, True)
     assert done.nbytes == sum(p.stat().st_size for p in step_folder(job.root, 2).rglob("*.pt"))
@@ -35,7 +35,7 @@ def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
 
 
 def test_a_job_without_a_checkpoint_has_nothing_to_load(job: Job) -> None:
-    assert drill(job.root) is None
+    assert load_newest(job.root) is None
 
 
 def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
@@ -45,10 +45,10 @@ def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
         file.seek(-3000, os.SEEK_END)
         file.write(b"x")
     with pytest.raises(CommitError, match=f"{shard} is corrupted"):
-        drill(job.root)
+        load_newest(job.root)
     shard.unlink()
     with pytest.raises(CommitError, match="none can be loaded"):
-        drill(job.root)
+        load_newest(job.root)
 
 
 def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
@@ -58,36 +58,34 @@ def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
     wrote = ("actor/dist_ckpt.bin",)
     receipt = Receipt("dist", 1, 1, "checkpoint", 0, "1/1", "finished", files=wrote)
     commit(job.save(1), [], [receipt])
-    done = drill(job.root)
+    done = load_newest(job.root)
     assert done
     assert (done.files, done.nbytes, done.checked) == (1, 8, True)
     file.write_bytes(b"megatorn")
     with pytest.raises(CommitError, match=f"{file} is corrupted"):
-        drill(job.root)
+        load_newest(job.root)
 
 
-def test_a_checkpoint_with_nothing_to_load_is_no_restore_that_worked(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_nothing_to_load_fails(job: Job, tmp_path: Path) -> None:
     receipt = Receipt("nothing", 1, 1, "checkpoint", 0, "1/1", "finished")
     commit(job.save(1), [], [receipt])
     (tmp_path / "theirs/global_step_3").mkdir(parents=True)
     (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("3")
     for root in (job.root, tmp_path / "theirs"):
         with pytest.raises(CommitError, match="holds nothing that could be loaded"):
-            drill(root)
+            load_newest(root)
 
 
-def test_a_step_stays_claimed_however_long_it_takes_to_load(job: Job) -> None:
+def test_a_step_stays_leased_however_long_it_takes_to_load(job: Job) -> None:
     save(job, 1)
-    claimed: list[float] = []
+    leased: list[float] = []
 
     def clock() -> float:
-        claimed.extend(lease.ttl_s for lease in list_leases(job.root))
-        return float(len(claimed))
+        leased.extend(lease.ttl_s for lease in list_leases(job.root))
+        return float(len(leased))
 
-    drill(job.root, clock=clock)
-    assert claimed == [LONG_LEASE_S, LONG_LEASE_S]
+    load_newest(job.root, clock=clock)
+    assert leased == [LONG_LEASE_S, LONG_LEASE_S]
 
 
 def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:
@@ -95,9 +93,9 @@ def test_verls_own_checkpoint_is_loaded_without_digests(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     torch.save({"w": torch.ones(10)}, folder / "model_world_size_1_rank_0.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    done = drill(tmp_path)
+    done = load_newest(tmp_path)
     assert done
     assert (done.step, done.files, done.checked) == (3, 1, False)
     (folder / "model_world_size_1_rank_0.pt").write_bytes(b"torn")
     with pytest.raises(CommitError, match="cannot be loaded"):
-        drill(tmp_path)
+        load_newest(tmp_path)
