@@ -8,7 +8,7 @@ CLIENT := .venv-client
 STACK := .venv-stack
 TRINITY := .venv-trinity
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
-  $(patsubst %,tests/unit/test_%.py,torch_private image loading overlap stager restore convert export delta weight_reader)
+  $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
 # torch comes by its exact version, so that nothing pulls another build of it; all else by the lock.
 TORCH ?= torch==2.13.0

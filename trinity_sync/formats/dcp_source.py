@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats.dcp_local import alone
-from trinity_sync.formats.saved_component import chunk_of
+from trinity_sync.snapshot.dtensor_shards import compute_chunk
 from trinity_sync.snapshot.torch_private import (
     DCP_INDEX_CLASSES,
     make_dtensor,
@@ -180,7 +180,7 @@ def _room(meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, kept: boo
     size, dtype = meta.size, meta.properties.dtype
     if kept or not size:
         return torch.empty(size, dtype=dtype)
-    _, length = chunk_of(size[0], mesh.size(), rank)
+    _, length = compute_chunk(size[0], mesh.size(), rank)
     local = torch.empty((length, *size[1:]), dtype=dtype)
     return make_dtensor(local, mesh, size)
 

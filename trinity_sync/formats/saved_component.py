@@ -7,7 +7,6 @@ the mesh. Files are mapped and only what is asked for is read, so no memory is n
 it is read into.
 """
 
-import itertools
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,18 +23,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import shard_file
+from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_chunk, compute_shard_boxes
 from trinity_sync.snapshot.torch_private import get_shard
 
 Keys = tuple[Any, ...]
 """What leads to a leaf of a state: ``("state", 0, "exp_avg")``."""
-
-Part = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
 
 
 class SavedComponent(StorageReader):
@@ -200,7 +197,7 @@ class SavedComponent(StorageReader):
             size = torch.Size([flat_lengths[keys[1]]])
             parts = self._flat_parts(name, leaf, size[0])
         else:
-            parts = {0: ((0,) * leaf.ndim, tuple(leaf.shape))}
+            parts = {0: ShardBox((0,) * leaf.ndim, tuple(leaf.shape))}
         chunks = []
         for rank, (offsets, sizes) in parts.items():
             if 0 not in sizes:
@@ -209,30 +206,17 @@ class SavedComponent(StorageReader):
         self.keys[name] = keys
         self.tensors[name] = TensorStorageMetadata(TensorProperties(leaf.dtype), size, chunks)
 
-    def _parts(self, name: str, leaf: DTensor) -> dict[int, Part]:
+    def _parts(self, name: str, leaf: DTensor) -> dict[int, ShardBox]:
         """The parts of a tensor by the rank that saved them; of replicas, one."""
-        mesh = leaf.device_mesh.mesh
-        if not {type(placement) for placement in leaf.placements} <= {Shard, Replicate}:
+        try:
+            return dict(compute_shard_boxes(leaf))
+        except ValueError as error:
             raise ConfigError(
-                f"{self.component} {name} in {self.folder} is laid out as {leaf.placements}, and "
-                f"only Shard and Replicate can be resharded; load it with {self.world_size} ranks"
-            )
-        axes = [
-            range(count) if isinstance(placement, Shard) else range(1)
-            for count, placement in zip(mesh.shape, leaf.placements, strict=True)
-        ]
-        parts: dict[int, Part] = {}
-        for coordinate in itertools.product(*axes):
-            offsets, sizes = [0] * leaf.ndim, list(leaf.shape)
-            for at, count, placement in zip(coordinate, mesh.shape, leaf.placements, strict=True):
-                if isinstance(placement, Shard):
-                    start, length = chunk_of(sizes[placement.dim], count, at)
-                    offsets[placement.dim] += start
-                    sizes[placement.dim] = length
-            parts[int(mesh[coordinate])] = (tuple(offsets), tuple(sizes))
-        return parts
+                f"{self.component} {name} in {self.folder} {error}; load it with "
+                f"{self.world_size} ranks"
+            ) from error
 
-    def _flat_parts(self, name: str, leaf: torch.Tensor, length: int) -> dict[int, Part]:
+    def _flat_parts(self, name: str, leaf: torch.Tensor, length: int) -> dict[int, ShardBox]:
         """As `_parts`, of FSDP1's flat optimizer state."""
         each = -(-length // self.world_size)
         if leaf.numel() != each:
@@ -242,15 +226,8 @@ class SavedComponent(StorageReader):
                 "is resharded only where use_orig_params is off and all ranks shard. Load it with "
                 f"{self.world_size} ranks, or take optimizer out of checkpoint.load_contents."
             )
-        chunks = (chunk_of(length, self.world_size, rank) for rank in range(self.world_size))
-        return {rank: ((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
-
-
-def chunk_of(length: int, count: int, number: int) -> tuple[int, int]:
-    """Start and length of one of the chunks of ``torch.chunk``, which Shard and FSDP1 go by."""
-    each = -(-length // count)
-    start = min(number * each, length)
-    return start, min(each, length - start)
+        chunks = (compute_chunk(length, self.world_size, rank) for rank in range(self.world_size))
+        return {rank: ShardBox((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
 
 
 def _leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:

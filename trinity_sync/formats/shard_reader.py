@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ExportError
+from trinity_sync.snapshot.dtensor_shards import compute_shard_boxes
 from trinity_sync.snapshot.safe_load import load_file
+from trinity_sync.snapshot.torch_private import get_shard
 
 Meta = tuple[torch.Size, torch.dtype]
 
@@ -53,32 +55,25 @@ class ShardedModel:
             ExportError: its parts do not make up the tensor.
         """
         first = self._state(0)[name]
-        if isinstance(first, DTensor):
-            mesh, placements = first.device_mesh.mesh, tuple(first.placements)
-            whole = self._together(name, dtype, mesh, placements)
-        else:
-            whole = first.to(dtype, copy=True)
+        if not isinstance(first, DTensor):
             for rank in range(1, len(self.files)):
                 if not torch.equal(first, self._part(name, rank)):
                     raise self._unfit(name, f"differs between rank 0 and rank {rank}")
-        if whole.shape != first.shape:
-            raise self._unfit(name, f"has {tuple(whole.shape)}, not {tuple(first.shape)}")
-        return whole.contiguous()
-
-    def _together(
-        self, name: str, dtype: torch.dtype, mesh: torch.Tensor, placements: tuple[Placement, ...]
-    ) -> torch.Tensor:
-        if not placements:
-            part = self._part(name, int(mesh))
-            local = part.to_local() if isinstance(part, DTensor) else part
-            return local.to(dtype)
-        placement, inner = placements[0], placements[1:]
-        if type(placement) is Replicate:
-            return self._together(name, dtype, mesh[0], inner)
-        if type(placement) is Shard:
-            parts = [self._together(name, dtype, row, inner) for row in mesh]
-            return torch.cat(parts, dim=placement.dim)
-        raise self._unfit(name, f"is placed as {placement}, which is neither whole nor split")
+            return first.to(dtype, copy=True).contiguous()
+        try:
+            boxes = compute_shard_boxes(first)
+        except ValueError as error:
+            raise self._unfit(name, str(error)) from error
+        whole = torch.empty(first.shape, dtype=dtype)
+        for rank, (offsets, sizes) in boxes.items():
+            shard = get_shard(self._part(name, rank))
+            if tuple(shard.shape) != sizes:
+                raise self._unfit(name, f"has {list(shard.shape)} of rank {rank}, not {[*sizes]}")
+            target = whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            target.copy_(shard)
+        return whole
 
     def _part(self, name: str, rank: int) -> Any:
         try:

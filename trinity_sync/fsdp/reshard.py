@@ -30,6 +30,7 @@ from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fsdp.collective import claim_step
 from trinity_sync.fsdp.state_dict import adapters_only, model_state
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
+from trinity_sync.snapshot.dtensor_shards import compute_chunk
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_whole_numel
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
@@ -160,7 +161,7 @@ def _room(
         return whole, whole
     if flat_length is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        each = -(-flat_length // world_size)
+        _, each = compute_chunk(flat_length, world_size, 0)
         if param.numel() != each:
             raise ConfigError(
                 f"{saved.folder}: this run's optimizer keeps {param.numel():,} of {flat_length:,} "
@@ -169,7 +170,7 @@ def _room(
                 "of checkpoint.load_contents."
             )
         padded = torch.zeros(each, dtype=dtype, device=param.device)
-        mine = padded[: max(0, min(each, flat_length - rank * each))]
+        mine = padded[: compute_chunk(flat_length, world_size, rank)[1]]
         mesh = DeviceMesh.from_group(dist.group.WORLD, param.device.type)  # type: ignore[arg-type]
         seen = DTensor.from_local(mine, mesh, [Shard(0)], shape=size, stride=(1,))
         return padded, seen

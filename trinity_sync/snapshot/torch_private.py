@@ -11,7 +11,7 @@ an ``attrgetter``.
 import inspect
 import pkgutil
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from trinity_sync.errors import UnsupportedTorchError
 
@@ -186,6 +186,33 @@ def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTe
     stride = torch.empty(size, device="meta").stride()
     spec = _DTensorSpec(mesh, (Shard(0),), _TensorMeta(size, stride, shard.dtype))
     return DTensor(shard, spec, requires_grad=False)
+
+
+StridedShard: Any = look_up("torch.distributed.tensor.placement_types._StridedShard")
+"""Placement of FSDP2 over a dimension that tensor parallelism has sharded before."""
+
+_compute_shard: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]] = look_up(
+    "torch.distributed.tensor._utils._compute_local_shape_and_global_offset"
+)
+
+
+def compute_shard_of_coordinate(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and offsets of the shard at a coordinate of a mesh, as DCP computes them.
+
+    The public ``compute_local_shape_and_global_offset`` knows the current rank's only.
+
+    Args:
+        shape: of the whole tensor.
+        mesh_shape: ranks in each dimension of the mesh.
+        coordinate: in each dimension of the mesh.
+        placements: one for each dimension of the mesh.
+    """
+    return _compute_shard(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
 
 
 unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = look_up(

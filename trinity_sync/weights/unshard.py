@@ -12,10 +12,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.deserialize import outline_of, place_of
+from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_own_box
 from trinity_sync.snapshot.memcpy import Piece, copy_pieces
 from trinity_sync.snapshot.torch_private import get_shard
 
@@ -156,35 +157,26 @@ def copy_whole(
 
 
 def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
-    """What the image holds of a tensor; None if that is nothing, or another image holds it too."""
-    start, local = [0] * value.ndim, value
-    extent = list(value.shape)
+    """Return what the image holds of a tensor; None if that is nothing, or in another image too."""
+    local, box = value, ShardBox((0,) * value.ndim, tuple(value.shape))
     if isinstance(value, DTensor):
-        local, mesh = get_shard(value), value.device_mesh
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
+        if value.device_mesh.get_coordinate() is None:
             raise WeightSyncError(f"rank {number} holds {name} without a place in its device mesh")
-        for size, at, placement in zip(mesh.shape, coordinate, value.placements, strict=True):
-            if type(placement) is Shard:
-                dim = placement.dim
-                chunk = -(-extent[dim] // size)  # as torch.chunk: the last ones may be smaller
-                begin = min(at * chunk, extent[dim])
-                start[dim] += begin
-                extent[dim] = min(chunk, extent[dim] - begin)
-            elif type(placement) is not Replicate:
-                raise WeightSyncError(
-                    f"{name} is placed as {placement}, which cannot be put together"
-                )
-            elif at:
-                return None
-    if tuple(extent) != tuple(local.shape):
+        try:
+            own = compute_own_box(value)
+        except ValueError as error:
+            raise WeightSyncError(f"{name} {error}") from error
+        if own is None:
+            return None
+        local, box = get_shard(value), own
+    if box.sizes != tuple(local.shape):
         raise WeightSyncError(
-            f"rank {number} holds {list(local.shape)} of {name} where {extent} was expected of a "
-            f"tensor of {list(value.shape)}"
+            f"rank {number} holds {list(local.shape)} of {name} where {list(box.sizes)} was "
+            f"expected of a tensor of {list(value.shape)}"
         )
     if not local.numel():
         return None
-    return Part(number, place_of(local), tuple(start), tuple(local.shape), local.stride())
+    return Part(number, place_of(local), box.offsets, box.sizes, local.stride())
 
 
 def _copies(

@@ -1,0 +1,101 @@
+"""FSDP2 over tensor parallelism: what four ranks of a 2x2 mesh saved is read bit-equal."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.fsdp.ranks import on_ranks
+from trinity_sync.errors import ConfigError, ExportError, WeightSyncError
+from trinity_sync.formats.saved_component import SavedComponent
+from trinity_sync.formats.shard_reader import ShardedModel
+from trinity_sync.layout import shard_file
+from trinity_sync.weights.unshard import plan_of, whole_tensors
+
+WORLD_SIZE = 4
+
+
+def save_shards(folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(  # ten rows are five on each side of tp, and then three and two
+        torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 6)
+    )
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    state = model.state_dict()
+    rank = dist.get_rank()
+    torch.save(state, folder / shard_file("model", WORLD_SIZE, rank))
+    whole = {name: value.full_tensor() for name, value in state.items()}
+    summands = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial()])
+    torch.save({"w": summands}, folder / shard_file("optim", WORLD_SIZE, rank))
+    if rank == 0:
+        torch.save(whole, folder / "whole.pt")
+        placed = {name: str(value.placements) for name, value in state.items()}
+        assert "_StridedShard" in placed["0.weight"], placed
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    on_ranks(save_shards, folder, scratch=folder, world_size=WORLD_SIZE)
+    return folder
+
+
+@pytest.fixture
+def whole(saved: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(saved / "whole.pt")
+    return found
+
+
+def files(folder: Path, component: str) -> list[Path]:
+    return [folder / shard_file(component, WORLD_SIZE, rank) for rank in range(WORLD_SIZE)]
+
+
+def images(folder: Path, component: str) -> list[torch.Tensor]:
+    return [
+        torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        for path in files(folder, component)
+    ]
+
+
+def test_weights_are_those_of_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+    shards = images(saved, "model")
+    read = dict(whole_tensors(plan_of([each.numpy().data for each in shards]), shards, {}))
+    assert read.keys() == whole.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+
+def test_an_export_is_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+    model = ShardedModel(files(saved, "model"))
+    assert model.names == list(whole)
+    assert all(torch.equal(model.tensor(name, whole[name].dtype), whole[name]) for name in whole)
+
+
+def test_a_reshard_reads_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    read = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+    load(read, storage_reader=SavedComponent(saved, "model", WORLD_SIZE), no_dist=True)
+    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+
+def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
+    shards = images(saved, "optim")
+    with pytest.raises(WeightSyncError, match=r"w is placed as Partial"):
+        plan_of([each.numpy().data for each in shards])
+    with pytest.raises(ExportError, match=r"w is placed as Partial"):
+        ShardedModel(files(saved, "optim")).tensor("w", torch.float32)
+    with pytest.raises(ConfigError, match=r"optim w in .* is placed as Partial"):
+        SavedComponent(saved, "optim", WORLD_SIZE)

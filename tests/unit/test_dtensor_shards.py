@@ -1,0 +1,86 @@
+"""Where each rank's shard of a DTensor lies, against torch's own splitting."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from trinity_sync.snapshot.dtensor_shards import compute_shard_boxes
+
+MESHES = {"4": torch.arange(4), "2x2": torch.tensor([[0, 1], [2, 3]])}
+
+
+def dtensor(
+    shape: tuple[int, ...], mesh: torch.Tensor, placements: tuple[Placement, ...]
+) -> DTensor:
+    """A DTensor of rank 0 with a shard that nobody reads."""
+    devices: Any = DeviceMesh("cpu", mesh, _init_backend=False, _rank=0)
+    whole = torch.empty(shape)
+    spec = DTensorSpec(devices, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    return DTensor(torch.empty(0), spec, requires_grad=False)
+
+
+def split(whole: torch.Tensor, mesh: torch.Tensor, placements: Any) -> dict[int, torch.Tensor]:
+    """The shard of each rank, as torch splits tensors, one mesh dimension after the other."""
+    shards = {}
+    for at in itertools.product(*map(range, mesh.shape)):
+        shard = whole
+        for count, index, placement in zip(mesh.shape, at, placements, strict=True):
+            if not isinstance(placement, Replicate):
+                shard = placement._split_tensor(shard, count, with_padding=False)[0][index]
+        shards[int(mesh[at])] = shard
+    return shards
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (9, 5), (7, 3), (5, 2), (1, 4), (4, 0)])
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ("4", (Shard(0),)),
+        ("4", (Shard(1),)),
+        ("4", (Replicate(),)),
+        ("2x2", (Shard(0), Shard(1))),
+        ("2x2", (Shard(0), Shard(0))),
+        ("2x2", (Replicate(), Shard(0))),
+        ("2x2", (Shard(1), Replicate())),
+        ("2x2", (_StridedShard(0, split_factor=2), Shard(0))),
+        ("2x2", (_StridedShard(1, split_factor=2), Shard(1))),
+    ],
+    ids=str,
+)
+def test_boxes_hold_what_torch_splits(
+    shape: tuple[int, int], mesh: str, placements: tuple[Placement, ...]
+) -> None:
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    shards = split(whole, MESHES[mesh], placements)
+    boxes = compute_shard_boxes(dtensor(shape, MESHES[mesh], placements))
+    seen = torch.zeros_like(whole)
+    for rank, (offsets, sizes) in boxes.items():
+        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(whole[box], shards[rank])
+        seen[box] += 1
+    assert seen.eq(1).all()
+
+
+def test_a_scalar_has_one_box() -> None:
+    boxes = compute_shard_boxes(dtensor((), MESHES["2x2"], (Replicate(), Replicate())))
+    assert boxes == {0: ((), ())}
+
+
+@pytest.mark.parametrize(
+    ("placements", "named"),
+    [
+        ((Replicate(), Partial()), "Partial"),
+        ((_StridedShard(0, split_factor=2), Replicate()), "in several pieces"),
+    ],
+)
+def test_placements_that_cannot_be_read_are_named(
+    placements: tuple[Placement, ...], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        compute_shard_boxes(dtensor((8, 4), MESHES["2x2"], placements))
