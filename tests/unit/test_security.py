@@ -47,7 +47,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import Receipt
 from trinity_sync.snapshot.safe_load import TRUSTED, load_file
 from trinity_sync.snapshot.spool import known_job_spool
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
@@ -443,7 +443,7 @@ def test_what_lets_one_into_the_stack_is_for_nobody_else_to_read(
         (tmp_path / name).write_text("known to all")
     with environment({"RAY_AUTH_MODE": ""}):
         auth = services._ray_auth(tmp_path)
-    embedded._write(tmp_path, StackState(ray_auth=auth))
+    state_file.write_state(tmp_path, StackState(ray_auth=auth))
     token = Path(auth["RAY_AUTH_TOKEN_PATH"])
     assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
     assert token.read_text() != "known to all"
@@ -485,7 +485,7 @@ def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: P
 def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
     state = StackState(ray_folder=str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()
-    embedded._write(tmp_path, state)
+    state_file.write_state(tmp_path, state)
     of_others(tmp_path / "stack.json")
     with pytest.raises(StackError, match="others may write it"):
         embedded.down(Settings(home=tmp_path))

@@ -38,7 +38,7 @@ def up(
     ] = False,
 ) -> None:
     """Start Prefect server, Ray and flow worker, or what is missing of them."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import embedded, state_file
 
     try:
         settings = read_settings()
@@ -58,7 +58,7 @@ def up(
     _print_status(found)
     typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
     if state.api_auth:
-        invitation = settings.home / embedded.INVITATION
+        invitation = settings.home / state_file.INVITATION
         typer.echo(
             f"\nOn another machine, with a copy of {invitation}:\n\ntrinity-sync join join.json"
         )

@@ -6,29 +6,30 @@ look at it, mend it or stop it. ``RAY_ADDRESS`` names the cluster of a training,
 to do with the stack's: neither gets the other's.
 """
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.client.prefect_api import STACK_FILE
 from trinity_sync.errors import StackError
-from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.locks import file_lock
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.safe_load import is_own
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, Patience
 from trinity_sync.stack.services import StackState
+from trinity_sync.stack.state_file import (
+    INVITATION,
+    lock_home,
+    read_invitation,
+    read_last_addresses,
+    read_state,
+    write_invitation,
+    write_state,
+)
 
-INVITATION = "join.json"
-"""Beside the state file: what another machine needs to know to join the stack, secrets included."""
-INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
 WORKER_S = 60.0
 """Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
@@ -91,8 +92,8 @@ def up(
     """
     settings = settings or Settings()
     patience = Patience(timeout_s)
-    with _locked(settings.home):
-        before = now = _read(settings.home) or StackState()
+    with lock_home(settings.home):
+        before = now = read_state(settings.home) or StackState()
         if joining:
             if before.daemons:
                 raise StackError(
@@ -116,12 +117,12 @@ def up(
             if worker and (moved or not before.worker or not before.worker.lives):
                 _end(before.worker)
                 now = _start_worker(settings, now, patience)
-            _write(settings.home, now)
-            _write_invitation(settings, now)
+            write_state(settings.home, now)
+            write_invitation(settings, now)
         except BaseException:
-            for started in (_read(settings.home), now):
+            for started in (read_state(settings.home), now):
                 _stop(started or StackState(), keep=before)
-            _write(settings.home, before)
+            write_state(settings.home, before)
             raise
     return now
 
@@ -139,7 +140,7 @@ def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
         StackError: as `up`; or there is a stack here, or the file is no invitation.
     """
     try:
-        joining = _invited(invitation)
+        joining = read_invitation(invitation)
     except (OSError, ValueError) as error:
         raise StackError(
             f"{invitation} is no invitation of a stack ({error}). Pass a copy of {INVITATION} in "
@@ -157,11 +158,11 @@ def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
     settings = settings or Settings()
     if find(settings) is None:
         return False
-    with _locked(settings.home):
-        state = _read(settings.home)
+    with lock_home(settings.home):
+        state = read_state(settings.home)
         if state:
             _stop(state, timeout_s=timeout_s)
-        _write(settings.home, StackState())
+        write_state(settings.home, StackState())
     return state is not None
 
 
@@ -199,7 +200,7 @@ def find(settings: Settings | None = None) -> StackState | None:
     Raises:
         StackError: its state file is damaged, or not this user's alone.
     """
-    return _read((settings or Settings()).home)
+    return read_state((settings or Settings()).home)
 
 
 @contextmanager
@@ -255,7 +256,7 @@ def _start_both(
     settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
     """Start server and Ray node, unless they run or are given."""
-    now = before if before.daemons else _where_it_was(settings.home)
+    now = before if before.daemons else read_last_addresses(settings.home)
     url = _given(API_URL, _named_server(), before.server, before.api_url, settings)
     address = _given(RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings)
     if url:
@@ -421,97 +422,10 @@ def _part(name: str, process: Daemon | None, url: str) -> Part:
     return Part(name, "external" if services.accepts(url) else "away", url)
 
 
-@contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    """One `up` or `down` at a time.
-
-    Raises:
-        StackError: the home cannot be used.
-    """
-    try:
-        services.own_home(home)
-        with file_lock(home / "stack.lock"):
-            yield
-    except OSError as error:
-        raise StackError(
-            f"home {home} of the stack cannot be used: {error}. Set TRINITY_SYNC_HOME to a folder "
-            "that can be written."
-        ) from error
-
-
-def _read(home: Path) -> StackState | None:
-    path = home / STACK_FILE
-    try:
-        with path.open("rb") as file:
-            if not is_own(file.fileno()):
-                raise StackError(
-                    f"state file {path} is another user's, or others may write it, so what it "
-                    "names is not touched. Use the stack as the user that started it, or set "
-                    "TRINITY_SYNC_HOME to a folder of your own."
-                )
-            os.fchmod(file.fileno(), 0o600)
-            body = json.loads(file.read())
-        for name in ("server", "ray", "worker"):
-            body[name] = body[name] and Daemon(**body[name])
-        return StackState(**body)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except PermissionError as error:
-        raise StackError(
-            f"state file {path} cannot be read: {error.strerror}. Use the stack as the user that "
-            "started it, or set TRINITY_SYNC_HOME to a folder of your own."
-        ) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise StackError(
-            f"state file {path} is damaged, or of another release. Run trinity-sync down of that "
-            "release, or stop the processes that its logs name by hand and remove it"
-        ) from error
-
-
-def _write_invitation(settings: Settings, state: StackState) -> None:
-    """Write what another machine needs to know to join, if it can reach this one; see `join`."""
-    if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
-        return
-    auth = dict(state.ray_auth or {})
-    if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
-        auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
-    body = {name: getattr(state, name) for name in INVITED} | {"ray_auth": auth}
-    replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
-
-
-def _invited(invitation: Path) -> StackState:
-    """The stack that an invitation leads to.
-
-    Raises:
-        OSError, ValueError: it is none.
-    """
-    body = json.loads(invitation.read_text())
-    if not isinstance(body, dict) or body.keys() != {*INVITED}:
-        raise ValueError(f"it does not have {', '.join(INVITED)} and nothing else")
-    return StackState(**body, joined=True)
-
-
-def _where_it_was(home: Path) -> StackState:
-    """Where a stack that was stopped can be started again, for the machines that have joined it."""
-    try:
-        last = _invited(home / INVITATION)
-    except (OSError, ValueError):
-        return StackState()
-    return StackState(api_url=last.api_url, ray_address=last.ray_address)
-
-
 def _note(home: Path, state: StackState) -> None:
     """Write down what was just started; what cannot be written down is stopped again."""
     try:
-        _write(home, state)
+        write_state(home, state)
     except BaseException:
-        _stop(state, keep=_read(home) or StackState())
+        _stop(state, keep=read_state(home) or StackState())
         raise
-
-
-def _write(home: Path, state: StackState) -> None:
-    path = home / STACK_FILE
-    if state == StackState():
-        path.unlink(missing_ok=True)
-        return
-    replace_file(path, json.dumps(asdict(state), indent=1), mode=0o600)  # Ray's token may be in it

@@ -1,0 +1,121 @@
+"""The files in which a stack says where it is: for later processes, and for other machines.
+
+``home/stack.json`` names the stack's addresses and daemons. ``home/join.json`` is what another
+machine needs to join it, secrets included.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from trinity_sync.client.prefect_api import STACK_FILE
+from trinity_sync.errors import StackError
+from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.locks import file_lock
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.safe_load import is_own
+from trinity_sync.stack.daemon import Daemon
+from trinity_sync.stack.services import StackState, own_home
+
+INVITATION = "join.json"
+"""Next to the state file."""
+INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
+
+
+@contextmanager
+def lock_home(home: Path) -> Iterator[None]:
+    """Hold the lock of a stack's home, so that one `up` or `down` runs at a time.
+
+    Args:
+        home: the stack's folder, which is made if it is missing.
+
+    Raises:
+        StackError: the home cannot be used.
+    """
+    try:
+        own_home(home)
+        with file_lock(home / "stack.lock"):
+            yield
+    except OSError as error:
+        raise StackError(
+            f"home {home} of the stack cannot be used: {error}. Set TRINITY_SYNC_HOME to a folder "
+            "that can be written."
+        ) from error
+
+
+def read_state(home: Path) -> StackState | None:
+    """Read the state of the stack in ``home``; None if there is none.
+
+    Raises:
+        StackError: the file is corrupted, or others than this user may write it.
+    """
+    path = home / STACK_FILE
+    try:
+        with path.open("rb") as file:
+            if not is_own(file.fileno()):
+                raise StackError(
+                    f"state file {path} is another user's, or others may write it, so what it "
+                    "names is not touched. Use the stack as the user that started it, or set "
+                    "TRINITY_SYNC_HOME to a folder of your own."
+                )
+            os.fchmod(file.fileno(), 0o600)
+            body = json.loads(file.read())
+        for name in ("server", "ray", "worker"):
+            body[name] = body[name] and Daemon(**body[name])
+        return StackState(**body)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise StackError(
+            f"state file {path} cannot be read: {error.strerror}. Use the stack as the user that "
+            "started it, or set TRINITY_SYNC_HOME to a folder of your own."
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise StackError(
+            f"state file {path} is damaged, or of another release. Run trinity-sync down of that "
+            "release, or stop the processes that its logs name by hand and remove it"
+        ) from error
+
+
+def write_state(home: Path, state: StackState) -> None:
+    """Write the state of the stack in ``home``, or remove the file if the state is empty."""
+    path = home / STACK_FILE
+    if state == StackState():
+        path.unlink(missing_ok=True)
+        return
+    replace_file(path, json.dumps(asdict(state), indent=1), mode=0o600)  # Ray's token may be in it
+
+
+def write_invitation(settings: Settings, state: StackState) -> None:
+    """Write what another machine needs to join, if it can reach this one; see `embedded.join`."""
+    if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
+        return
+    auth = dict(state.ray_auth or {})
+    if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
+        auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
+    body = {name: getattr(state, name) for name in INVITED} | {"ray_auth": auth}
+    replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
+
+
+def read_invitation(invitation: Path) -> StackState:
+    """Return the stack that an invitation leads to.
+
+    Raises:
+        OSError, ValueError: it is none.
+    """
+    body = json.loads(invitation.read_text())
+    if not isinstance(body, dict) or body.keys() != {*INVITED}:
+        raise ValueError(f"it does not have {', '.join(INVITED)} and nothing else")
+    return StackState(**body, joined=True)
+
+
+def read_last_addresses(home: Path) -> StackState:
+    """Return the addresses of a stack that was stopped, at which joined machines look for it."""
+    try:
+        last = read_invitation(home / INVITATION)
+    except (OSError, ValueError):
+        return StackState()
+    return StackState(api_url=last.api_url, ray_address=last.ray_address)
