@@ -13,12 +13,12 @@ RANK = """
 import json, sys
 import torch.distributed as dist
 from trinity_sync import CheckpointCoordinator, CommitError, Settings
-from trinity_sync.client import coordinator
+from trinity_sync.client import step_loader
 rank, rendezvous, spool, root = sys.argv[1:]
 dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
 saves = CheckpointCoordinator.of_process_group(root, settings=Settings(spool=spool, home=spool))
 if rank == "1":  # whose view of the root is late
-    coordinator.newest = lambda *_: None
+    step_loader.newest = lambda *_: None
 said = [saves.latest_step(settle_s=0.2), saves.latest().name]
 try:
     saves.load(4)

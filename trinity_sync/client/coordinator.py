@@ -1,13 +1,12 @@
 """A trainer's saves: submit a step, continue training, be told of every failure."""
 
 import asyncio
-import logging
 import os
 import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.callable_saver import CallableSaver
-from trinity_sync.client.collective import together, told_by_rank_0
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
 from trinity_sync.client.init_root import folder_of, open_root, open_together
@@ -27,11 +25,10 @@ from trinity_sync.client.run_context import RunContext, own_run_key
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.state_saver import StateSaver
-from trinity_sync.errors import ConfigError, PrefectApiError, SaveFailedError
+from trinity_sync.client.step_loader import StepLoader
+from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.fs.process import process_name
 from trinity_sync.layout import (
-    COMPONENTS,
-    FOLDERS,
     KINDS,
     Kind,
     check_name,
@@ -44,14 +41,9 @@ from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.snapshot.version_tag import Published
-from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import Place, places_of
-from trinity_sync.storage.restore import load_states
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointCoordinator:
@@ -120,12 +112,20 @@ class CheckpointCoordinator:
         self.root = open_root(root, self.settings) if opens else folder_of(root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
-            self._warn_without_stack(requests)
+            requests.warn_without_stack(self.root, self.spool.folder)
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or places_of([here] * world_size)
         self._run = RunContext(self.root, run_key or own_run_key())
         self._attachments = Attachments(self.root, rank)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
+        self._loader = StepLoader(
+            self.root,
+            self.spool,
+            self._run,
+            rank=rank,
+            world_size=world_size,
+            places=self._places,
+        )
         self._submitter = SaveSubmitter(
             self.root,
             self.spool,
@@ -149,7 +149,6 @@ class CheckpointCoordinator:
         self._callables = CallableSaver(self.root, self.spool)
         self._metrics = MetricsLog(self.root)
         self._preemption = Preemption()
-        self._asks_together = False
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
 
@@ -191,7 +190,7 @@ class CheckpointCoordinator:
             trigger=trigger,
             require_stack=require_stack,
         )
-        made._asks_together = True
+        made._loader.is_collective = True
         return made
 
     # ------------------------------------------------------------ resuming
@@ -212,16 +211,7 @@ class CheckpointCoordinator:
             FormatError: the newest step was committed by another release.
         """
 
-        def find() -> int | None:
-            manifest = newest(self.root, kind)
-            return manifest.step if manifest else None
-
-        if not self._is_collective:
-            self._settle(settle_s)
-            return find()
-        leads_node = self.rank in {place.ranks[0] for place in self._places}
-        together(self.root, lambda: self._settle(settle_s if leads_node else 0.0))
-        return told_by_rank_0(self.root, find)
+        return self._loader.latest_step(kind, settle_s)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
         """Return the folder of the newest committed step, or None; collective as `latest_step`.
@@ -252,21 +242,7 @@ class CheckpointCoordinator:
             ConfigError: as `check_resume`.
         """
         step = check_number("step", step)
-        rank, world_size = self.rank, self.world_size
-        with ExitStack() as lease:
-
-            def read() -> dict[str, Any]:
-                self.check_resume(step)
-                holder = f"load by rank {rank}"
-                lease.enter_context(acquire_lease(self.root, step, holder, ttl_s=LONG_LEASE_S))
-                return load_states(
-                    self.root, step, role, rank=rank, world_size=world_size, spool=self.spool
-                )
-
-            folder = step_folder(self.root, step)
-            states = together(folder, read) if self._is_collective else read()
-            self.resumed_from(step)  # from here on, retention spares the step for this run
-        return states
+        return self._loader.load(step, role, check=lambda: self.check_resume(step))
 
     def check_resume(self, step: int) -> None:
         """Check, before a step is loaded, that this run can resume from it; `load` does it as well.
@@ -356,7 +332,7 @@ class CheckpointCoordinator:
         self._require_own_process()
         step = check_number("step", step)
         keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
-        self._check_components(step, components, role, kind)
+        self._submitter.check_components(step, components, role, kind)
         self._submitter.require_not_monitored(step, kind)
         origin = self._submitter.origin(
             step, role, kind, keep=keep if kind == "checkpoint" else 0, export=export
@@ -702,19 +678,6 @@ class CheckpointCoordinator:
         """Whether this process made the coordinator, and did not inherit it in a fork."""
         return self._process == os.getpid()
 
-    @property
-    def _is_collective(self) -> bool:
-        """Whether all ranks of a process group find and load steps together."""
-        return self._asks_together and dist.is_initialized()
-
-    def _settle(self, seconds: float) -> None:
-        """Wait until no image of this node's spool is in flight."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if all(sealed.failed for sealed in self.spool.tickets()[0]):
-                break
-            time.sleep(0.05)
-
     def _require_own_process(self) -> None:
         if not self._is_own:
             raise ConfigError(
@@ -722,32 +685,6 @@ class CheckpointCoordinator:
                 f"{self._process}, and this is process {os.getpid()}, which was forked from it; "
                 "its slots, threads and saves stay there. Call it in that process, or make a "
                 "coordinator of its own here, with another root."
-            )
-
-    def _warn_without_stack(self, trigger: SaveTrigger) -> None:
-        try:
-            trigger.find_stack()
-        except PrefectApiError as error:
-            logger.warning(
-                "%s. Until then saves of %s wait in %s and are not committed",
-                error,
-                self.root,
-                self.spool.folder,
-            )
-
-    def _check_components(
-        self, step: int, components: Mapping[str, Any], role: str, kind: Kind
-    ) -> None:
-        unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
-        if unknown or not components:
-            raise ConfigError(
-                f"step {step}: components {sorted(map(str, components))}; known are model, optim, "
-                "extra_state: put everything else into extra_state"
-            )
-        if kind == "checkpoint" and role not in self.roles:
-            raise ConfigError(
-                f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
-                f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
             )
 
     def _status_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:

@@ -1,14 +1,22 @@
 """From a staged step to the request for its flow run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import COMPONENTS, Component, Kind, SaveStrategy, check_name
+from trinity_sync.layout import (
+    COMPONENTS,
+    FOLDERS,
+    Component,
+    Kind,
+    SaveStrategy,
+    check_name,
+)
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Origin, Staged
 from trinity_sync.snapshot.ticket import Export, components_of
@@ -86,6 +94,26 @@ class SaveSubmitter:
             run = self._run.get()
             note_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
+
+    def check_components(
+        self, step: int, components: Mapping[str, Any], role: str, kind: Kind
+    ) -> None:
+        """Check the states that `CheckpointCoordinator.save` is given.
+
+        Raises:
+            ConfigError: there are none or unknown ones, or the role is none of the job's.
+        """
+        unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
+        if unknown or not components:
+            raise ConfigError(
+                f"step {step}: components {sorted(map(str, components))}; known are model, optim, "
+                "extra_state: put everything else into extra_state"
+            )
+        if kind == "checkpoint" and role not in self._roles:
+            raise ConfigError(
+                f"role {role!r} is none of this job's roles {list(self._roles)}; name all roles "
+                f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
+            )
 
     def require_not_monitored(self, step: int, kind: Kind) -> None:
         """Require that `submit_callables` has not submitted the save.

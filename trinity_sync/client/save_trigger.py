@@ -14,11 +14,18 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from trinity_sync.client.prefect_api import FlowRun, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import FormatError, RequestRefusedError, TicketError, TrinitySyncError
+from trinity_sync.errors import (
+    FormatError,
+    PrefectApiError,
+    RequestRefusedError,
+    TicketError,
+    TrinitySyncError,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.run_lock import run_lock_if_free
 from trinity_sync.snapshot.spool import JobSpool, Sealed
@@ -72,13 +79,19 @@ class SaveTrigger:
         self._crashed: dict[tuple[uuid.UUID, float], float] = {}
         """When it was heard (monotonic) that a run has crashed at some time of the server."""
 
-    def find_stack(self) -> None:
-        """Look for a server in the environment and in the local stack's state file; ask nothing.
+    def warn_without_stack(self, root: Path, spool: Path) -> None:
+        """Log a warning if no server is named; look at the environment and the local stack's file.
 
-        Raises:
-            PrefectApiError: no server is named; the message says where it was looked for.
+        Args:
+            root: of the job.
+            spool: folder in which its saves wait.
         """
-        self._api.find_server()
+        try:
+            self._api.find_server()
+        except PrefectApiError as error:
+            logger.warning(
+                "%s. Until then saves of %s wait in %s and are not committed", error, root, spool
+            )
 
     def require_stack(self) -> None:
         """Ask the server once whether it can take saves; wait at most `CHECK_S` seconds.

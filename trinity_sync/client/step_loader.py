@@ -1,0 +1,106 @@
+"""The step that a run resumes from, found and loaded by one rank or by all ranks together."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trinity_sync.client.collective import together, told_by_rank_0
+from trinity_sync.client.run_context import RunContext
+from trinity_sync.layout import Kind, step_folder
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
+from trinity_sync.storage.placement import Place
+from trinity_sync.storage.restore import load_states
+
+POLL_S = 0.05
+"""Seconds between two looks at the spool for saves in flight."""
+
+
+class StepLoader:
+    """Finds and loads the committed steps of a job for one rank.
+
+    Args:
+        root: of the job.
+        spool: of the job on this node.
+        run: the run of the job.
+        rank: of this process.
+        world_size: ranks that load together.
+        places: nodes of the ranks.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        spool: JobSpool,
+        run: RunContext,
+        *,
+        rank: int,
+        world_size: int,
+        places: Sequence[Place],
+    ) -> None:
+        self._root = root
+        self._spool = spool
+        self._run = run
+        self._rank = rank
+        self._world_size = world_size
+        self._leads_node = rank in {place.ranks[0] for place in places}
+        self.is_collective = False
+        """Whether all ranks of the default process group call `latest_step` and `load` together."""
+
+    def latest_step(self, kind: Kind, settle_s: float) -> int | None:
+        """Return the newest committed step; see `CheckpointCoordinator.latest_step`."""
+
+        def find() -> int | None:
+            manifest = newest(self._root, kind)
+            return manifest.step if manifest else None
+
+        if not self._asks_together:
+            self._settle(settle_s)
+            return find()
+        together(self._root, lambda: self._settle(settle_s if self._leads_node else 0.0))
+        return told_by_rank_0(self._root, find)
+
+    def load(self, step: int, role: str, *, check: Callable[[], None]) -> dict[str, Any]:
+        """Load this rank's states of a step; see `CheckpointCoordinator.load`.
+
+        Args:
+            step: training step.
+            role: folder below the step's.
+            check: called first; raises where this run cannot resume from the step.
+        """
+        with ExitStack() as lease:
+
+            def read() -> dict[str, Any]:
+                check()
+                holder = f"load by rank {self._rank}"
+                lease.enter_context(acquire_lease(self._root, step, holder, ttl_s=LONG_LEASE_S))
+                return load_states(
+                    self._root,
+                    step,
+                    role,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    spool=self._spool,
+                )
+
+            folder = step_folder(self._root, step)
+            states = together(folder, read) if self._asks_together else read()
+            self._run.begin_at(step)  # from here on, retention spares the step for this run
+        return states
+
+    @property
+    def _asks_together(self) -> bool:
+        return self.is_collective and dist.is_initialized()
+
+    def _settle(self, seconds: float) -> None:
+        """Wait until no image of this node's spool is in flight."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if all(sealed.failed for sealed in self._spool.tickets()[0]):
+                break
+            time.sleep(POLL_S)
