@@ -186,7 +186,7 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
         kill_worker(stack_settings)
         crashed = api.ended(run.id)
         assert (crashed.state.name, crashed.run_count) == ("Crashed", 1)
-        assert "Nothing was heard" in crashed.state.message
+        assert "No heartbeat" in crashed.state.message
         until(lambda: len(reconciles()) > before, "a run of reconcile")
     finally:
         deploy(stack_settings)
@@ -201,7 +201,7 @@ def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
 ) -> None:
     begin_slow_save(saves, root, 2)
     run = api.run_of(key(saves, 2))
-    set_states(api, run.id, Crashed(message="Nothing was heard of its process."))
+    set_states(api, run.id, Crashed(message="No heartbeat of its process."))
     assert_committed(root, 2)
 
     def state() -> str | None:

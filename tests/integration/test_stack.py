@@ -229,7 +229,7 @@ OF_ANOTHER_RELEASE = '{"format": 9, "server": null, "ray": null, "worker": null}
 @pytest.mark.parametrize("text", ["{", OF_ANOTHER_RELEASE])
 def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "stack.json").write_text(text)
-    with pytest.raises(StackError, match=r"stack\.json is damaged, or of another release"):
+    with pytest.raises(StackError, match=r"stack\.json is corrupted, or of another release"):
         embedded.status(Settings(home=tmp_path))
 
 

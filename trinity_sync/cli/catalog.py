@@ -105,7 +105,7 @@ def check(roots: Roots) -> None:
             agree = agree and not found
             typer.echo(f"{root}: the catalog {'; '.join(found) or 'agrees with the files'}")
             if found:
-                typer.echo(f"to mend it: trinity-sync catalog rebuild {root}")
+                typer.echo(f"to repair it: trinity-sync catalog rebuild {root}")
     raise typer.Exit(0 if agree else 1)
 
 

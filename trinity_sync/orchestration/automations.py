@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-SILENT = "trinity-sync: silent runs end as crashed"
+SILENT = "trinity-sync: crash runs without heartbeats"
 CRASHED = "trinity-sync: reconcile after a crash"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 CRASH = "prefect.flow-run.Crashed"
@@ -30,15 +30,15 @@ TOGETHER = timedelta(seconds=10)
 """Crashes that follow each other within it, such as those of one node, are reconciled once."""
 
 
-def watch_for_silence(
+def register_heartbeat_monitoring(
     client: SyncPrefectClient, watched: list[UUID], reconcile: UUID, *, silent_s: float
 ) -> None:
-    """Make the automations, or bring those that are there up to date; paused ones stay paused.
+    """Create the automations, or update those that exist; paused ones stay paused.
 
     Args:
         client: client of the Prefect server.
-        watched: ids of the deployments whose runs are listened for. That of ``reconcile`` is not
-            to be among them: each of its own crashes would begin another.
+        watched: ids of the deployments whose runs are monitored. That of ``reconcile`` must not be
+            among them: each of its own crashes would begin another.
         reconcile: id of the deployment that is run after a crash.
         silent_s: seconds without a heartbeat or an end after which a run counts as crashed.
     """
@@ -63,10 +63,10 @@ def watch_for_silence(
         type="change-flow-run-state",
         name=None,
         state=StateType.CRASHED,
-        message=f"Nothing was heard of its process for {silent_s:g} s.",
+        message=f"No heartbeat of its process for {silent_s:g} s.",
         force=False,
     )
-    _put(client, SILENT, f"Without a heartbeat for {silent_s:g} s.", silence, crash)
+    _register(client, SILENT, f"Without a heartbeat for {silent_s:g} s.", silence, crash)
     crashes = EventTrigger(**ours, expect={CRASH}, posture=Posture.Reactive, within=TOGETHER)
     run = RunDeployment(
         type="run-deployment",
@@ -75,10 +75,10 @@ def watch_for_silence(
         parameters=None,
         job_variables=None,
     )
-    _put(client, CRASHED, "Mends what the crash left half done.", crashes, run)
+    _register(client, CRASHED, "Repairs what the crash left.", crashes, run)
 
 
-def _put(
+def _register(
     client: SyncPrefectClient,
     name: str,
     description: str,

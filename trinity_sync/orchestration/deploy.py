@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.automations import watch_for_silence
+from trinity_sync.orchestration.automations import register_heartbeat_monitoring
 from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import parameter_schema
@@ -37,12 +37,12 @@ PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 
 
 def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
-    """Make the work pool and its queues if they are missing, register every deployment of
-    prefect.yaml, and the automations that end their silent runs.
+    """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
     Args:
         settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says
-            whether schedules that are new begin to run, ``silent_s`` when a run counts as crashed.
+            whether new schedules are active, ``silent_s`` after how many seconds without a
+            heartbeat a run counts as crashed.
         api_url: the server; ``PREFECT_API_URL`` or the Prefect profile by default.
 
     Returns:
@@ -57,7 +57,7 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
         _ensure_queues(client, settings.work_pool)
         made = dict(_apply(client, entry, settings) for entry in deployments())
         others = [made[name] for name in made if name != RECONCILE]
-        watch_for_silence(client, others, made[RECONCILE], silent_s=settings.silent_s)
+        register_heartbeat_monitoring(client, others, made[RECONCILE], silent_s=settings.silent_s)
         return list(made)
 
 

@@ -99,7 +99,7 @@ class TrinitySyncWorker(
         configuration: InProcessJobConfiguration,
         task_status: anyio.abc.TaskStatus[Any] | None = None,
     ) -> InProcessResult:
-        """Run the flow here and now; its failure is its own, not the worker's."""
+        """Run a flow in this process; an error of the flow does not end the worker."""
         flow = load_flow(configuration.deployment.entrypoint)
         if task_status:
             task_status.started(self._infrastructure)
@@ -119,7 +119,7 @@ class TrinitySyncWorker(
     async def _run_until_cancelled(
         self, flow: Flow[..., Any], flow_run: FlowRun
     ) -> State[Any] | None:
-        """The run's last state; None if it was cancelled or could not be run to its end."""
+        """Run the flow and return its last state; None if it was cancelled or was interrupted."""
         with anyio.CancelScope() as scope:
             self._running[flow_run.id] = scope
             if flow_run.id in self._cancelled:  # while it was on its way here
@@ -175,7 +175,10 @@ class TrinitySyncWorker(
         return selected
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
-        """Take the run if nobody else has; whoever finds it lost can see who had it."""
+        """Set a run to Pending and return True, unless another worker has it.
+
+        The state's message names this process, by which a zombie run is told later.
+        """
         pending: State[Any] = Pending(message=ACQUIRED_BY + self._infrastructure)
         taken = locked = False
         try:
@@ -251,7 +254,7 @@ class TrinitySyncWorker(
             await super().sync_with_backend()
 
     async def set_clock(self) -> None:
-        """Take runs when they are due by the server's clock, however far this node's is off."""
+        """Take runs when they are due by the server's clock, whatever this node's clock says."""
         usual_s = get_current_settings().worker.prefetch_seconds
         self.set_prefetch(usual_s + await measure_clock_skew(self.client))
 
@@ -272,7 +275,7 @@ class TrinitySyncWorker(
             self._away = False
 
     async def _serve(self, service: Callable[[], Any], scope: anyio.CancelScope) -> None:
-        """Keep a service going through whatever the server does."""
+        """Run a service until the worker stops, again after each error."""
         with scope:
             while True:
                 try:

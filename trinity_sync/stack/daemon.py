@@ -1,8 +1,8 @@
-"""Processes that outlive whoever started them, and can be stopped by somebody else later.
+"""Processes that outlive the process that started them, and can be stopped by another one later.
 
-A daemon has a session of its own, so that Ctrl-C in the terminal it was started from does not
-reach it, and is known by pid and start time, so that a stranger with the same pid is never
-mistaken for it.
+A daemon has a session of its own, so Ctrl-C in the terminal from which it was started does not
+reach it. It is known by pid and start time, so another process with the same pid is never taken for
+it.
 """
 
 import os
@@ -143,7 +143,7 @@ def await_ready(
                 raise StackError(
                     f"{what} ended while it started"
                     + (f": {last}. " if last else ". ")
-                    + f"Its log {daemon.log} has the rest. Mend that, and start it again."
+                    + f"Its log {daemon.log} has the rest. Correct that, and start it again."
                 )
             late = time.monotonic() > deadline
             with suppress(psutil.NoSuchProcess):

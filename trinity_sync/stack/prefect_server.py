@@ -1,18 +1,18 @@
-"""A Prefect server on SQLite that does not stand still; its arguments are those of ``prefect``.
+"""A Prefect server on SQLite that does not block; its arguments are those of ``prefect``.
 
 While a connection waits for another one's transaction, a minute at most, its lock is taken. A
 statement that failed leaves its cursor in a traceback, and whichever thread collects that garbage
-wants the lock. If it is the thread of the event loop, nobody ends the transaction that all wait
-for, and the server answers nobody until the minute is over. So garbage is collected by a thread
-that nobody waits for.
+wants the lock. If it is the thread of the event loop, the transaction that all wait for cannot end,
+and the server answers no request until the minute is over. So garbage is collected by a thread of
+its own.
 
-Its vacuum removes old rows batch after batch, in one transaction each. Whoever else wants to write
-asks every tenth of a second whether the database is free, and hardly ever hits the instant between
-two of them. So the vacuum stands back after each batch for as long as that took.
+Its vacuum removes old rows batch after batch, in one transaction each. Other writers try every
+tenth of a second whether the database is free, and hardly ever hit the instant between two of them.
+So the vacuum pauses after each batch for as long as that took.
 
 A transaction that reads before it writes is refused at once if another one has written in between:
-a call is answered with 503, a worker's heartbeat is not noted, an event reaches no automation. So
-each transaction takes its turn as it begins.
+a call is answered with 503, a worker's heartbeat is lost, an event reaches no automation. So each
+transaction waits for the others as it begins.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from trinity_sync.orchestration.prefect_compat import (
 PAUSE_S = 0.5
 FULL_EVERY = 60
 """Collections, after which one looks at old objects, too."""
-STANDS_BACK_S = 0.25
+PAUSE_AT_LEAST_S = 0.25
 """At least: SQLite asks for a lock every 0.1 s."""
 
 
@@ -60,7 +60,7 @@ def _pause_after(session: Any) -> Any:
         began = time.monotonic()
         async with session(*args, **kwargs) as found:
             yield found
-        await asyncio.sleep(max(time.monotonic() - began, STANDS_BACK_S))
+        await asyncio.sleep(max(time.monotonic() - began, PAUSE_AT_LEAST_S))
 
     return paused
 

@@ -75,7 +75,7 @@ def read_state(home: Path) -> StackState | None:
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise StackError(
-            f"state file {path} is damaged, or of another release. Run trinity-sync down of that "
+            f"state file {path} is corrupted, or of another release. Run trinity-sync down of that "
             "release, or stop the processes that its logs name by hand and remove it"
         ) from error
 
