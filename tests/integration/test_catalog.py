@@ -130,7 +130,7 @@ def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None
             assert words in found
         mirror(engine, root, [10, 20, 40])
         assert differences(engine, root) == []
-        assert "is corrupted" in jobs(engine)[0].steps[0].damage
+        assert "is corrupted" in jobs(engine)[0].steps[0].corruption
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
 from trinity_sync import PrefectApiError, RequestRefusedError, Settings
 from trinity_sync.client import prefect_api
-from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.prefect_api import ANSWER_S, PrefectApi
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.stack.ports import free_port
 from trinity_sync.stack.services import StackState
@@ -39,12 +39,13 @@ def ask(
     call: Callable[[PrefectApi], Awaitable[T]],
     *,
     home: Path = Path("/no"),
+    answer_s: float = ANSWER_S,
     **env: str,
 ) -> T:
     """What a call returns or raises, with nothing but ``env`` in the environment."""
 
     async def asked() -> T:
-        api = PrefectApi(Settings(home=home), url)
+        api = PrefectApi(Settings(home=home), url, answer_s=answer_s)
         try:
             return await call(api)
         finally:
@@ -298,10 +299,9 @@ def test_a_url_that_is_none_is_named(url: str) -> None:
         ask(url, nothing)
 
 
-def test_a_server_that_hangs_is_given_up(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefect_api, "ANSWER_S", 0.2)
+def test_a_server_that_hangs_is_given_up(hangs: str) -> None:
     with pytest.raises(PrefectApiError, match=f"{hangs} does not answer within 0.2 s"):
-        ask(hangs, nothing)
+        ask(hangs, nothing, answer_s=0.2)
 
 
 def test_a_busy_server_is_asked_again_at_once(root: Path) -> None:
