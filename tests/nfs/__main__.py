@@ -25,7 +25,7 @@ PACKAGES = (
     "kmod",
 )
 PARTS = (
-    "abilities attachments beginning commit histories leases pins placement reconcile restore "
+    "capabilities attachments beginning commit histories leases pins placement reconcile restore "
     "resuming retention retention_races rewind roots sweep turns verify"
 )
 NOT_HERE = "large_files_wait"

@@ -28,7 +28,7 @@ from trinity_sync.client.outcome_log import OutcomeLog, OutcomeLogs
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
-from trinity_sync.fs.capabilities import require_able
+from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import file_lock, one_change_at_a_time
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.remote.download import fetch
@@ -207,10 +207,10 @@ def run_unpacked(*command: str) -> None:
 
 
 def test_a_root_on_nfs_can_do_all_that_a_commit_needs(root: Path) -> None:
-    found = require_able(root)
+    found = require_capabilities(root)
     assert found.mount.kind == "nfs4"
     assert found.mount.shared
-    assert {each.name for each in found.each if each.why_not} == {"exchange of folders", "leases"}
+    assert {each.name for each in found.each if each.reason} == {"exchange of folders", "leases"}
 
 
 def test_ranks_on_two_nodes_begin_together(

@@ -21,7 +21,7 @@ from trinity_sync.storage.verify import check, choose
 
 
 class Told:
-    """A meter that remembers."""
+    """A progress callback that remembers."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -87,10 +87,10 @@ def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> Non
     nbytes = job.commit(1).nbytes
     read, sent, again, back = Told(), Told(), Told(), Told()
     url = f"file://{tmp_path}/store"
-    check(choose(job.root, step=1), meter=read)
-    replicate(job.root, url, 1, read_back=True, meter=sent)
-    replicate(job.root, url, 1, meter=again)
-    fetch(url, 1, tmp_path / "back", meter=back)
+    check(choose(job.root, step=1), on_progress=read)
+    replicate(job.root, url, 1, read_back=True, on_progress=sent)
+    replicate(job.root, url, 1, on_progress=again)
+    fetch(url, 1, tmp_path / "back", on_progress=back)
     assert (read.done, read.wholes) == (nbytes, {nbytes})
     assert (sent.done, sent.wholes) == (2 * nbytes, {2 * nbytes})
     assert (again.done, again.wholes) == (0, set())
@@ -102,7 +102,7 @@ def test_a_comparison_tells_of_the_later_steps_tensors(job: Job) -> None:
         job.stage(step, {"model": {"w": torch.full((4000,), step), "b": torch.zeros(2)}})
         job.commit(step)
     told = Told()
-    diff(job.root, 1, 2, meter=told)
+    diff(job.root, 1, 2, on_progress=told)
     manifest = read_manifest(job.root, 2)
     assert manifest is not None
     assert told.done == 4000 * 8 + 2 * 4
@@ -114,5 +114,5 @@ def test_a_rebuild_tells_of_steps(tmp_path: Path) -> None:
         commit_files(tmp_path / "ckpts", step)
     told = Told()
     with opened(f"sqlite:///{tmp_path / 'catalog.db'}") as engine:
-        rebuild(engine, tmp_path / "ckpts", meter=told)
+        rebuild(engine, tmp_path / "ckpts", on_progress=told)
     assert (told.done, told.wholes) == (3, {3})

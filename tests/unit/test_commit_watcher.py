@@ -27,7 +27,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
-from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT
 from trinity_sync.retention.planner import Rules, plan_removals
@@ -222,9 +222,9 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
         looks[folder.name].append(time.monotonic())
         if len(looks["global_step_9"]) == 4:
             enough.set()
-        look_anew(folder)
+        revalidate_folder(folder)
 
-    monkeypatch.setattr("trinity_sync.client.commit_watcher.look_anew", noted)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.revalidate_folder", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
@@ -249,13 +249,13 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
 
     def noted(folder: Path) -> None:
         looks.append(folder)
-        look_anew(folder)
+        revalidate_folder(folder)
 
     def read(root: str, step: int) -> Manifest | None:
         reads.append(step)
         return read_manifest(root, step)
 
-    monkeypatch.setattr("trinity_sync.client.commit_watcher.look_anew", noted)
+    monkeypatch.setattr("trinity_sync.client.commit_watcher.revalidate_folder", noted)
     monkeypatch.setattr("trinity_sync.client.commit_watcher.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")

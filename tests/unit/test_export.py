@@ -343,7 +343,7 @@ def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
         1,
         to=tmp_path / "out",
         max_shard_bytes=4000,
-        meter=lambda done, whole: told.append((done, whole)),
+        on_progress=lambda done, whole: told.append((done, whole)),
     )
     compared = sum(file.nbytes for file in require_committed(job.root, 1).files if file.is_shard)
     written = sum(tensor.nbytes for tensor in weights(tmp_path / "out").values())

@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from trinity_sync.catalog.database import opened, read_rows, reading, url_of
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import manifest_state
@@ -89,11 +89,11 @@ def rebuild(
     root: str | Path,
     *,
     clock: Callable[[], float] = time.time,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> int:
     """Read all of a job from its files again; returns how many steps are committed.
 
-    The meter is told of steps.
+    Progress counts steps.
     """
     job = job_id(root)
 
@@ -101,7 +101,7 @@ def rebuild(
         there = steps_on_disk(root)
         for step in there:
             yield step
-            meter(1, len(there))
+            on_progress(1, len(there))
 
     with engine.begin() as connection:
         _take(connection, job, root, clock())

@@ -84,8 +84,8 @@ def rebuild(roots: Roots) -> None:
 
     with opened(url_of(read_settings())) as engine:
         for root in roots:
-            with bar("reading", of_steps=True) as meter:
-                count = rebuild(engine, existing(root), meter=meter)
+            with bar("reading", of_steps=True) as on_progress:
+                count = rebuild(engine, existing(root), on_progress=on_progress)
             typer.echo(f"{root}: {count} steps")
 
 

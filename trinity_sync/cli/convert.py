@@ -32,8 +32,10 @@ def to_dcp(
     from trinity_sync.formats.to_dcp import to_dcp as carry_out
 
     number = step_in(root, step)
-    with bar("converting") as meter:
-        done = carry_out(root, number, folder, role=role, components=component or (), meter=meter)
+    with bar("converting") as on_progress:
+        done = carry_out(
+            root, number, folder, role=role, components=component or (), on_progress=on_progress
+        )
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder)})
         return
@@ -71,7 +73,7 @@ def from_dcp(
     """Commit a step from a DCP checkpoint, in files that veRL's loader reads."""
     from trinity_sync.formats.from_dcp import from_dcp as carry_out
 
-    with bar("converting", of_steps=True) as meter:
+    with bar("converting", of_steps=True) as on_progress:
         manifest = carry_out(
             folder,
             root,
@@ -83,6 +85,6 @@ def from_dcp(
             device_type=device,
             whole=whole or (),
             metadata=metadata,
-            meter=meter,
+            on_progress=on_progress,
         )
     typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")

@@ -31,8 +31,8 @@ def diff(
     from trinity_sync.storage import diff as diffs
 
     a, b = step_in(root, before), step_in(root, after)
-    with bar("comparing") as meter:
-        changes = diffs.diff(root, a, b, role=role, component=component, meter=meter)
+    with bar("comparing") as on_progress:
+        changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
     if as_json:
         print_json([_as_json(change) for change in changes])
         return

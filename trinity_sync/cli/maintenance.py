@@ -83,8 +83,8 @@ def verify(
         sample_bytes=bytes_of(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
-    with bar("reading") as meter:
-        checked = check(files, meter=meter)
+    with bar("reading") as on_progress:
+        checked = check(files, on_progress=on_progress)
     verdicts = judge(checked)
     if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
@@ -134,11 +134,13 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
             f"step {step} is not committed at {remote.url}; see: trinity-sync ls {url}"
         )
     verdicts = []
-    with bar("reading") as meter:
+    with bar("reading") as on_progress:
         whole = sum(manifest.nbytes for manifest in known[-newest:])
         for manifest in known[-newest:]:
             found = {
-                record.path: remote.wrong_with(manifest.step, record, lambda n: meter(n, whole))
+                record.path: remote.wrong_with(
+                    manifest.step, record, lambda n: on_progress(n, whole)
+                )
                 for record in manifest.files
             }
             wrong = "; ".join(f"{path} {why}" for path, why in found.items() if why)
@@ -228,7 +230,7 @@ def export(
     from trinity_sync.formats.hf_export import export_step
 
     number = step_in(root, step)
-    with bar("exporting") as meter:
+    with bar("exporting") as on_progress:
         done = export_step(
             root,
             number,
@@ -237,7 +239,7 @@ def export(
             dtype=dtype,
             max_shard_bytes=bytes_of(max_shard_size),
             trust_remote_code=trust_remote_code,
-            meter=meter,
+            on_progress=on_progress,
         )
     if as_json:
         print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})

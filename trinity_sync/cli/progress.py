@@ -7,19 +7,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 
 
 @contextmanager
-def bar(what: str, *, of_steps: bool = False) -> Iterator[Meter]:
-    """Show how far it is; the block hands the meter to whoever does the work.
+def bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
+    """Show how far it is; the block hands the callback to whoever does the work.
 
     Args:
         what: is done, in a word or two.
         of_steps: steps are counted, not bytes.
     """
     if not sys.stderr.isatty():
-        yield unmetered
+        yield no_progress
         return
     from rich import progress
     from rich.console import Console

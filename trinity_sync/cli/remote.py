@@ -50,8 +50,10 @@ def replicate(
         number = manifest.step
     else:
         number = step_in(root, step)
-    with bar("sending") as meter:
-        done = carry_out(root, url, number, keep_last=keep_last, read_back=read_back, meter=meter)
+    with bar("sending") as on_progress:
+        done = carry_out(
+            root, url, number, keep_last=keep_last, read_back=read_back, on_progress=on_progress
+        )
     if as_json:
         print_json(asdict(done))
         return
@@ -79,8 +81,8 @@ def fetch(
     number = parse_number(step)
     if step != "newest" and number is None:
         raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
-    with bar("fetching") as meter:
-        manifest, fetched = carry_out(url, number, root, meter=meter)
+    with bar("fetching") as on_progress:
+        manifest, fetched = carry_out(url, number, root, on_progress=on_progress)
     if fetched:
         typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
     else:

@@ -25,7 +25,7 @@ from trinity_sync.client.prefect_api import KEYS_PER_CALL
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import CommitError, FormatError, ManifestError, SaveTimeoutError
-from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
 from trinity_sync.snapshot.spool import JobSpool, Sealed
 from trinity_sync.snapshot.ticket import failure_path
@@ -471,8 +471,8 @@ class CommitWatcher:
         """
         request = save.request
         path = step_folder(request.root, request.step) / MANIFEST
-        look_anew(path.parent.parent)
-        look_anew(path.parent)
+        revalidate_folder(path.parent.parent)
+        revalidate_folder(path.parent)
         stamp = None
         with suppress(FileNotFoundError, NotADirectoryError):
             found = path.stat()

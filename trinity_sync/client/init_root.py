@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, look_anew
-from trinity_sync.fs.capabilities import require_able
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder
+from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import file_lock, file_lock_if_free
 from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import job_id, refuse_url
@@ -76,7 +76,7 @@ def open_root(root: str | Path, settings: Settings) -> Path:
         CommitError: another step has the place of the store's newest.
     """
     folder = folder_of(root)
-    require_able(folder)
+    require_capabilities(folder)
     if url := settings.remote_of(folder) * settings.remote_required or required_remote_of(folder):
         from trinity_sync.remote.required import init_required_remote  # fsspec, for who needs it
 
@@ -175,7 +175,7 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
             or _why_late(proof.parent, mine)
         ):
             return why
-        require_able(proof.parent)
+        require_capabilities(proof.parent)
     except Exception as error:
         return f"on node {mine}: {error}"
     return ""
@@ -194,7 +194,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
     deadline = time.monotonic() + VISIBLE_S
     root = proof.parent
     while not proof.exists():
-        look_anew(root)
+        revalidate_folder(root)
         if time.monotonic() > deadline:
             return (
                 f"node {mine} does not see in {root} ({mount_of(root)}) what rank 0 has written "

@@ -27,7 +27,7 @@ import msgspec
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, State
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, names_anew
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, list_uncached, make_folder
 from trinity_sync.fs.locks import LockFile, is_locked
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 from trinity_sync.snapshot.safe_load import open_file
@@ -148,7 +148,7 @@ class OutcomeLogs:
         Raises:
             OSError: the root cannot be read.
         """
-        for path in names_anew(self._folder, self._pattern):
+        for path in list_uncached(self._folder, self._pattern):
             seen = self._files.setdefault(path, _File())
             try:
                 with open_file(path) as file:  # which asks an NFS server for its size

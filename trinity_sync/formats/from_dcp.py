@@ -18,7 +18,7 @@ from trinity_sync.formats.dcp_local import alone
 from trinity_sync.formats.dcp_source import Source
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_of
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
@@ -39,7 +39,7 @@ def from_dcp(
     device_type: str = "cuda",
     whole: Sequence[str] = (),
     metadata: str | Path | None = None,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> Manifest:
     """Commit a step with model and optimizer of a DCP checkpoint, as ``world_size`` ranks save it.
 
@@ -59,7 +59,7 @@ def from_dcp(
         device_type: of the ranks' device mesh: DTensors of another do not load.
         whole: patterns of names of the model's tensors that every rank has whole: its buffers.
         metadata: folder with ``fsdp_config.json`` and ``huggingface/``, for veRL's merger.
-        meter: is told how far it is.
+        on_progress: is told how far it is.
 
     Raises:
         ConfigError: the folder is no DCP checkpoint, holds no such state or more than tensors and
@@ -101,7 +101,7 @@ def from_dcp(
             path = f"{role}/{shard_file(name, world_size, rank)}"
             record = FileRecord(path, 0, "", role, name, rank, world_size)
             written.append(_write(save, record, state, components))
-            meter(1, len(shares))
+            on_progress(1, len(shares))
         return commit(save, written)
     except OSError as error:
         raise SaveError(

@@ -28,7 +28,7 @@ from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
@@ -71,7 +71,7 @@ def export_step(
     max_shard_bytes: int = 5_000_000_000,
     check: bool = True,
     trust_remote_code: bool = False,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> Exported:
     """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
 
@@ -86,7 +86,7 @@ def export_step(
         max_shard_bytes: of a file of weights.
         check: compare the digests of the shards with the manifest before.
         trust_remote_code: whether source files of the model may be imported.
-        meter: is told how far it is: bytes that were compared, then those that were written.
+        on_progress: is told how far it is: bytes that were compared, then those that were written.
 
     Raises:
         CommitError: the step is not committed or corrupted, or has no model of this role.
@@ -135,7 +135,7 @@ def export_step(
         records = _shards(root, manifest, role)
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
-            _check_digests(folder, records, lambda n: meter(n, 2 * compared))
+            _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))
         progress = begun(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
         try:
@@ -146,7 +146,7 @@ def export_step(
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
                 small=[] if to is None else _small_files(manifest, role),
-                meter=lambda n, written: meter(n, compared + written),
+                on_progress=lambda n, written: on_progress(n, compared + written),
             )
         except FileNotFoundError:
             require_unreplaced(root, manifest)  # or the other run has no such file
@@ -192,7 +192,7 @@ def _build(
     max_bytes: int,
     trust_remote_code: bool,
     small: list[str],
-    meter: Meter,
+    on_progress: OnProgress,
 ) -> None:
     wanted = _TORCH.get(progress.source["dtype"])
 
@@ -204,7 +204,13 @@ def _build(
     if base:
         naming = naming_of(huggingface, list(base), trust_remote_code=trust_remote_code)
         write_model(
-            progress, model, base, naming, dtype_of=dtype_of, max_bytes=max_bytes, meter=meter
+            progress,
+            model,
+            base,
+            naming,
+            dtype_of=dtype_of,
+            max_bytes=max_bytes,
+            on_progress=on_progress,
         )
     if adapter:
         shapes = {name: shape for name, (shape, _) in metas(model, adapter).items()}

@@ -18,7 +18,7 @@ from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
 from trinity_sync.fs.direct_io import digest_of
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 
 PROGRESS = "trinity_export.json"
 WEIGHTS = "model.safetensors"
@@ -96,7 +96,7 @@ def write_model(
     *,
     dtype_of: Callable[[torch.dtype], torch.dtype],
     max_bytes: int,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Write the weights, in one file or in several with an index, as ``save_pretrained`` does.
 
@@ -107,7 +107,7 @@ def write_model(
         naming: how transformers wants them.
         dtype_of: the dtype to write a tensor of a dtype in.
         max_bytes: of a file; a larger tensor has a file of its own.
-        meter: is told how far it is.
+        on_progress: is told how far it is.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -139,7 +139,7 @@ def write_model(
                 }
                 at_hand = group, naming.written(trained)
             found[name] = at_hand[1].pop(name).contiguous()
-            meter(planned[name][1], whole)
+            on_progress(planned[name][1], whole)
         return found
 
     for file, wanted in files.items():
@@ -148,7 +148,7 @@ def write_model(
             lambda path, wanted=wanted: save_tensors(path, tensors_of(wanted)),  # type: ignore[misc]
         )
         if not written:
-            meter(sum(planned[name][1] for name in wanted), whole)
+            on_progress(sum(planned[name][1] for name in wanted), whole)
         at_hand = "", {}
     if len(files) > 1:
         index = {

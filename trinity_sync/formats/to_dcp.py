@@ -33,7 +33,7 @@ from trinity_sync.formats.dcp_local import alone
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_file
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
@@ -62,7 +62,7 @@ def to_dcp(
     *,
     role: str = "actor",
     components: Sequence[str] = (),
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> Converted:
     """Write model and optimizer of a step as a DCP checkpoint ``{"model": ..., "optim": ...}``.
 
@@ -76,7 +76,7 @@ def to_dcp(
         folder: of the checkpoint; missing or empty.
         role: whose.
         components: of ``model`` and ``optim``; those that the step has if empty.
-        meter: is told how far it is: each byte counts twice, once compared and once written.
+        on_progress: is told how far it is: each byte counts twice, once compared and once written.
 
     Raises:
         CommitError: the step is not committed or corrupted, lacks a component, or ranks differ when
@@ -98,7 +98,7 @@ def to_dcp(
         whole = 2 * sum(record.nbytes for record in records)
         for record in records:
             path = step_folder(base, step) / record.path
-            found = digest_file(path, record.nbytes, lambda n: meter(n, whole))
+            found = digest_file(path, record.nbytes, lambda n: on_progress(n, whole))
             require_digest(path, record, found)
         saved = {
             name: SavedComponent(step_folder(base, step) / role, name, len(each))
@@ -108,7 +108,7 @@ def to_dcp(
         require_unreplaced(base, manifest)  # of what is opened later, the same is asked below
         try:
             make_folder(partial)
-            _save(partial, _Planner(saved, lambda n: meter(n, whole)))
+            _save(partial, _Planner(saved, lambda n: on_progress(n, whole)))
             require_unreplaced(base, manifest)
             if target.exists():
                 target.rmdir()

@@ -1,4 +1,4 @@
-"""Files that are whole or absent after a power cut."""
+"""Atomic replacement of files, fsync, and reads that an NFS cache does not answer."""
 
 import ctypes
 import errno
@@ -12,8 +12,7 @@ TEMPORARY_SUFFIX = ".tmp"
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """What file systems without hard links answer, and two that a link cannot join."""
 REMOVED_PREFIX = ".nfs"
-"""Of the name by which NFS keeps a file that was removed while a process of this node has it open,
-until it is closed."""
+"""Of the name under which NFS keeps a removed file that a process of this node has open."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -48,7 +47,12 @@ def replace_file(
 
 
 def link_or_copy(path: Path, name: Path) -> None:
-    """Give a file another name, which was free; without hard links, give it to a copy."""
+    """Give a file a second name; without hard links, give the name to a copy.
+
+    Args:
+        path: the file.
+        name: no file has it.
+    """
     try:
         os.link(path, name)
     except OSError as error:
@@ -60,7 +64,10 @@ def link_or_copy(path: Path, name: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders at one instant; False where the file system cannot.
+    """Swap the names of two folders atomically; return False where the file system cannot.
+
+    Args:
+        one, other: the folders, on one file system.
 
     Raises:
         OSError: it can, and it failed.
@@ -86,36 +93,41 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def read_anew(path: Path) -> bytes:
-    """The content of a file that another node may have made or replaced just now.
+def read_uncached(path: Path) -> bytes:
+    """Return the content of a file that another node may just have created or replaced.
 
     Raises:
         OSError: as ``Path.read_bytes``.
     """
-    look_anew(path.parent.parent)
-    look_anew(path.parent)
+    revalidate_folder(path.parent.parent)
+    revalidate_folder(path.parent)
     return path.read_bytes()
 
 
-def look_anew(folder: Path) -> None:
-    """Let names in ``folder``, if it is there, be looked up as they are now.
+def revalidate_folder(folder: Path) -> None:
+    """Let the names in a folder, which need not exist, be looked up on the file server again.
 
-    An NFS client goes for up to a minute (``acdirmax``) by what it has seen of a folder, also by a
-    name that was not there. When a folder is opened, it asks the server (close-to-open, nfs(5)).
+    An NFS client caches for up to a minute (``acdirmax``) which names a folder has and lacks. When
+    a folder is opened, it asks the server (close-to-open consistency, nfs(5)).
     """
     with suppress(OSError):
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def names_anew(folder: Path, pattern: str) -> list[Path]:
-    """What is in a folder that another node may have made or filled just now, sorted."""
-    look_anew(folder.parent.parent)
-    look_anew(folder.parent)
+def list_uncached(folder: Path, pattern: str) -> list[Path]:
+    """Return what is in a folder that another node may just have created or filled, sorted.
+
+    Args:
+        folder: need not exist.
+        pattern: as of ``Path.glob``.
+    """
+    revalidate_folder(folder.parent.parent)
+    revalidate_folder(folder.parent)
     return sorted(folder.glob(pattern))  # opens the folder
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and the missing ones above it, each durable in the one that holds it."""
+    """Create a folder and the missing ones above it, each durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)

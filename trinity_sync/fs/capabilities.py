@@ -1,12 +1,12 @@
-"""What the file system of a root can do: tried out in the root, when a job begins.
+"""Capability probe of the file system of a root, when a job begins.
 
 A commit is made of a few operations of the file system, and is worth as much as these. Types,
-versions and mount options say little about them, so each is tried, in some milliseconds (two syncs
-of the disk) and without leaving anything behind. Mounts of object stores alone go by their names:
-their renames look as if they were atomic, and are copies. What a commit cannot do without is
-refused before the training begins; what only makes it faster is done another way.
+versions and mount options say little about them, so each operation is tried in the root: it takes
+some milliseconds (two syncs of the disk) and leaves nothing behind. Only mounts of object stores go
+by their names: their renames look atomic, and are copies. A root without what a commit requires is
+refused before the training begins; what only makes a commit faster is done another way.
 
-That locks and files reach other nodes cannot be seen from one of them: see `client.init_root`.
+Whether locks and files reach other nodes cannot be probed from one of them: see `client.init_root`.
 """
 
 import errno
@@ -27,56 +27,56 @@ from trinity_sync.fs.locks import file_lock, file_lock_if_free
 from trinity_sync.fs.mounts import Mount, mount_of
 
 PROBES = ("probe", "meeting", "doctor")
-"""What is put into a root for a moment: ``.probe.*.tmp``, which is a folder, and files likewise."""
+"""What probes put into a root for a moment: ``.probe.*.tmp``, a folder, and files likewise."""
 _LEFT_S = 3600.0
-"""Age in seconds from which that of a process was left when it was killed."""
+"""Age in seconds from which it is what a killed process left."""
 
 
 @dataclass(frozen=True)
-class Ability:
-    """One thing that a file system can do, or cannot."""
+class Capability:
+    """An operation, and whether the file system has it."""
 
     name: str
-    needed: bool
-    """Whether there is no commit without it."""
-    why_not: str
-    """What was seen in its place; empty if it can."""
-    without: str
-    """What is done, or cannot be promised, where it cannot."""
+    required: bool
+    """Whether a commit cannot do without it."""
+    reason: str
+    """Why the file system does not have it; empty if it has."""
+    consequence: str
+    """What is done, or cannot be promised, without it."""
 
 
 @dataclass(frozen=True)
-class Abilities:
-    """What was found in a root."""
+class Capabilities:
+    """The result of a probe of a root."""
 
     root: Path
     mount: Mount
-    each: tuple[Ability, ...]
+    each: tuple[Capability, ...]
 
     def has(self, name: str) -> bool:
-        """Whether it can do that."""
-        return any(ability.name == name and not ability.why_not for ability in self.each)
+        """Return whether the file system has an operation, by its name."""
+        return any(each.name == name and not each.reason for each in self.each)
 
 
-def require_able(root: Path) -> Abilities:
-    """Try out what a root can do.
+def require_capabilities(root: Path) -> Capabilities:
+    """Probe a root, which needs what a commit requires.
 
     Raises:
-        RootError: it cannot be written, or lacks something that a commit needs.
+        RootError: it cannot be written, or lacks something that a commit requires.
     """
-    found = probe(root)
-    if lacking := [ability for ability in found.each if ability.needed and ability.why_not]:
+    found = probe_capabilities(root)
+    if lacking := [each for each in found.each if each.required and each.reason]:
         raise RootError(
             f"{root} cannot be the root of a job. Its file system ({found.mount}) has no "
-            + "; no ".join(f"{a.name} ({a.why_not}), so {a.without}" for a in lacking)
+            + "; no ".join(f"{a.name} ({a.reason}), so {a.consequence}" for a in lacking)
             + ". Take a folder on a local disk, or on a shared file system with POSIX semantics; "
             "for an object store, name it in TRINITY_SYNC_REMOTE and keep the root on a disk."
         )
     return found
 
 
-def probe(root: Path) -> Abilities:
-    """Try out what a root can do; it is left as it was.
+def probe_capabilities(root: Path) -> Capabilities:
+    """Probe a root, which is left as it was.
 
     Raises:
         RootError: nothing can be written there.
@@ -84,10 +84,10 @@ def probe(root: Path) -> Abilities:
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         folder.mkdir()
-        _remove_those_that_were_killed(root, now=folder.stat().st_mtime)
+        _remove_leftovers(root, now=folder.stat().st_mtime)
         each = tuple(
-            Ability(name, needed, _why_not(attempt, folder), without)
-            for name, needed, attempt, without in _ATTEMPTS
+            Capability(name, required, _failure_of(attempt, folder), without)
+            for name, required, attempt, without in _ATTEMPTS
         )
     except OSError as error:
         todo = "Change its owner or mode, mount it for writing"
@@ -99,14 +99,14 @@ def probe(root: Path) -> Abilities:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Abilities(root, mount_of(root), each)
+    return Capabilities(root, mount_of(root), each)
 
 
-class _Wrong(Exception):
+class _Unsupported(Exception):
     """The operation did something, but not what it is for."""
 
 
-def _why_not(attempt: Callable[[Path], None], folder: Path) -> str:
+def _failure_of(attempt: Callable[[Path], None], folder: Path) -> str:
     own = folder / attempt.__name__
     try:
         own.mkdir()
@@ -115,8 +115,8 @@ def _why_not(attempt: Callable[[Path], None], folder: Path) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         return error.strerror or type(error).__name__
-    except _Wrong as wrong:
-        return str(wrong)
+    except _Unsupported as error:
+        return str(error)
     return ""
 
 
@@ -126,7 +126,7 @@ def _exclusive(folder: Path) -> None:
         (folder / "one").touch(exist_ok=False)
     except FileExistsError:
         return
-    raise _Wrong("a file was made twice")
+    raise _Unsupported("a file was made twice")
 
 
 def _synced(folder: Path) -> None:
@@ -145,19 +145,19 @@ def _replaced(folder: Path) -> None:
     new.replace(old)
     after = old.stat()
     if old.read_bytes() != b"new" or new.exists():
-        raise _Wrong("the old file was still there, or the new one twice")
+        raise _Unsupported("the old file was still there, or the new one twice")
     if (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns):
-        raise _Wrong("the file is another one afterwards: a copy")
+        raise _Unsupported("the file is another one afterwards: a copy")
 
 
 def _moved(folder: Path) -> None:
     if (mount := mount_of(folder)).is_object_store:
-        raise _Wrong(f"{mount.kind} copies the files of a folder, one after the other")
+        raise _Unsupported(f"{mount.kind} copies the files of a folder, one after the other")
     (folder / "old/below").mkdir(parents=True)
     (folder / "old/below/file").write_bytes(b"x")
     (folder / "old").rename(folder / "new")
     if (folder / "new/below/file").read_bytes() != b"x" or (folder / "old").exists():
-        raise _Wrong("it did not arrive whole")
+        raise _Unsupported("it did not arrive whole")
 
 
 def _locked(folder: Path) -> None:
@@ -167,7 +167,7 @@ def _locked(folder: Path) -> None:
             file_lock_if_free(folder / "lock") as both,
         ):
             if both:
-                raise _Wrong("two had the same lock at once")
+                raise _Unsupported("two had the same lock at once")
 
 
 def _exchanged(folder: Path) -> None:
@@ -175,9 +175,9 @@ def _exchanged(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name / name).touch()
     if not exchange(folder / "one", folder / "other"):
-        raise _Wrong("not supported")
+        raise _Unsupported("not supported")
     if not (folder / "one/other").exists():
-        raise _Wrong("nothing was exchanged")
+        raise _Unsupported("nothing was exchanged")
 
 
 def _linked(folder: Path) -> None:
@@ -196,7 +196,7 @@ def _direct(folder: Path) -> None:
 def _leased(folder: Path) -> None:
     (folder / "file").touch()
     if not is_ours_alone(folder / "file"):
-        raise _Wrong("the kernel gives no lease")
+        raise _Unsupported("the kernel gives no lease")
 
 
 _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
@@ -222,7 +222,7 @@ _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
 )
 
 
-def _remove_those_that_were_killed(root: Path, now: float) -> None:
+def _remove_leftovers(root: Path, now: float) -> None:
     for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
         with suppress(FileNotFoundError):  # another one removes it
             if left.stat().st_mtime >= now - _LEFT_S:

@@ -1,7 +1,7 @@
-"""What time it is for the files of a root.
+"""The clock that gives the files of a root their times, which may be a file server's.
 
-Leases and the like begin at the time that their file got from the file system, perhaps a file
-server's. A node whose own clock is ahead must not take them for ended.
+Leases begin at the time of their file. A node whose own clock is ahead must not take them for
+ended.
 """
 
 import time
@@ -11,9 +11,9 @@ from trinity_sync.layout import PRIVATE_FOLDER
 
 
 def file_time(root: str | Path) -> float:
-    """Now, in seconds since the epoch, by the clock that gives files in a root their times.
+    """Return the current time of a root's file system, in seconds since the epoch.
 
-    Where nothing may be written, this node's clock has to do.
+    Where the root cannot be written, it is the time of this node.
     """
     path = Path(root) / PRIVATE_FOLDER / ".now"
     try:

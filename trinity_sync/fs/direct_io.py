@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.fs.locks import opened_again
-from trinity_sync.fs.progress import unmetered
+from trinity_sync.fs.progress import no_progress
 
 ALIGNMENT = 4096
 CHUNK = 16 << 20
@@ -151,7 +151,7 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = unmetered) -> str:
+def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = no_progress) -> str:
     """The digest that `read_file` would return, with a few pieces in memory at a time.
 
     ``took`` is called with the bytes of each piece.

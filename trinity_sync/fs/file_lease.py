@@ -13,7 +13,10 @@ _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether the file has no other name and nobody has it open or mapped: a lease needs that."""
+    """Return whether a file has no other name and no other process has it open or mapped.
+
+    The kernel grants a write lease only then.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -30,14 +33,14 @@ def is_ours_alone(path: Path) -> bool:
 
 
 def _can_be_leased(fd: int) -> bool:
-    """Whether the kernel gives a write lease of the file; call it in a thread that then ends.
+    """Return whether the kernel grants a write lease of a file. Call it in a thread of its own.
 
-    Whoever opens the file while it is leased has the kernel send a SIGIO, which ends a process that
-    does not expect one. It goes to this thread alone, which blocks it and takes it along.
+    A process that opens the file while it is leased has the kernel send a SIGIO, which ends a
+    process that does not handle it. It is sent to this thread alone, which blocks it and then ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
     owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
-    fcntl.fcntl(fd, _F_SETOWN_EX, owner)  # else the lease makes the process the owner
+    fcntl.fcntl(fd, _F_SETOWN_EX, owner)  # otherwise the lease makes the process the owner
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:

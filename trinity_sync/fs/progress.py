@@ -1,14 +1,14 @@
-"""How far a long read or copy is, told to whoever waits for it; what is told is shown elsewhere."""
+"""Progress of long reads and copies, as the callback of whoever shows it."""
 
 from collections.abc import Callable
 
-Meter = Callable[[int, int], object]
-"""Called, from any thread, with what was done since the last call and with how much it is in all.
+OnProgress = Callable[[int, int], object]
+"""Called from any thread with what was done since the last call, and with the total.
 
-Bytes, unless the function that takes a meter says otherwise. What turns out to be done already
-counts, so that the calls of a whole run come close to the whole; they need not meet it.
+Both are in bytes unless the function that takes the callback says otherwise. What turns out to be
+done already counts, so the calls of a complete run add up to about the total.
 """
 
 
-def unmetered(done: int, whole: int = 0) -> None:
-    """For who does not want to know."""
+def no_progress(done: int, total: int = 0) -> None:
+    """Ignore the progress."""

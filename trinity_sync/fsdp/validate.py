@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import (
     FULL_CHECKPOINT_MARK,
     MANIFEST,
@@ -73,7 +73,7 @@ def _committed(role_folder: Path) -> list[str] | None:
         root, step, role = split_role_path(role_folder)
     except ConfigError:
         return None
-    look_anew(role_folder.parent)  # another node may have committed it just now
+    revalidate_folder(role_folder.parent)  # another node may have committed it just now
     if not (role_folder.parent / MANIFEST).exists():
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
         theirs = not marked and read_iteration(root, "checkpoint") == step

@@ -14,10 +14,10 @@ from pathlib import Path
 import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
-from trinity_sync.fs.atomic import look_anew, make_folder, sync_folder
+from trinity_sync.fs.atomic import make_folder, revalidate_folder, sync_folder
 from trinity_sync.fs.direct_io import DIGEST, digest_of
 from trinity_sync.fs.locks import file_lock, one_change_at_a_time
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import PARALLEL
@@ -42,7 +42,7 @@ def fetch(
     *,
     replace: bool = False,
     parallel: int = PARALLEL,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> tuple[Manifest, bool]:
     """Have a step of the store committed under ``root``; again is harmless.
 
@@ -55,7 +55,7 @@ def fetch(
         root: a job's root; made if it is missing.
         replace: let it take the place of what has its number here, by an earlier run or corrupted.
         parallel: files at a time.
-        meter: is told how far the download is.
+        on_progress: is told how far the download is.
 
     Returns:
         Its manifest, and whether anything had to be fetched.
@@ -80,7 +80,7 @@ def fetch(
         make_folder(folder)
 
         def download(record: FileRecord) -> None:
-            _download(remote, manifest, record, folder, lambda n: meter(n, manifest.nbytes))
+            _download(remote, manifest, record, folder, lambda n: on_progress(n, manifest.nbytes))
 
         with ThreadPoolExecutor(parallel, "fetch") as pool:
             jobs = [pool.submit(download, record) for record in manifest.files]
@@ -112,7 +112,7 @@ def _is_here(root: Path, manifest: Manifest, replace: bool) -> bool:
         CommitError: something else has its place.
     """
     folder = step_folder(root, manifest.step)
-    look_anew(root)  # another node may have fetched it just now
+    revalidate_folder(root)  # another node may have fetched it just now
     if not folder.exists():
         return False
     try:

@@ -27,7 +27,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.locks import file_lock_if_free
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
@@ -98,7 +98,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     return None
 
 
-def send(root: Path, url: str, step: int, *, meter: Meter = unmetered) -> Replicated:
+def send(root: Path, url: str, step: int, *, on_progress: OnProgress = no_progress) -> Replicated:
     """Have a committed checkpoint in the store, and write down that it is there.
 
     Raises:
@@ -109,7 +109,7 @@ def send(root: Path, url: str, step: int, *, meter: Meter = unmetered) -> Replic
     remote = Remote(url)
     manifest = require_committed(root, step)
     _claim(root, remote, manifest)
-    done = replicate(root, url, step, meter=meter)
+    done = replicate(root, url, step, on_progress=on_progress)
     note_sent(root, remote.url, manifest)
     return done
 

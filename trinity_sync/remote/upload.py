@@ -16,7 +16,7 @@ import xxhash
 
 from trinity_sync.errors import CommitError, ManifestError, RemoteError
 from trinity_sync.fs.direct_io import DIGEST
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.storage.leases import Lease, acquire_lease
@@ -50,7 +50,7 @@ def replicate(
     keep_last: int = 0,
     read_back: bool = False,
     parallel: int = PARALLEL,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> Replicated:
     """Copy a committed step to ``url/global_step_{step}``; what is there already is not sent again.
 
@@ -61,7 +61,7 @@ def replicate(
         keep_last: so many of the newest steps stay in the store, and this one; 0 keeps all.
         read_back: read every file that was sent again, and compare its digest.
         parallel: files at a time; each takes about three chunks of 16 MiB of memory.
-        meter: is told how far the copy is; with ``read_back`` each byte counts twice.
+        on_progress: is told how far the copy is; with ``read_back`` each byte counts twice.
 
     Raises:
         CommitError: the step is not committed, or corrupted here.
@@ -78,7 +78,7 @@ def replicate(
         whole = passes * sum(record.nbytes for record in missing)
 
         def took(nbytes: int) -> None:
-            meter(nbytes, whole)
+            on_progress(nbytes, whole)
 
         def send(record: FileRecord) -> bool:
             if remote.is_uploaded(step, record):

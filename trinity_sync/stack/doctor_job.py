@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from trinity_sync.errors import FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.fs.capabilities import Abilities, probe
+from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
 from trinity_sync.settings import Settings
@@ -51,7 +51,7 @@ def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
         yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
         return
     try:
-        yield from _abilities(probe(root), settings)
+        yield from _capabilities(probe_capabilities(root), settings)
     except RootError as error:
         yield Check("root", "fail", str(error), "see docs/roots.md")
         return
@@ -103,7 +103,7 @@ def _disk(root: Path, step_bytes: int) -> Check:
     return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
 
 
-def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
+def _capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
     """What the root's file system can do, and what is done where it cannot."""
     mount = found.mount
     locks, late = mount.keeps_locks_here, mount.sees_late
@@ -116,8 +116,8 @@ def _abilities(found: Abilities, settings: Settings) -> Iterator[Check]:
         "mount it without that option before ranks are on several nodes" if wrong else "",
     )
     for each in found.each:
-        state: Literal["ok", "fail"] = "fail" if each.why_not and each.needed else "ok"
-        answer = f"no ({each.why_not}): {each.without}" if each.why_not else "yes"
+        state: Literal["ok", "fail"] = "fail" if each.reason and each.required else "ok"
+        answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
         todo = "take another file system for the root, see docs/roots.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
     used = recycles(found.root, settings.recycle) and found.has("leases")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.safe_load import load_file
 from trinity_sync.snapshot.torch_private import get_shard
@@ -64,12 +64,12 @@ def diff(
     *,
     role: str = "actor",
     component: str = "model",
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> list[Change]:
     """Compare a component of two committed steps of one job; the greatest change comes first.
 
-    Files of others are unpickled as far as they are plain, see ``snapshot.safe_load``. The meter is
-    told how far it is in the later step.
+    Files of others are unpickled as far as they are plain, see ``snapshot.safe_load``. Progress
+    counts the bytes of the later step.
 
     Raises:
         CommitError: a step is not committed or corrupted, or has no such component.
@@ -96,7 +96,7 @@ def diff(
             for name in {**a, **b}:
                 change = changes.setdefault(name, Change(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
-                meter(_local(b[name]).nbytes if name in b else 0, whole)
+                on_progress(_local(b[name]).nbytes if name in b else 0, whole)
         for manifest in manifests:
             require_unreplaced(root, manifest)
     return sorted(changes.values(), key=_by_change)

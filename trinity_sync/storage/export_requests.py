@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import FormatError
-from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
+from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
@@ -60,7 +60,7 @@ def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
     """
     found = []
     of = "" if step is None else f"{step_folder(root, step).name}."
-    for path in names_anew(exports_folder(root), f"{of}*.wish"):
+    for path in list_uncached(exports_folder(root), f"{of}*.wish"):
         try:
             wish = _read(path)
         except FileNotFoundError:
@@ -100,7 +100,9 @@ def awaited(root: str | Path) -> dict[int, list[str]]:
     """
     found: dict[int, list[str]] = {}
     given_up = {_path(root, wish.step, wish.role) for wish in wishes(root) if wish.failed}
-    waiting = [path for path in names_anew(exports_folder(root), "*.wish") if path not in given_up]
+    waiting = [
+        path for path in list_uncached(exports_folder(root), "*.wish") if path not in given_up
+    ]
     now = file_time(root) if waiting else 0.0
     for path in waiting:
         folder, _, role = path.stem.partition(".")
@@ -129,12 +131,12 @@ def forget_exports(root: str | Path, step: int) -> None:
 
 def exports_of(root: str | Path, step: int) -> list[Path]:
     """What there is of a step's exports, granted, under way or broken off."""
-    return names_anew(exports_folder(root), f"{step_folder(root, step).name}.*")
+    return list_uncached(exports_folder(root), f"{step_folder(root, step).name}.*")
 
 
 def exported_steps(root: str | Path) -> set[int]:
     """The steps of which `exports_of` finds something."""
-    names = (path.name.partition(".") for path in names_anew(exports_folder(root), "*"))
+    names = (path.name.partition(".") for path in list_uncached(exports_folder(root), "*"))
     found = {step_of_folder(step) for step, dot, _ in names if dot}
     return {step for step in found if step is not None}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, FormatError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, look_anew, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
 from trinity_sync.fs.file_lease import is_ours_alone
 from trinity_sync.fs.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
 from trinity_sync.layout import (
@@ -82,7 +82,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
         return
     needed = []
     with one_change_at_a_time(root) as lock:  # who replaces a step holds it, so these are nobody's
-        look_anew(root)  # it may have been another node that died
+        revalidate_folder(root)  # it may have been another node that died
         for aside in [*replacing.glob("*.aside"), *fetching.glob("*.aside")]:
             current = root / aside.name.removesuffix(".aside")
             if not current.exists():  # died between two renames, where there is no exchange

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, FormatError, SupersededError
-from trinity_sync.fs.atomic import read_anew, replace_file
+from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import is_foreign, newest_first, require_committed
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def read_iteration(root: str | Path, kind: Kind) -> int | None:
     """The step that the iteration file names; None if it is missing, empty or torn."""
     try:
-        text = read_anew(Path(root) / ITERATION_FILES[kind]).decode().strip()
+        text = read_uncached(Path(root) / ITERATION_FILES[kind]).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     return parse_number(text)

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
-from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
+from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.locks import LockFile, file_lock, file_lock_if_free
 from trinity_sync.fs.process import process_home, process_lives, process_name
@@ -165,7 +165,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
         root: the job's root.
         clock: seconds since the epoch; that of the root's file system unless it is given.
     """
-    names = names_anew(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
+    names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
     paths = [path for path in names if _step_of_lease(path) is not None]  # the others are not ours
     now = clock() if clock else file_time(root) if paths else 0.0
     found = {path: lease for path in paths if (lease := _holding(path, now))}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
-from trinity_sync.fs.atomic import read_anew, replace_file
+from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_file, step_folder
 
@@ -128,7 +128,7 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
     """
     path = step_folder(root, step) / MANIFEST
     try:
-        content = read_anew(path)
+        content = read_uncached(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
-from trinity_sync.fs.atomic import read_anew, replace_file
+from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.locks import file_lock
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
@@ -130,7 +130,7 @@ def forget_metrics(root: str | Path, step: int) -> None:
 
 def _read(path: Path) -> _Recorded | None:
     try:
-        return decode_record(_Recorded, read_anew(path), path)
+        return decode_record(_Recorded, read_uncached(path), path)
     except (FileNotFoundError, ValueError):
         return None
 

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError
-from trinity_sync.fs.atomic import make_folder, names_anew, read_anew, replace_file, sync_folder
+from trinity_sync.fs.atomic import (
+    list_uncached,
+    make_folder,
+    read_uncached,
+    replace_file,
+    sync_folder,
+)
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, check_name, parse_number
 from trinity_sync.storage.leases import hold_committed, list_leases
@@ -127,7 +133,7 @@ def list_pins(root: str | Path) -> list[Pin]:
     Raises:
         CommitError: the file of a tag is torn, so that any step could be the one that it holds.
     """
-    paths = names_anew(_pin_file(root, "").parent, "[!.]*.json")
+    paths = list_uncached(_pin_file(root, "").parent, "[!.]*.json")
     found = [each for path in paths if (each := _read_pin(path))]
     return sorted(found, key=lambda each: (each.step, each.name))
 
@@ -183,7 +189,7 @@ def _read_pin(path: Path) -> Pin | None:
     step = parse_number(path.stem)
     name = path.stem if step is None else ""
     try:
-        found = decode_record(_PinRecord, read_anew(path), path)
+        found = decode_record(_PinRecord, read_uncached(path), path)
         if step in (None, found.step):
             return Pin(**vars(found), name=name)
         raise ValueError("it is that of another step")
@@ -211,4 +217,4 @@ def _require_own_release(path: Path) -> None:
         FormatError: it is.
     """
     with suppress(FileNotFoundError, ValueError):
-        decode_record(_PinRecord, read_anew(path), path)
+        decode_record(_PinRecord, read_uncached(path), path)

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, MissingShardsError, SaveError
-from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
+from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
 
@@ -103,7 +103,7 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     """
     path = _path(root, run, role)
     try:
-        written = decode_record(_Placement, read_anew(path), path)
+        written = decode_record(_Placement, read_uncached(path), path)
         places = [
             Place(node, spool, ranks_in(text))
             for spool, nodes in written.spools.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
+from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind
 from trinity_sync.storage.manifest import Manifest
@@ -55,7 +55,7 @@ def required_remote_of(root: str | Path) -> str:
         FormatError: another release has written it.
     """
     try:
-        return decode_record(_Store, read_anew(_store(root)), _store(root)).url
+        return decode_record(_Store, read_uncached(_store(root)), _store(root)).url
     except FileNotFoundError:
         return ""
     except ValueError as error:
@@ -91,7 +91,7 @@ def is_sent(root: str | Path, manifest: Manifest) -> bool:
         return True
     path = _note(root, manifest.step)
     try:
-        note = decode_record(_Stored, read_anew(path), path)
+        note = decode_record(_Stored, read_uncached(path), path)
     except (FileNotFoundError, ValueError):
         return False
     return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds

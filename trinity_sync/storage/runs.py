@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, SupersededError
-from trinity_sync.fs.atomic import make_folder, names_anew, replace_file
+from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.create import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
@@ -63,7 +63,7 @@ def all_runs(root: str | Path) -> list[Run]:
         CommitError: the file of a run is torn.
         FormatError: another release has begun a run, so nobody can tell what it leaves behind.
     """
-    paths = names_anew(_folder(root), "[0-9]*.json")
+    paths = list_uncached(_folder(root), "[0-9]*.json")
     return [_read(path) for path in paths if parse_number(path.stem) is not None]
 
 

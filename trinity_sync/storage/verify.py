@@ -23,7 +23,7 @@ from typing import Literal
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
 from trinity_sync.fs.direct_io import digest_file
 from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.fs.progress import Meter, unmetered
+from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import KINDS, step_folder
 from trinity_sync.storage.corruption import (
     Corruption,
@@ -136,7 +136,7 @@ def check(
     *,
     nice: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-    meter: Meter = unmetered,
+    on_progress: OnProgress = no_progress,
 ) -> list[Checked]:
     """Read files, past the page cache, and compare them with what their manifests say.
 
@@ -144,7 +144,7 @@ def check(
         files: which.
         nice: by how much the reading threads yield to others, as in nice(1).
         clock: seconds.
-        meter: is told how far the reading is.
+        on_progress: is told how far the reading is.
 
     Raises:
         ConfigError: the root is not there, or this process may not read it, which says nothing
@@ -162,7 +162,9 @@ def check(
             with _leased(root, step):
                 for file in of_step:
                     start = clock()
-                    wrong = pool.submit(_what_is_wrong, file, lambda n: meter(n, whole)).result()
+                    wrong = pool.submit(
+                        _what_is_wrong, file, lambda n: on_progress(n, whole)
+                    ).result()
                     found.append(Checked(file, wrong, clock() - start))
     return found
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.fs.atomic import look_anew
+from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -100,7 +100,7 @@ class CommitNotification:
 
     def _mark_of(self, path: Path) -> FileMark:
         if self._is_shared:
-            look_anew(path.parent)
+            revalidate_folder(path.parent)
         try:
             found = path.stat()
         except OSError:

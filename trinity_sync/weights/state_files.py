@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.fs.atomic import make_folder, read_anew, replace_file
+from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.process import process_home, process_lives, process_name
 from trinity_sync.fs.records import R, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
@@ -89,6 +89,6 @@ def read_state(root: str | Path) -> dict[str, Any] | None:
 
 def _read(kind: type[R], path: Path) -> R | None:
     try:
-        return decode_record(kind, read_anew(path), path)
+        return decode_record(kind, read_uncached(path), path)
     except (FileNotFoundError, ValueError):
         return None

@@ -11,7 +11,7 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RootError
-from trinity_sync.fs.capabilities import probe, require_able
+from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
 from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings
@@ -37,8 +37,8 @@ def test_a_disk_and_memory_can_do_all_and_are_left_as_they_were(
     tmp_path: Path, spool_folder: Path
 ) -> None:
     for root in (tmp_path, spool_folder):
-        found = require_able(root)
-        assert [each.name for each in found.each if each.needed and each.why_not] == []
+        found = require_capabilities(root)
+        assert [each.name for each in found.each if each.required and each.reason] == []
         assert found.has("hard links")
         assert list(root.iterdir()) == []
 
@@ -50,7 +50,7 @@ def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> N
     file.write_text("a doctor's, who was killed, too")
     for left in (old, file):
         os.utime(left, (1e9, 1e9))
-    probe(tmp_path)
+    probe_capabilities(tmp_path)
     assert list(tmp_path.iterdir()) == [new]
 
 
@@ -61,19 +61,19 @@ def test_a_node_whose_clock_is_a_day_ahead_removes_no_probe_of_another(
     meeting.touch()
     later = time.time() + 86_400
     monkeypatch.setattr(time, "time", lambda: later)
-    probe(tmp_path)
+    probe_capabilities(tmp_path)
     assert meeting.exists()
 
 
 def test_a_root_that_cannot_be_written_is_refused_with_its_file_system() -> None:
     with pytest.raises(RootError, match=r"/proc \(proc, mounted at /proc\) cannot be written"):
-        require_able(Path("/proc"))
+        require_capabilities(Path("/proc"))
 
 
 def test_a_full_disk_is_refused_with_the_way_out(small_disk: Path) -> None:
     (small_disk / "all of it").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
     with pytest.raises(RootError, match=r"cannot be written: No space left .* Make room there"):
-        require_able(small_disk)
+        require_capabilities(small_disk)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_the_mount_of_an_object_store_is_refused_though_its_renames_look_atomic(
         restricted(tmp_path, called="s3fs") as mount,
         pytest.raises(RootError, match=r"fuse\.s3fs copies the files .*TRINITY_SYNC_REMOTE"),
     ):
-        require_able(mount)
+        require_capabilities(mount)
 
 
 def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_folder: Path) -> None:
     with restricted(tmp_path, "link", "direct") as mount:
-        found = require_able(mount)
+        found = require_capabilities(mount)
         for name in ("hard links", "exchange of folders", "direct I/O"):
             assert not found.has(name)
         assert not recycles(mount, True)
