@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from flows.on_ray import OnRay, living_nodes, on_node, outcomes, results
 from flows.replicate import request_copy
 from tasks.commit import commit_step, free_slots, note_failure
-from tasks.export import export_wished
+from tasks.export import export_requested
 from tasks.persist import PERSIST
 from tasks.prune import prune_after_commit
 from tasks.replicate import send_step
@@ -66,7 +66,7 @@ async def save_step(request: SaveRequest) -> None:
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**home):
-                    await results([export_wished.submit(request)])
+                    await results([export_requested.submit(request)])
         finally:
             await request_copy(request, settings.remote_of(request.root))
     except Exception as error:

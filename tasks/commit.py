@@ -15,9 +15,13 @@ from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.job_registry import note_root
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import known_job_spool
-from trinity_sync.storage.block_reuse import recycles
+from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.export_requests import Wish, make_wish, wishes
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    write_export_request,
+)
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest, own_manifest
 from trinity_sync.storage.placement import Share
@@ -61,8 +65,8 @@ def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -
         at_least=max(0, request.expected - shards - listed - len(elsewhere)),
         gather_s=settings.gather_s,
     )
-    note_wishes(save, written)
-    recycle = recycles(save.root, settings.recycle)
+    write_export_requests(save, written)
+    recycle = can_reuse_blocks(save.root, settings.recycle)
     manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
     free_committed_slots(node, save, written)
     try:
@@ -75,15 +79,15 @@ def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -
         show_weights(request.root)
     except Exception as error:  # the server is away, and the step is committed all the same
         logger.warning("%s is committed; its tables cannot be shown: %r", request.run_name, error)
-    return bool(wishes(request.root, step=request.step))
+    return bool(list_export_requests(request.root, step=request.step))
 
 
-def note_wishes(save: Save, written: Sequence[Written]) -> None:
+def write_export_requests(save: Save, written: Sequence[Written]) -> None:
     """Note which models the trainer wants to have exported; a retry finds it, whatever dies."""
     asked = {(file.record.role, file.export) for file in written if file.export}
     for role, export in asked:
         trusted = export == "hf_model with remote code"
-        make_wish(save.root, Wish(save.run, save.step, role, trusted))
+        write_export_request(save.root, ExportRequest(save.run, save.step, role, trusted))
 
 
 @task(name="free slots", persist_result=False)

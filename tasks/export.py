@@ -9,19 +9,21 @@ from prefect.artifacts import create_markdown_artifact
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
-from trinity_sync.storage.export_requests import wishes
+from trinity_sync.storage.export_requests import list_export_requests
 
 
 @task(name="export", persist_result=False)
-def export_wished(request: SaveRequest) -> None:
+def export_requested(request: SaveRequest) -> None:
     """Export what the trainer asked for with a save that is committed now."""
-    from trinity_sync.formats.hf_export import grant  # torch takes seconds, and saves need it not
+    from trinity_sync.formats.hf_export import (
+        fulfill_export_request,  # torch takes seconds, and saves need it not
+    )
 
     require_allowed(Settings(), request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for wish in wishes(request.root, step=request.step):
-        if wish.run == request.run:
-            grant(request.root, wish)
+    for wanted in list_export_requests(request.root, step=request.step):
+        if wanted.run == request.run:
+            fulfill_export_request(request.root, wanted)
 
 
 @task(name="export model", persist_result=False)

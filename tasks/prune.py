@@ -41,7 +41,7 @@ def prune(
         ConfigError: a policy cannot be understood, or was refused for a root; others are pruned.
     """
     settings = Settings()
-    quarantine = parse_policy(settings.keep_aside)
+    quarantine = parse_policy(settings.keep_quarantine)
     rules = Rules(
         parse_policy(keep or settings.keep),
         parse_policy(keep_syncs or settings.keep_syncs),
@@ -75,7 +75,7 @@ def prune(
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove the checkpoints that a save's ``keep`` does not cover; its own is committed by now."""
     settings = Settings()
-    quarantine = parse_policy(settings.keep_aside)
+    quarantine = parse_policy(settings.keep_quarantine)
     require_allowed(settings, request.root)
     done = prune_root(
         request.root,

@@ -93,8 +93,8 @@ class Settings(BaseSettings):
     keep_syncs: str = "last=2"
     """As ``keep``, for steps of weights only: the next one supersedes them, so two are enough."""
 
-    keep_aside: str = "all"
-    """As ``keep``, for what rewinds have set aside, such as ``newer=30d``; one folder a rewind."""
+    keep_quarantine: str = "all"
+    """As ``keep``, for folders in quarantine, such as ``newer=30d``; a rewind makes one."""
 
     host: str = "127.0.0.1"
     """Address at which the embedded server and Ray node are reached. With any other than the

@@ -35,7 +35,7 @@ class Committed(System):
     """Steps of a job in ``folder``, loaded as the checkpoint manager loads them."""
 
     spool: JobSpool
-    recycles: ClassVar[bool] = False
+    can_reuse_blocks: ClassVar[bool] = False
     """Whether the files of a step that is removed are kept to be written over."""
     restores_from_memory = True
 
@@ -71,7 +71,7 @@ class Committed(System):
     def discard(self, step: int) -> None:
         """Remove the step; its files may become those of the next one."""
         nbytes = 2 * self.training.size.nbytes
-        remove_folder(self.folder, self.files(step), keep=nbytes if self.recycles else 0)
+        remove_folder(self.folder, self.files(step), keep=nbytes if self.can_reuse_blocks else 0)
 
 
 class Trinity(Committed):
@@ -135,4 +135,4 @@ class Recycled(Trinity):
 
     name = "trinity_sync, recycled files"
     at_once = 1
-    recycles = True
+    can_reuse_blocks = True

@@ -74,4 +74,4 @@ class PrefectRecycled(TrinityPrefect):
     """Writing over the files of the step that was removed last."""
 
     name = "trinity_sync + Prefect, recycled files"
-    recycles = True
+    can_reuse_blocks = True

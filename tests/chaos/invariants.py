@@ -22,7 +22,7 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.runs import all_runs, left_behind_by
+from trinity_sync.storage.runs import all_runs, find_superseding_run
 from trinity_sync.storage.verify import check, choose
 
 Commit = tuple[int, int]
@@ -164,7 +164,7 @@ def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
     told, lost, refused, pruned = [], [], 0, 0
     open_ = sorted(handed_over - ledger.committed)
     for run, step in open_:
-        if left_behind_by(runs.values(), run, step):
+        if find_superseding_run(runs.values(), run, step):
             refused += 1
             continue
         request = SaveRequest(root=str(world.root), run=run, run_key=runs[run].key, step=step)

@@ -148,7 +148,7 @@ def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: C
     assert run("rewind", root, "--to", 10).returncode == 1  # nobody there to say yes
     assert read_iteration(root, "checkpoint") == 30
     done = json.loads(run("rewind", root, "--to", 10, "--yes", "--json").stdout)
-    assert done["aside"] == [30, 20]
+    assert done["quarantined"] == [30, 20]
     assert Path(done["folder"], "global_step_30", MANIFEST).exists()
     assert read_iteration(root, "checkpoint") == 10
     refused = run("rewind", root, "--to", 20, "--yes")

@@ -49,7 +49,7 @@ from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import Place, Share, note_placement, placement
-from trinity_sync.storage.quarantine import aside_folder, replacing_folder
+from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import all_runs, open_run
@@ -363,7 +363,7 @@ def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(
     assert [each.state for each in remove_replaced(here)] == ["mended"]
     fresh.mkdir()
     look_at(here)
-    other.call(os.rename, root / "global_step_1", fresh.with_name("global_step_1.aside"))
+    other.call(os.rename, root / "global_step_1", fresh.with_name("global_step_1.replaced"))
     assert [each.state for each in remove_replaced(here)] == ["mended", "mended"]
     assert require_committed(here, 1)
 
@@ -439,7 +439,7 @@ def test_a_later_run_on_the_other_node_finds_the_step_that_is_in_its_place(
     other.call(commit, save_of(root, 1, 2), theirs)
     assert require_committed(root, 1).run == 2
     assert_holds(root, 1, 2.0)
-    assert list(aside_folder(root).rglob("global_step_1")), "it was written over"
+    assert list(quarantine_folder(root).rglob("global_step_1")), "it was written over"
 
 
 def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_plan(

@@ -24,12 +24,16 @@ from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
 from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
 from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.export_requests import Wish, awaited, make_wish
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    steps_awaiting_export,
+    write_export_request,
+)
 from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, steps_in_use, tag
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import newest_run, open_run, refuse_abandoned
+from trinity_sync.storage.runs import newest_run, open_run, refuse_superseded
 from trinity_sync.storage.verify import check, choose
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -87,7 +91,7 @@ def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
 ) -> None:
     for where in altered(root / f".trinity_sync/runs/{number}.json"):
         with pytest.raises((SupersededError, CommitError)):
-            refuse_abandoned(root, 1, "1", 4)
+            refuse_superseded(root, 1, "1", 4)
         assert newest(root).step == 3, where
         with suppress(CommitError):
             assert newest_run(root).number == 2, where
@@ -116,10 +120,10 @@ def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
             require_committed(root, 3)
 
 
-def test_an_altered_note_or_wish_is_of_no_consequence(root: Path, job: Job) -> None:
-    make_wish(root, Wish(2, 3, "actor"))
-    for where in altered(root / ".trinity_sync/exports/global_step_3.actor.wish"):
-        assert set(awaited(root)) <= {3}, where
+def test_an_altered_note_or_export_request_is_of_no_consequence(root: Path, job: Job) -> None:
+    write_export_request(root, ExportRequest(2, 3, "actor"))
+    for where in altered(root / ".trinity_sync/exports/global_step_3.actor.request"):
+        assert set(steps_awaiting_export(root)) <= {3}, where
     notes = job.spool.folder.glob("*.kept")
     (note,) = (path for path in notes if b'"step": 3' in path.read_bytes())
     for where in altered(note):

@@ -16,7 +16,7 @@ from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.block_reuse import recycles
+from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 
@@ -110,7 +110,7 @@ def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_fol
         found = require_capabilities(mount)
         for name in ("hard links", "exchange of folders", "direct I/O"):
             assert not found.has(name)
-        assert not recycles(mount, True)
+        assert not can_reuse_blocks(mount, True)
         job = Job(mount, open_job_spool(spool_folder, mount))
         for run in (1, 2):  # the second takes the place of the first one's step
             open_run(mount, f"run {run}", 0)
@@ -151,10 +151,10 @@ def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> No
 def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert recycles(tmp_path, True) is not mount_of(tmp_path).shared
-    assert not recycles(tmp_path, False)
-    assert recycles("/proc", "always")
-    assert not recycles("/proc", True)
+    assert can_reuse_blocks(tmp_path, True) is not mount_of(tmp_path).shared
+    assert not can_reuse_blocks(tmp_path, False)
+    assert can_reuse_blocks("/proc", "always")
+    assert not can_reuse_blocks("/proc", True)
     monkeypatch.setenv("TRINITY_SYNC_RECYCLE", "always")
     assert Settings().recycle == "always"
     monkeypatch.setenv("TRINITY_SYNC_RECYCLE", "false")

@@ -654,7 +654,7 @@ def test_what_a_run_replaces_that_began_anew_is_set_aside_whole(
     job.stage(10, {"model": state(-10)}, run=2)
     job.commit(10, run=2)
     assert newest(job.root).run == 2
-    (aside,) = (job.root / ".trinity_sync/aside").iterdir()
+    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
     assert str(aside) in caplog.text
     assert not list(aside.rglob(".*.tmp"))
     folder(job, 10).rename(job.root / "by the second run")
@@ -674,10 +674,10 @@ def test_a_step_that_was_about_to_be_set_aside_when_all_died_is_set_aside_later(
     open_run(job.root, "second", 0)
     job.stage(10, {"model": state(-10)}, run=2)
     job.commit(10, run=2)
-    (aside,) = (job.root / ".trinity_sync/aside").iterdir()
+    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
     shutil.move(aside / "global_step_10", replacing)
     (found,) = remove_replaced(job.root)
-    assert "set aside" in found.why
+    assert "quarantined" in found.why
     assert (aside / "global_step_10").exists()
     assert not replacing.exists()
 

@@ -22,7 +22,7 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
-from trinity_sync.formats.hf_export import export_step, grant
+from trinity_sync.formats.hf_export import export_step, fulfill_export_request
 from trinity_sync.formats.hf_naming import Naming
 from trinity_sync.formats.safetensors import save_tensors
 from trinity_sync.formats.shard_reader import ShardedModel
@@ -30,12 +30,12 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.safe_load import TRUSTED
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import (
-    Wish,
-    awaited,
-    give_up,
+    ExportRequest,
+    fail_export_request,
     is_exported,
-    make_wish,
-    wishes,
+    list_export_requests,
+    steps_awaiting_export,
+    write_export_request,
 )
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check, choose, judge
@@ -408,33 +408,34 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
     require_committed(job.root, 1)
 
 
-def test_a_wish_holds_its_step_until_it_comes_true_or_fails(job: Job, commit: Commit) -> None:
+def test_an_export_request_holds_its_step_until_it_ends(job: Job, commit: Commit) -> None:
     model = tiny()
     commit(shards(model.state_dict(), (2,)), model.config)
     for role in ("actor", "critic"):
-        make_wish(job.root, Wish(1, 1, role))
-    grant(job.root, Wish(1, 1, "actor"))
-    assert awaited(job.root) == {1: ["critic"]}
+        write_export_request(job.root, ExportRequest(1, 1, role))
+    fulfill_export_request(job.root, ExportRequest(1, 1, "actor"))
+    assert steps_awaiting_export(job.root) == {1: ["critic"]}
     with pytest.raises(CommitError, match="no model of role critic"):
-        grant(job.root, Wish(1, 1, "critic"))
-    assert awaited(job.root) == {}
-    assert [wish.role for wish in wishes(job.root)] == ["critic"]  # for a retry
+        fulfill_export_request(job.root, ExportRequest(1, 1, "critic"))
+    assert steps_awaiting_export(job.root) == {}
+    assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
 
 
-def test_a_wish_goes_with_its_checkpoint_to_the_run_that_takes_it_over(
+def test_an_export_request_goes_with_its_checkpoint_to_the_run_that_takes_it_over(
     job: Job, commit: Commit
 ) -> None:
     model = tiny()
     ranks = shards(model.state_dict(), (2,))
     commit(ranks, model.config)
-    make_wish(job.root, Wish(1, 1, "actor"))
+    write_export_request(job.root, ExportRequest(1, 1, "actor"))
     open_run(job.root, "second", 1)
     for rank, state in enumerate(ranks):
         job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
     job.commit(1, run=2, kind="state_dict")
-    give_up(job.root, Wish(1, 1, "actor"))  # by the first run's flow, whose step it was
-    assert wishes(job.root) == [Wish(2, 1, "actor")]
-    grant(job.root, Wish(2, 1, "actor"))
+    # by the first run's flow, whose step it was
+    fail_export_request(job.root, ExportRequest(1, 1, "actor"))
+    assert list_export_requests(job.root) == [ExportRequest(2, 1, "actor")]
+    fulfill_export_request(job.root, ExportRequest(2, 1, "actor"))
     assert is_exported(require_committed(job.root, 1), "actor")
 
 

@@ -59,7 +59,12 @@ from trinity_sync.snapshot.version_tag import published_path
 from trinity_sync.stack.doctor import examine
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
-from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    steps_awaiting_export,
+    write_export_request,
+)
 from trinity_sync.storage.gc import remove_dead_spool
 from trinity_sync.storage.latest_pointer import (
     advance_latest_pointer,
@@ -70,7 +75,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import pin, steps_in_use, tag, unpin
-from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.required_remote import note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
@@ -121,11 +126,11 @@ def find_orphaned_steps(job: Job) -> list[int]:
 
 # ---------------------------------------------------------------- each record
 
-HOLDS = {"pin", "tag", "lease", "corruption", "wish"}
+HOLDS = {"pin", "tag", "lease", "corruption", "export_request"}
 """Records that are read for what they hold, which they do whatever their format."""
 WRITERS = {
     **dict.fromkeys(("ticket", "receipt", "placement"), "the trainer's environment"),
-    **dict.fromkeys(("note", "corruption", "wish"), "the stack's environment"),
+    **dict.fromkeys(("note", "corruption", "export_request"), "the stack's environment"),
 }
 
 
@@ -159,8 +164,11 @@ def test_a_claim_of_another_release_holds_its_step(
         said = str(read_corruption(job.root, 1))
         with pytest.raises(CommitError):
             require_committed(job.root, 1)
-    elif name == "wish":
-        assert (wishes(job.root), awaited(job.root)) == ([], {1: ["actor"]})
+    elif name == "export_request":
+        assert (list_export_requests(job.root), steps_awaiting_export(job.root)) == (
+            [],
+            {1: ["actor"]},
+        )
         said = caplog.text
     else:
         said = "; ".join(steps_in_use(job.root)[1])
@@ -455,7 +463,7 @@ def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
     with pytest.raises(FormatError):
         rewind(job.root, 1)
     assert newest(job.root).step == 3
-    assert not aside_folder(job.root).exists()
+    assert not quarantine_folder(job.root).exists()
 
 
 def test_a_checkpoint_whose_metrics_are_of_another_release_is_taken_over_without_them(
@@ -515,9 +523,9 @@ def _metrics(job: Job) -> Path:
     return job.root / ".trinity_sync/metrics/1.json"
 
 
-def _wish(job: Job) -> Path:
-    make_wish(job.root, Wish(1, 1, "actor", failed=True))
-    return job.root / ".trinity_sync/exports/global_step_1.actor.wish"
+def _export_request(job: Job) -> Path:
+    write_export_request(job.root, ExportRequest(1, 1, "actor", failed=True))
+    return job.root / ".trinity_sync/exports/global_step_1.actor.request"
 
 
 def _damage(job: Job) -> Path:
@@ -551,7 +559,10 @@ def _stored(job: Job) -> Path:
 @pytest.mark.parametrize(
     ("record", "removed"),
     [
-        *((each, [2]) for each in (_manifest, _pin, _tag, _lease, _metrics, _wish, _damage)),
+        *(
+            (each, [2])
+            for each in (_manifest, _pin, _tag, _lease, _metrics, _export_request, _damage)
+        ),
         *((each, [2]) for each in (_receipt, _ticket, _stored)),
         *((each, []) for each in (_run, _store)),  # nobody can tell which steps they are about
     ],

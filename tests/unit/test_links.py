@@ -164,7 +164,7 @@ def test_a_rewind_sets_the_link_aside_and_renamed_back_it_counts_again(
     there = move_away(step_folder(job.root, 2), elsewhere)
     before = content(there)
     done = rewind(job.root, 1)
-    assert (done.aside, newest(job.root).step) == ((2,), 1)
+    assert (done.quarantined, newest(job.root).step) == ((2,), 1)
     assert content(there) == before
     step_folder(done.folder, 2).rename(step_folder(job.root, 2))
     assert require_committed(job.root, 2).step == 2

@@ -193,7 +193,7 @@ def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
     replacing = job.root / ".trinity_sync/replacing"
     replacing.mkdir(parents=True)
     shutil.copytree(step_folder(job.root, 1), replacing / "global_step_1")
-    step_folder(job.root, 1).rename(replacing / "global_step_1.aside")
+    step_folder(job.root, 1).rename(replacing / "global_step_1.replaced")
     run(job, settings)
     require_committed(job.root, 1)
     assert list(replacing.iterdir()) == []
@@ -204,12 +204,12 @@ def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
 ) -> None:
     """A save of that number began to write before anybody had put it back."""
     save(job, 1)
-    left = job.root / ".trinity_sync/replacing/global_step_1.aside"
+    left = job.root / ".trinity_sync/replacing/global_step_1.replaced"
     left.parent.mkdir(parents=True)
     step_folder(job.root, 1).rename(left)
     step_folder(job.root, 1).mkdir()
     what = [(each.what, each.state) for each in run(job, settings)]
-    assert (".trinity_sync/replacing/global_step_1.aside", "left") in what
+    assert (".trinity_sync/replacing/global_step_1.replaced", "left") in what
     step_folder(job.root, 1).rmdir()
     run(job, settings)
     require_committed(job.root, 1)
@@ -221,8 +221,8 @@ def test_a_step_that_lost_its_name_to_one_of_the_store_is_put_back(
     save(job, 1, 2)
     fetching = job.root / ".trinity_sync/fetching"
     fetching.mkdir(parents=True)
-    step_folder(job.root, 1).rename(fetching / "global_step_1.aside")
-    shutil.copytree(step_folder(job.root, 2), fetching / "global_step_2.aside")
+    step_folder(job.root, 1).rename(fetching / "global_step_1.replaced")
+    shutil.copytree(step_folder(job.root, 2), fetching / "global_step_2.replaced")
     run(job, settings)
     require_committed(job.root, 1)
     assert list(fetching.iterdir()) == []

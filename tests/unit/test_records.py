@@ -36,7 +36,12 @@ from trinity_sync.snapshot.slot_cache import kept_in
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.export_requests import Wish, awaited, make_wish, wishes
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    steps_awaiting_export,
+    write_export_request,
+)
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.manifest import read_manifest
@@ -49,7 +54,7 @@ from trinity_sync.storage.required_remote import (
     required_remote_of,
     write_required_remote,
 )
-from trinity_sync.storage.runs import all_runs, open_run, refuse_abandoned
+from trinity_sync.storage.runs import all_runs, open_run, refuse_superseded
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     write_receipt(job.spool, Receipt("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",)))
     pin(root, 1, "the best")
     tag(root, 1, "good")
-    make_wish(root, Wish(1, 1, "actor"))
+    write_export_request(root, ExportRequest(1, 1, "actor"))
     write_metrics(root, 1, 1, {"reward": 0.5})
     write_required_remote(root, "file:///copies")
     note_sent(root, "file:///copies", manifest)
@@ -92,7 +97,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             ),
             "run": Kind(
                 private / "runs/1.json",
-                lambda: (all_runs(root), refuse_abandoned(root, 1, "first", 4))[0],
+                lambda: (all_runs(root), refuse_superseded(root, 1, "first", 4))[0],
                 (CommitError, SupersededError),
             ),
             "pin": Kind(private / "pins/1.json", lambda: list_pins(root)),
@@ -114,9 +119,13 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 mark, lambda: (read_corruption(root, 1), str(read_corruption(root, 1)))[0]
             ),
             "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
-            "wish": Kind(
-                private / "exports/global_step_1.actor.wish",
-                lambda: (wishes(root), wishes(root, step=1), awaited(root))[0],
+            "export_request": Kind(
+                private / "exports/global_step_1.actor.request",
+                lambda: (
+                    list_export_requests(root),
+                    list_export_requests(root, step=1),
+                    steps_awaiting_export(root),
+                )[0],
             ),
             "store": Kind(private / "store.json", lambda: required_remote_of(root), (CommitError,)),
             "stored": Kind(private / "stored/1.json", lambda: is_sent(root, manifest)),
@@ -125,7 +134,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
 
 NAMES = (
     *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
-    *("corruption", "metrics", "wish", "store", "stored"),
+    *("corruption", "metrics", "export_request", "store", "stored"),
 )
 GARBAGE = st.recursive(
     st.one_of(

@@ -24,17 +24,17 @@ from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, take_spare
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import (
-    AWAITED_S,
-    Wish,
-    forget_wish,
-    give_up,
-    make_wish,
+    EXPORT_HOLDS_S,
+    ExportRequest,
+    fail_export_request,
+    remove_export_request,
+    write_export_request,
 )
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -177,13 +177,13 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
 def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> None:
     for step in (10, 20, 30):
         commit_files(root, step)
-    wish = Wish(1, 10, "actor")
+    request = ExportRequest(1, 10, "actor")
     plan_before = planned(root)
-    make_wish(root, wish)
+    write_export_request(root, request)
     done = remove_steps(root, plan_before)
     assert spared(done) == {10: "the model of actor is to be exported"}
     assert steps_on_disk(root) == [10, 30]
-    forget_wish(root, 10, "actor")
+    remove_export_request(root, 10, "actor")
     prune(root)
     assert steps_on_disk(root) == [30]
 
@@ -191,12 +191,12 @@ def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> N
 def test_an_export_that_failed_or_never_came_holds_no_step_for_ever(root: Path) -> None:
     for step in (10, 20, 30):
         commit_files(root, step)
-    give_up(root, Wish(1, 10, "actor"))
-    make_wish(root, Wish(1, 20, "actor"))
+    fail_export_request(root, ExportRequest(1, 10, "actor"))
+    write_export_request(root, ExportRequest(1, 20, "actor"))
     prune(root)
     assert steps_on_disk(root) == [20, 30]
-    (wish,) = (root / ".trinity_sync/exports").glob("*20.actor.wish")
-    os.utime(wish, (0, wish.stat().st_mtime - AWAITED_S))
+    (request,) = (root / ".trinity_sync/exports").glob("*20.actor.request")
+    os.utime(request, (0, request.stat().st_mtime - EXPORT_HOLDS_S))
     prune(root)
     assert steps_on_disk(root) == [30]
 
@@ -463,7 +463,7 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
 def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
-    old = aside_folder(root) / "20200101T000000Z/global_step_9"
+    old = quarantine_folder(root) / "20200101T000000Z/global_step_9"
     old.mkdir(parents=True)
     told: list[int] = []
     policies = Rules(parse_policy("last=1"), All(), quarantine=parse_policy("newer=1d"))

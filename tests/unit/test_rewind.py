@@ -54,7 +54,7 @@ def test_the_step_is_the_newest_and_later_ones_lie_aside_whole(trained: Job) -> 
     assert names(trained.root) == ["global_step_10"]
     assert read_iteration(trained.root, "checkpoint") == 10
     assert read_iteration(trained.root, "state_dict") == 10
-    assert done.aside == (30, 20)
+    assert done.quarantined == (30, 20)
     assert {step: files(done.folder / f"global_step_{step}") for step in (20, 30)} == before
 
 
@@ -77,7 +77,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
     open_run(trained.root, "second", 10)
     commit(trained, 12, run=2)
     trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
-    assert rewind(trained.root, 20).aside == (12, 30)
+    assert rewind(trained.root, 20).quarantined == (12, 30)
     assert newest(trained.root).step == 20
     with pytest.raises(SupersededError, match="step 15 of run 2"):
         trained.commit(15, run=2)
@@ -119,7 +119,7 @@ def test_renamed_back_a_step_counts_again(trained: Job) -> None:
     done = rewind(trained.root, 20)
     (done.folder / "global_step_30").rename(trained.root / "global_step_30")
     assert newest(trained.root).step == 30
-    assert rewind(trained.root, 30).aside == ()
+    assert rewind(trained.root, 30).quarantined == ()
     assert read_iteration(trained.root, "checkpoint") == 30
 
 
@@ -152,7 +152,7 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
         rewind(trained.root, 10)
     assert refused.value.holders == {30: ("the paper's",)}
     assert newest(trained.root).step == 30
-    assert 30 in rewind(trained.root, 10, force=True).aside
+    assert 30 in rewind(trained.root, 10, force=True).quarantined
     assert list_pins(trained.root) == []
 
 
@@ -161,7 +161,7 @@ def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Jo
     tag(trained.root, 30, "best")
     with pytest.raises(StepInUseError, match="step 30: best"):
         rewind(trained.root, 10)
-    assert 30 in rewind(trained.root, 10, force=True).aside
+    assert 30 in rewind(trained.root, 10, force=True).quarantined
     assert list(list_tags(trained.root)) == ["start"]
 
 
@@ -169,14 +169,14 @@ def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> 
     day = 86_400.0
     rewind(trained.root, 20, clock=lambda: 0.0)
     rewind(trained.root, 10, clock=lambda: 3 * day)
-    (trained.root / ".trinity_sync/aside/my notes").mkdir()
+    (trained.root / ".trinity_sync/quarantine/my notes").mkdir()
     first, second = "19700101T000000Z", "19700104T000000Z"
 
     def go(policy: str, at: float, **other: bool) -> list[str]:
         return prune_quarantine(trained.root, parse_policy(policy), at, **other)
 
     def left() -> list[str]:
-        return sorted(each.name for each in (trained.root / ".trinity_sync/aside").iterdir())
+        return sorted(each.name for each in (trained.root / ".trinity_sync/quarantine").iterdir())
 
     assert go("all", 99 * day) == []
     assert go("newer=2d", 4 * day, dry_run=True) == [first]
@@ -228,5 +228,5 @@ def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
     rewind(trained.root, 10)
     assert newest(trained.root).step == read_iteration(trained.root, "checkpoint") == 10
     assert newest_run(trained.root).number == 2
-    aside = {path.name for path in trained.root.glob(".trinity_sync/aside/*/*")}
+    aside = {path.name for path in trained.root.glob(".trinity_sync/quarantine/*/*")}
     assert aside == {"global_step_20", "global_step_30"}

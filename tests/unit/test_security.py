@@ -51,7 +51,11 @@ from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.diff import diff
-from trinity_sync.storage.export_requests import Wish, make_wish, wishes
+from trinity_sync.storage.export_requests import (
+    ExportRequest,
+    list_export_requests,
+    write_export_request,
+)
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
@@ -408,28 +412,28 @@ def careless() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", [0o646, 0o664, 0o666])
-def test_source_files_are_not_trusted_at_the_wish_of_others(
+def test_source_files_are_not_trusted_at_the_request_of_others(
     tmp_path: Path, careless: None, mode: int
 ) -> None:
-    make_wish(tmp_path, Wish(1, 1, "actor", trust_remote_code=True))
-    (own,) = wishes(tmp_path)
+    write_export_request(tmp_path, ExportRequest(1, 1, "actor", trust_remote_code=True))
+    (own,) = list_export_requests(tmp_path)
     assert own.trust_remote_code
-    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.wish")
+    (path,) = (tmp_path / ".trinity_sync" / "exports").glob("*.request")
     path.chmod(mode)
-    (theirs,) = wishes(tmp_path)
+    (theirs,) = list_export_requests(tmp_path)
     assert not theirs.trust_remote_code
 
 
-def test_what_is_no_wish_of_its_name_is_passed_over(tmp_path: Path) -> None:
-    make_wish(tmp_path, Wish(1, 1, "actor"))
+def test_an_export_request_under_another_name_is_passed_over(tmp_path: Path) -> None:
+    write_export_request(tmp_path, ExportRequest(1, 1, "actor"))
     exports = tmp_path / ".trinity_sync" / "exports"
-    (exports / "global_step_2.actor.wish").mkdir()
-    os.mkfifo(exports / "global_step_3.actor.wish")
-    (exports / "global_step_4.actor.wish").symlink_to("global_step_1.actor.wish")
+    (exports / "global_step_2.actor.request").mkdir()
+    os.mkfifo(exports / "global_step_3.actor.request")
+    (exports / "global_step_4.actor.request").symlink_to("global_step_1.actor.request")
     for step, role in ((5, "actor/../../.."), (6, "actor")):
-        wish = {"run": 1, "step": 5, "role": role}
-        (exports / f"global_step_{step}.actor.wish").write_text(json.dumps(wish))
-    assert wishes(tmp_path) == [Wish(1, 1, "actor")]
+        request = {"run": 1, "step": 5, "role": role}
+        (exports / f"global_step_{step}.actor.request").write_text(json.dumps(request))
+    assert list_export_requests(tmp_path) == [ExportRequest(1, 1, "actor")]
 
 
 def mode_of(path: Path) -> int:

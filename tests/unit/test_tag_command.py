@@ -64,7 +64,7 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert unpinned.startswith("step 20 is not pinned any more\nit is kept by the tag best;")
     assert "step 20 in" in run(root, "export", root, "best", "--role", "critic").stderr
     run(root, "untag", root, "best")
-    assert json_of(root, "rewind", root, "--to", "start", "--yes")["aside"] == [30, 20]
+    assert json_of(root, "rewind", root, "--to", "start", "--yes")["quarantined"] == [30, 20]
 
 
 def test_two_tags_are_compared(job: Job) -> None:

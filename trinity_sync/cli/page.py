@@ -152,9 +152,10 @@ def _steps(job: "JobFacts") -> str:
             )
         )
     heads = ("step", "run", "kinds", "size", "parts", "committed", "flow run", "functions", "state")
-    aside = f"<p>set aside by rewinds: {escape(', '.join(job.aside))}</p>" if job.aside else ""
+    names = escape(", ".join(job.quarantined))
+    quarantined = f"<p>in quarantine: {names}</p>" if names else ""
     note = f"<p>no durations: {escape(job.no_server)}</p>" if job.no_server else ""
-    return _table("steps", heads, rows, numbers={0, 1, 3}) + aside + note
+    return _table("steps", heads, rows, numbers={0, 1, 3}) + quarantined + note
 
 
 def _tasks(run: "RunFacts") -> str:

@@ -35,9 +35,11 @@ def prune(
     keep_syncs: Annotated[
         str | None, typer.Option(help="Steps of weights only to keep, likewise.")
     ] = None,
-    keep_aside: Annotated[
+    keep_quarantine: Annotated[
         str | None,
-        typer.Option(help="What rewinds set aside, and steps of a training that was begun again."),
+        typer.Option(
+            help="Folders in quarantine to keep, and steps of a training that was begun again."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
@@ -51,7 +53,9 @@ def prune(
     from trinity_sync.retention.prune import prune as prune_root
 
     settings = read_settings()
-    quarantine = parse_policy(settings.keep_aside if keep_aside is None else keep_aside)
+    quarantine = parse_policy(
+        settings.keep_quarantine if keep_quarantine is None else keep_quarantine
+    )
     rules = Rules(
         parse_policy(settings.keep if keep is None else keep),
         parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
@@ -74,7 +78,12 @@ def prune(
             for v in found
         ]
         print_json(
-            {"dry_run": dry_run, "bytes_freed": freed, "steps": steps, "aside": done.quarantine}
+            {
+                "dry_run": dry_run,
+                "bytes_freed": freed,
+                "steps": steps,
+                "quarantine": done.quarantine,
+            }
         )
         return
     table = Table("step", "size", "state", "why")
@@ -85,7 +94,7 @@ def prune(
     console.print(table if found else f"nothing is committed in {root}")
     console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
     for name in done.quarantine:
-        what = f"what the rewind of {name} set aside {'would be' if dry_run else 'is'} removed"
+        what = f"{name} in quarantine {'would be' if dry_run else 'is'} removed"
         console.print(what, highlight=False)
 
 

@@ -21,7 +21,7 @@ def rewind(
     force: Annotated[bool, typer.Option("--force", help="Pinned and tagged steps, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make an earlier step the newest; newer ones are set aside, and nothing is deleted."""
+    """Make an earlier step the newest; newer ones are quarantined, and nothing is deleted."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.rewind import newer_steps
     from trinity_sync.storage.rewind import rewind as carry_out
@@ -29,17 +29,19 @@ def rewind(
     step = step_in(root, to)
     newer = newer_steps(root, step)
     if not yes:
-        what = f"set {len(newer)} newer steps aside ({_listed(newer)})" if newer else "point at it"
+        what = f"quarantine {len(newer)} newer steps ({_listed(newer)})" if newer else "point at it"
         typer.confirm(f"rewind {root} to step {step}: {what}?", abort=True, err=True)
     done = carry_out(root, step, force=force)
-    try_mirror(read_settings(), root, done.aside)
+    try_mirror(read_settings(), root, done.quarantined)
     if as_json:
         where = str(done.folder) if done.folder else None
-        print_json({"step": step, "run": done.run, "aside": done.aside, "folder": where})
+        print_json(
+            {"step": step, "run": done.run, "quarantined": done.quarantined, "folder": where}
+        )
         return
     typer.echo(f"{root} is at step {step}; a training that resumes goes on from there")
     if done.folder:
-        typer.echo(f"set aside: steps {_listed(list(done.aside))}, in {done.folder}")
+        typer.echo(f"in quarantine: steps {_listed(list(done.quarantined))}, in {done.folder}")
 
 
 def _listed(steps: list[int]) -> str:

@@ -35,7 +35,7 @@ from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, run_of
 from trinity_sync.storage.required_remote import is_sent, required_remote_of
-from trinity_sync.storage.runs import all_runs, left_behind_by
+from trinity_sync.storage.runs import all_runs, find_superseding_run
 from trinity_sync.storage.save import Save
 
 logger = logging.getLogger(__name__)
@@ -544,4 +544,4 @@ def _superseded(request: SaveRequest) -> bool:
     best = newest(root, request.kind)
     if best is not None and (best.run, best.step) > (run, step):
         return True
-    return left_behind_by(all_runs(root), run, step) is not None
+    return find_superseding_run(all_runs(root), run, step) is not None

@@ -16,7 +16,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.manifest import is_committed, run_of
-from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run, newest_run, note_resume, open_run
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RunContext:
                 run.number,
                 self._root,
                 found.step,
-                aside_folder(self._root),
+                quarantine_folder(self._root),
                 found.step,
             )
 

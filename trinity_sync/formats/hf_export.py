@@ -33,10 +33,10 @@ from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
 from trinity_sync.storage.export_requests import (
     COMPONENT,
-    Wish,
+    ExportRequest,
     exports_folder,
-    forget_wish,
-    give_up,
+    fail_export_request,
+    remove_export_request,
 )
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
@@ -154,34 +154,34 @@ def export_step(
         require_unreplaced(root, manifest)  # all that was read is of one run
         if to is None:
             _join(root, manifest, role, progress)
-            forget_wish(root, step, role)
+            remove_export_request(root, step, role)
         else:
             put_in_place(scratch, target)
     return _exported(target, progress)
 
 
-def grant(root: str | Path, wish: Wish) -> None:
-    """Export what was wished; its digests are fresh, so they are not compared again.
+def fulfill_export_request(root: str | Path, request: ExportRequest) -> None:
+    """Export a model as requested; its digests are fresh, so they are not compared again.
 
-    A step that was removed or replaced meanwhile takes its wish along.
+    A step that was removed or replaced meanwhile takes its request along.
 
     Raises:
-        CommitError, ExportError, OSError: as `export_step`; the wish waits for a retry.
+        CommitError, ExportError, OSError: as `export_step`; the request waits for a retry.
     """
-    manifest = read_manifest(root, wish.step)
-    if manifest and manifest.run == wish.run:
+    manifest = read_manifest(root, request.step)
+    if manifest and manifest.run == request.run:
         try:
             export_step(
                 root,
-                wish.step,
-                role=wish.role,
+                request.step,
+                role=request.role,
                 check=False,
-                trust_remote_code=wish.trust_remote_code,
+                trust_remote_code=request.trust_remote_code,
             )
         except Exception:
-            give_up(root, wish)
+            fail_export_request(root, request)
             raise
-    forget_wish(root, wish.step, wish.role)
+    remove_export_request(root, request.step, request.role)
 
 
 def _build(

@@ -21,7 +21,7 @@ from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import Lease, list_leases
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import Pin, list_pins
-from trinity_sync.storage.quarantine import aside_folder
+from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run
 from trinity_sync.weights.state_files import read_state
 
@@ -53,8 +53,8 @@ class JobFacts:
     job: str
     made_at: float
     steps: list[StepFacts]
-    aside: list[str]
-    """Steps that were set aside, as ``time/global_step_N``."""
+    quarantined: list[str]
+    """Steps in quarantine, as ``time/global_step_N``."""
     leases: list[Lease]
     pins: list[Pin]
     readers: dict[str, dict[str, Any]]
@@ -71,13 +71,13 @@ def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.
     runs, retention, problem = _asked(settings, root)
     pointers = {kind: read_iteration(root, kind) for kind in KINDS}
     known = known_runs(root)
-    aside = sorted(aside_folder(root).glob("*/global_step_*"))
+    quarantined = sorted(quarantine_folder(root).glob("*/global_step_*"))
     return JobFacts(
         root=str(root),
         job=job_id(root),
         made_at=clock(),
         steps=[_step(root, step, pointers, known) for step in steps_on_disk(root)],
-        aside=["/".join(path.parts[-2:]) for path in aside],
+        quarantined=["/".join(path.parts[-2:]) for path in quarantined],
         leases=list_leases(root),
         pins=list_pins(root),
         readers=_readers(root),

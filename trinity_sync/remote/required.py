@@ -43,7 +43,7 @@ from trinity_sync.storage.required_remote import (
     note_sent,
     write_required_remote,
 )
-from trinity_sync.storage.runs import Run, all_runs, know_run, left_behind_by, lineage
+from trinity_sync.storage.runs import Run, all_runs, find_superseding_run, know_run, lineage
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _claim(root: Path, remote: Remote, manifest: Manifest) -> None:
             "another training's, begun elsewhere. Stop one of the two; the one that goes on has to "
             "be started anew, and resumes from the newest step there."
         )
-    if later := left_behind_by(remote.runs(), number, step):
+    if later := find_superseding_run(remote.runs(), number, step):
         raise SupersededError(
             f"step {step} of run {number} in {root} is not sent: run {later.number} at "
             f"{remote.url} resumed from step {later.resumed_from}, which leaves it behind. Stop "

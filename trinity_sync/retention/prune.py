@@ -42,16 +42,16 @@ from trinity_sync.retention.policies import StepInfo
 from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.snapshot.callable_status import receipts_of
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.block_reuse import recycles, remove_folder
+from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
 from trinity_sync.storage.discovery import committed_steps, manifest_state, require_committed
-from trinity_sync.storage.export_requests import awaited, forget_exports
+from trinity_sync.storage.export_requests import remove_export_files, steps_awaiting_export
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import removal_lock
 from trinity_sync.storage.manifest import read_manifest, run_of
 from trinity_sync.storage.metrics import forget_metrics, read_metrics
 from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import must_be_sent
-from trinity_sync.storage.runs import Lineage, all_runs, lineage, newest_run, refuse_abandoned
+from trinity_sync.storage.runs import Lineage, all_runs, lineage, newest_run, refuse_superseded
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def prune(
     quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run)
     if dry_run:
         return Pruned(Path(root), plan, None, quarantine)
-    removal = remove_steps(root, plan, spool=spool, recycle=recycles(root, recycle))
+    removal = remove_steps(root, plan, spool=spool, recycle=can_reuse_blocks(root, recycle))
     done = Pruned(Path(root), plan, removal, quarantine)
     on_removed(done.removed)
     return done
@@ -199,14 +199,14 @@ def remove_steps(
     _empty_trash(Path(root), keep=largest if recycle else 0)
     for each in done.removed:
         forget_metrics(root, each.step)
-        forget_exports(root, each.step)
+        remove_export_files(root, each.step)
     return done
 
 
 def _held(root: str | Path) -> dict[int, list[str]]:
     """Steps that somebody needs whatever policies say, with reasons."""
     held = steps_in_use(root)
-    for step, roles in awaited(root).items():
+    for step, roles in steps_awaiting_export(root).items():
         held[step].append(f"the model of {', '.join(roles)} is to be exported")
     for kind in KINDS:
         if (pointed := read_iteration(root, kind)) is not None:
@@ -273,12 +273,12 @@ def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> st
         return ""
     sealed, unreadable = spool.tickets()
     for ticket in (image.ticket for image in sealed):
-        if ticket.step == planned.step and not _is_abandoned(
+        if ticket.step == planned.step and not _is_superseded(
             root, ticket.run, ticket.run_key, ticket.step
         ):
             return SAVING
     for error in unreadable:
-        abandoned = error.run is not None and _is_abandoned(root, error.run, "", planned.step)
+        abandoned = error.run is not None and _is_superseded(root, error.run, "", planned.step)
         if error.step == planned.step and not abandoned:
             return f"an image of it may wait: {error}"
     newest = newest_run(root)
@@ -294,10 +294,10 @@ def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> st
     return ""
 
 
-def _is_abandoned(root: Path, run: int, run_key: str, step: int) -> bool:
+def _is_superseded(root: Path, run: int, run_key: str, step: int) -> bool:
     """Whether a later run has left an image behind."""
     try:
-        refuse_abandoned(root, run, run_key, step)
+        refuse_superseded(root, run, run_key, step)
     except SupersededError:
         return True
     return False

@@ -11,7 +11,7 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.retention.policies import Policy, StepInfo
-from trinity_sync.storage.quarantine import TIME_FORMAT, aside_folder, require_own_release
+from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_own_release
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ def prune_quarantine(
     Returns:
         Names of the folders, oldest first.
     """
-    aside, trash = aside_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
-    if not aside.is_dir():
+    quarantine, trash = quarantine_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
+    if not quarantine.is_dir():
         return []
     with one_change_at_a_time(root) as lock:  # no rewind fills one meanwhile
-        folders = sorted(aside.iterdir(), key=lambda folder: folder.name)
+        folders = sorted(quarantine.iterdir(), key=lambda folder: folder.name)
         ages = [
             StepInfo(number, 0, KINDS, at, 0)
             for number, folder in enumerate(folders)
@@ -49,9 +49,9 @@ def prune_quarantine(
             make_folder(trash)
             for folder in gone:
                 lock.require_ours()
-                folder.rename(trash / f"aside-{folder.name}.{uuid.uuid4().hex}")
+                folder.rename(trash / f"quarantine-{folder.name}.{uuid.uuid4().hex}")
             sync_folder(trash)
-            sync_folder(aside)
+            sync_folder(quarantine)
     return [folder.name for folder in gone]
 
 

@@ -19,7 +19,7 @@ from trinity_sync.fs.direct_io import write_file
 from trinity_sync.layout import KINDS, ROOT_FORMAT, job_id, steps_on_disk
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.block_reuse import recycles
+from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.discovery import (
     committed_steps,
     newest,
@@ -120,7 +120,7 @@ def _capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
         answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
         todo = "take another file system for the root, see docs/roots.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
-    used = recycles(found.root, settings.recycle) and found.has("leases")
+    used = can_reuse_blocks(found.root, settings.recycle) and found.has("leases")
     why = "" if used else " (TRINITY_SYNC_RECYCLE; a file system of this node alone, with leases)"
     yield Check("recycled files", "ok", ("yes" if used else "no") + why)
 

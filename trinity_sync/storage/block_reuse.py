@@ -26,14 +26,14 @@ WORTHWHILE = 1 << 20
 """Bytes from which a file is worth keeping."""
 
 
-def recycles(root: str | Path, wish: bool | Literal["always"]) -> bool:
+def can_reuse_blocks(root: str | Path, setting: bool | Literal["always"]) -> bool:
     """Whether files of removed steps may be kept for others to write over.
 
     Args:
         root: the job's root.
-        wish: as in the settings; ``always`` where no other node reads steps, though it might.
+        setting: as in the settings; ``always`` where no other node reads steps, though it might.
     """
-    return wish == "always" or (wish and not mount_of(root).shared)
+    return setting == "always" or (setting and not mount_of(root).shared)
 
 
 def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:

@@ -53,7 +53,7 @@ from trinity_sync.storage.replace import (
     sync_folders,
     vanished_error,
 )
-from trinity_sync.storage.runs import refuse_abandoned
+from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.storage.save import Save, Written, discard, remove_files
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def commit(
         CommitError: this node was cut off, and another one may have the lock of the root.
     """
     with one_change_at_a_time(save.root) as lock:
-        refuse_abandoned(save.root, save.run, save.run_key, save.step)
+        refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         roles = {file.record.role for file in written}
         if not (earlier and earlier.run == save.run and earlier.holds(save.kind, roles)):
@@ -112,7 +112,7 @@ def commit(
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
             raise SupersededError(
-                f"{save} is abandoned: run {earlier.run} has committed its own step {save.step}"
+                f"{save} is superseded: run {earlier.run} has committed its own step {save.step}"
             )
         replaced = earlier if earlier and earlier.run < save.run else None
         if replaced and not is_covered_by(save, replaced, manifest):
@@ -151,7 +151,7 @@ def finish_interrupted(save: Save) -> None:
         if manifest is None or manifest.run != save.run:
             return
         try:
-            refuse_abandoned(save.root, save.run, save.run_key, save.step)
+            refuse_superseded(save.root, save.run, save.run_key, save.step)
         except SupersededError as error:
             logger.info("%s", error)
         else:

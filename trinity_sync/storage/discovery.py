@@ -30,7 +30,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.runs import Run, all_runs, left_behind_by
+from trinity_sync.storage.runs import Run, all_runs, find_superseding_run
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def manifest_state(
     if error := _corruption_error(root, manifest):
         return StepState(step, "corrupted", manifest, error)
     runs = known_runs(root) if runs is None else runs
-    if later := left_behind_by(runs, manifest.run, step):
+    if later := find_superseding_run(runs, manifest.run, step):
         superseded = SupersededError(
             f"step {step} of run {manifest.run} in {root} is superseded: run {later.number} "
             f"resumed from step {later.resumed_from}"
@@ -149,7 +149,7 @@ def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]
 def records_of_other_releases(root: str | Path) -> list[FormatError]:
     """Why records below ``root/.trinity_sync`` cannot be read that other releases have written."""
     private, found = Path(root) / PRIVATE_FOLDER, []
-    for pattern in ("*.json", "*/*.json", "*/*.wish"):
+    for pattern in ("*.json", "*/*.json", "*/*.request"):
         for path in sorted(private.glob(pattern)):
             try:
                 decode_body(path.read_bytes(), path, ROOT_FORMAT)

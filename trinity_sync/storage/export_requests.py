@@ -1,8 +1,8 @@
-"""Exports that a trainer asked for with a save: carried out once the step is committed.
+"""Export requests: exports that a trainer asked for with a save, for once the step is committed.
 
-A wish is a small file, ``.trinity_sync/exports/global_step_N.<role>.wish``. The save's commit task
-writes it before the commit, so that it outlives whatever dies after it, and it goes when the
-weights have joined the step. The step itself counts whether or not its wishes come true. Until then
+An export request is a small file, ``.trinity_sync/exports/global_step_N.<role>.request``. The
+save's commit task writes it before the commit, so that a crash does not lose it, and it goes when
+the weights have joined the step. The step itself counts whether or not it is exported. Until then
 retention leaves it, but no longer than a day and not after a failure: a model that cannot be
 exported must not fill the disk with its steps.
 """
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 COMPONENT = "hf_model"
 """Of the files of an exported model, in the manifest."""
-AWAITED_S = 86_400.0
-"""Seconds for which a wish keeps its step from retention."""
+EXPORT_HOLDS_S = 86_400.0
+"""Seconds for which an export request keeps its step from retention."""
 
 
 @dataclass(frozen=True)
-class Wish(Record, format=ROOT_FORMAT, writer=STACK):
+class ExportRequest(Record, format=ROOT_FORMAT, writer=STACK):
     """One role's model of one step is to be exported into the step."""
 
     run: Count
@@ -42,66 +42,88 @@ class Wish(Record, format=ROOT_FORMAT, writer=STACK):
 
 
 def exports_folder(root: str | Path) -> Path:
-    """Where wishes are, and exports on their way into a step."""
+    """Return the folder of export requests, and of exports in flight into a step."""
     return Path(root) / PRIVATE_FOLDER / "exports"
 
 
-def make_wish(root: str | Path, wish: Wish) -> None:
-    """Note a wish, durably; again is harmless."""
-    path = _path(root, wish.step, wish.role)
+def write_export_request(root: str | Path, request: ExportRequest) -> None:
+    """Write an export request, durably; again is harmless.
+
+    Args:
+        root: the job's root.
+        request: what is to be exported.
+    """
+    path = _path(root, request.step, request.role)
     make_folder(path.parent)
-    replace_file(path, encode_record(wish), mode=0o644)
+    replace_file(path, encode_record(request), mode=0o644)
 
 
-def wishes(root: str | Path, *, step: int | None = None) -> list[Wish]:
-    """The wishes that wait, of one step or of all; those that cannot be read are passed over.
+def list_export_requests(root: str | Path, *, step: int | None = None) -> list[ExportRequest]:
+    """Return the export requests of a step, or of all; those that cannot be read are skipped.
 
     In those that somebody else may have written, no source files are trusted.
     """
     found = []
     of = "" if step is None else f"{step_folder(root, step).name}."
-    for path in list_uncached(exports_folder(root), f"{of}*.wish"):
+    for path in list_uncached(exports_folder(root), f"{of}*.request"):
         try:
-            wish = _read(path)
+            request = _read(path)
         except FileNotFoundError:
-            continue  # granted meanwhile
+            continue  # exported meanwhile
         except FormatError as error:
             logger.warning("%s", error)
             continue
         except (OSError, ValueError) as error:
-            logger.warning("%s is no request for an export, and is passed over: %s", path, error)
+            logger.warning("%s is no request for an export, and is skipped: %s", path, error)
             continue
-        if path == _path(root, wish.step, wish.role):  # its name says where it leads
-            found.append(wish)
+        if path == _path(root, request.step, request.role):  # its name says where it leads
+            found.append(request)
     return found
 
 
-def give_up(root: str | Path, wish: Wish) -> None:
-    """Note that a wish could not be granted: its step is held no longer, a retry may find it.
+def fail_export_request(root: str | Path, request: ExportRequest) -> None:
+    """Mark a request as failed: its step is held no longer, a retry may find it.
 
-    Nothing is noted where the step is a later run's by now, which grants the wish.
+    Nothing is marked where the step is a later run's by now, which exports it.
+
+    Args:
+        root: the job's root.
+        request: which one.
     """
-    waiting = [each for each in wishes(root, step=wish.step) if each.role == wish.role]
-    if not any(each.run > wish.run for each in waiting):
-        make_wish(root, replace(wish, failed=True))
+    waiting = [
+        each for each in list_export_requests(root, step=request.step) if each.role == request.role
+    ]
+    if not any(each.run > request.run for each in waiting):
+        write_export_request(root, replace(request, failed=True))
 
 
-def pass_on_wishes(root: str | Path, step: int, run: int, to: int) -> None:
-    """Have a later run, whose step it is now, grant the wishes of a run that still wait."""
-    for wish in wishes(root, step=step):
-        if wish.run == run and not wish.failed:
-            make_wish(root, replace(wish, run=to))
+def inherit_export_requests(root: str | Path, step: int, run: int, to: int) -> None:
+    """Have a later run, whose step it is now, inherit the pending export requests of a run.
+
+    Args:
+        root: the job's root.
+        step: that both runs have committed.
+        run: the earlier one.
+        to: the later one.
+    """
+    for request in list_export_requests(root, step=step):
+        if request.run == run and not request.failed:
+            write_export_request(root, replace(request, run=to))
 
 
-def awaited(root: str | Path) -> dict[int, list[str]]:
-    """The steps whose export is still to come, with the roles.
+def steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
+    """Return the steps whose export is pending, with the roles.
 
-    One that another release asked for is taken to wait: only that release knows.
+    That of another release counts as pending: only that release knows.
     """
     found: dict[int, list[str]] = {}
-    given_up = {_path(root, wish.step, wish.role) for wish in wishes(root) if wish.failed}
+    failed = {
+        _path(root, request.step, request.role)
+        for request in list_export_requests(root)
+        if request.failed
+    }
     waiting = [
-        path for path in list_uncached(exports_folder(root), "*.wish") if path not in given_up
+        path for path in list_uncached(exports_folder(root), "*.request") if path not in failed
     ]
     now = file_time(root) if waiting else 0.0
     for path in waiting:
@@ -109,19 +131,25 @@ def awaited(root: str | Path) -> dict[int, list[str]]:
         try:
             age = now - path.stat().st_mtime
         except FileNotFoundError:
-            continue  # granted meanwhile
-        if age < AWAITED_S and (step := step_of_folder(folder)) is not None:
+            continue  # exported meanwhile
+        if age < EXPORT_HOLDS_S and (step := step_of_folder(folder)) is not None:
             found.setdefault(step, []).append(role)
     return found
 
 
-def forget_wish(root: str | Path, step: int, role: str) -> None:
-    """Remove a wish, come true or not."""
+def remove_export_request(root: str | Path, step: int, role: str) -> None:
+    """Remove an export request.
+
+    Args:
+        root: the job's root.
+        step: of the request.
+        role: of the request.
+    """
     _path(root, step, role).unlink(missing_ok=True)
 
 
-def forget_exports(root: str | Path, step: int) -> None:
-    """Remove all that exports have left of a step that is gone: wishes, and files half written."""
+def remove_export_files(root: str | Path, step: int) -> None:
+    """Remove all that exports left of a step that is gone: requests, and half-written files."""
     for path in exports_of(root, step):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -147,12 +175,12 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
     return any((file.role, file.component) == (role, COMPONENT) for file in files)
 
 
-def _read(path: Path) -> Wish:
+def _read(path: Path) -> ExportRequest:
     with open_file(path) as file:
         own = is_own(file.fileno())
-        wish = decode_record(Wish, file.read(), path)
-    return replace(wish, trust_remote_code=wish.trust_remote_code and own)
+        request = decode_record(ExportRequest, file.read(), path)
+    return replace(request, trust_remote_code=request.trust_remote_code and own)
 
 
 def _path(root: str | Path, step: int, role: str) -> Path:
-    return exports_folder(root) / f"{step_folder(root, step).name}.{role}.wish"
+    return exports_folder(root) / f"{step_folder(root, step).name}.{role}.request"

@@ -31,13 +31,13 @@ from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import is_foreign, require_committed
-from trinity_sync.storage.export_requests import exported_steps, exports_of, forget_exports
+from trinity_sync.storage.export_requests import exported_steps, exports_of, remove_export_files
 from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.manifest import run_of
 from trinity_sync.storage.persist import image_of_temporary
 from trinity_sync.storage.quarantine import (
+    clear_replaced,
     fetching_folder,
-    let_go_of_replaced,
     replacing_folder,
 )
 
@@ -83,16 +83,16 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
     needed = []
     with one_change_at_a_time(root) as lock:  # who replaces a step holds it, so these are nobody's
         revalidate_folder(root)  # it may have been another node that died
-        for aside in [*replacing.glob("*.aside"), *fetching.glob("*.aside")]:
-            current = root / aside.name.removesuffix(".aside")
+        for moved in [*replacing.glob("*.replaced"), *fetching.glob("*.replaced")]:
+            current = root / moved.name.removesuffix(".replaced")
             if not current.exists():  # died between two renames, where there is no exchange
                 lock.require_ours()
-                aside.rename(current)
+                moved.rename(current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "mended", "was put back in its place")
             elif not _is_committed(current):
-                needed.append(aside)
-                name = aside.relative_to(root).as_posix()
+                needed.append(moved)
+                name = moved.relative_to(root).as_posix()
                 why = f"what is in its place is not committed; move {current} away to have it back"
                 yield Finding(str(root), name, "left", why)
         lock.require_ours()
@@ -100,16 +100,16 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
             folder = step_folder(replacing, step)
             name = folder.relative_to(root).as_posix()
             try:
-                kept = let_go_of_replaced(root, step)
+                kept = clear_replaced(root, step)
             except FormatError as error:
                 needed.append(folder)
                 yield Finding(str(root), name, "left", str(error))
                 continue
             if folder.exists():
                 continue  # it is read, as is said below
-            why = f"set aside in {kept.parent}" if kept else "removed"
+            why = f"quarantined in {kept.parent}" if kept else "removed"
             yield Finding(str(root), name, "mended", f"left by a step that was replaced; {why}")
-        rest = {*replacing.glob("*"), *fetching.glob("*.aside")}.difference(needed)
+        rest = {*replacing.glob("*"), *fetching.glob("*.replaced")}.difference(needed)
         yield from _removed(root, rest, "left by a step that was replaced")
 
 
@@ -131,7 +131,7 @@ def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
             changed = (path.lstat().st_mtime for path in exports_of(root, step))
             if max(changed, default=math.inf) >= before:
                 continue
-            forget_exports(root, step)
+            remove_export_files(root, step)
             yield Finding(
                 str(root), f"exports of step {step}", "mended", "the step is gone; removed"
             )

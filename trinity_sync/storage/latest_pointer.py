@@ -16,7 +16,7 @@ from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import is_foreign, newest_first, require_committed
 from trinity_sync.storage.manifest import Manifest, run_of
-from trinity_sync.storage.runs import began_after, refuse_abandoned
+from trinity_sync.storage.runs import began_after, refuse_superseded
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _best(root: str | Path, kind: Kind) -> Manifest | None:
     try:
         for manifest in newest_first(root, kind):
             try:
-                refuse_abandoned(root, manifest.run, "", manifest.step)
+                refuse_superseded(root, manifest.run, "", manifest.step)
                 return require_committed(root, manifest.step)
             except (SupersededError, CommitError):
                 continue

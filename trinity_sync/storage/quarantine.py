@@ -1,12 +1,12 @@
-"""Where steps go that are in somebody's way and that nobody asked to remove.
+"""Quarantine: where steps go that are in the way and that nobody asked to remove.
 
 ::
 
-    root/.trinity_sync/aside/20260102T030405Z/
+    root/.trinity_sync/quarantine/20260102T030405Z/
       global_step_50/                   as it was; rename it back to undo
 
-A rewind sets aside what is newer than the step that it goes back to, a folder a rewind. A run that
-began at step 0 although there were steps already sets aside what its own commits replace, in a
+A rewind quarantines what is newer than the step that it goes back to, a folder a rewind. A run that
+began at step 0 although there were steps already quarantines what its own commits replace, in a
 folder of the time when it began: whoever started it may have forgotten to load, or named the root
 of another training. A run that loaded a step has said what it leaves behind; what that replaces is
 removed.
@@ -22,16 +22,16 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.manifest import read_manifest, run_of
-from trinity_sync.storage.runs import began_anew
+from trinity_sync.storage.runs import fresh_start_time
 
 logger = logging.getLogger(__name__)
 
 TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 
 
-def aside_folder(root: str | Path) -> Path:
-    """Where all lies that was set aside, a folder a rewind or run."""
-    return Path(root) / PRIVATE_FOLDER / "aside"
+def quarantine_folder(root: str | Path) -> Path:
+    """Return the folder of all that is in quarantine, a folder a rewind or run."""
+    return Path(root) / PRIVATE_FOLDER / "quarantine"
 
 
 def replacing_folder(root: str | Path) -> Path:
@@ -44,8 +44,8 @@ def fetching_folder(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "fetching"
 
 
-def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
-    """Set aside or remove what lies in `replacing_folder` of a step; under the commit lock.
+def clear_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Quarantine or remove what lies in `replacing_folder` of a step; under the commit lock.
 
     Args:
         root: the job's root.
@@ -61,7 +61,7 @@ def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | 
     folder = step_folder(replacing_folder(root), step)
     require_own_release(replacing_folder(root), step)
     before, now = run_of(replacing_folder(root), step), run_of(root, step)
-    if 0 < before < now and (began := began_anew(root, now)):
+    if 0 < before < now and (began := fresh_start_time(root, now)):
         place = step_folder(_folder_of(root, began), step)
         if not place.exists():
             make_folder(place.parent)
@@ -74,8 +74,13 @@ def let_go_of_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | 
     return None
 
 
-def fresh_folder(root: Path, now: float) -> Path:
-    """A new folder for what is set aside now."""
+def make_quarantine_folder(root: Path, now: float) -> Path:
+    """Make a new folder in quarantine.
+
+    Args:
+        root: the job's root.
+        now: seconds since the epoch, of which it has its name.
+    """
     folder = _folder_of(root, now)
     while folder.exists():
         folder = folder.with_name(folder.name + "_")
@@ -94,4 +99,4 @@ def require_own_release(root: Path, step: int) -> None:
 
 
 def _folder_of(root: str | Path, at: float) -> Path:
-    return aside_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))
+    return quarantine_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))

@@ -29,14 +29,14 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.storage.discovery import manifest_state, newest
-from trinity_sync.storage.export_requests import pass_on_wishes
+from trinity_sync.storage.export_requests import inherit_export_requests
 from trinity_sync.storage.manifest import (
     Manifest,
     write_manifest_into,
 )
 from trinity_sync.storage.metrics import pass_on_metrics
 from trinity_sync.storage.pins import list_pins
-from trinity_sync.storage.quarantine import let_go_of_replaced, replacing_folder
+from trinity_sync.storage.quarantine import clear_replaced, replacing_folder
 from trinity_sync.storage.save import Save, Written
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def inherit_exports_and_metrics(save: Save, earlier: Manifest) -> None:
         save: of the later run.
         earlier: manifest of the checkpoint.
     """
-    pass_on_wishes(save.root, save.step, earlier.run, save.run)
+    inherit_export_requests(save.root, save.step, earlier.run, save.run)
     try:
         pass_on_metrics(save.root, save.step, earlier.run, save.run)
     except (FormatError, LockTimeoutError) as error:
@@ -114,7 +114,7 @@ def replace_step(
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
     if fresh.exists() or fresh.is_symlink():  # an earlier attempt died
-        let_go_of_replaced(save.root, save.step)
+        clear_replaced(save.root, save.step)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
     # a step that is somebody's link gives way with the link, and what it leads to stays
@@ -147,12 +147,12 @@ def replace_step(
     for path in elsewhere:
         path.unlink(missing_ok=True)
     keep = manifest.nbytes if recycle else 0
-    if aside := let_go_of_replaced(save.root, save.step, keep=keep):
+    if kept := clear_replaced(save.root, save.step, keep=keep):
         logger.warning(
             "%s replaces that of run %d, which is kept in %s, since run %d had begun at step 0",
             save,
             earlier.run,
-            aside,
+            kept,
             save.run,
         )
 
@@ -161,10 +161,10 @@ def exchange_folders(fresh: Path, current: Path) -> None:
     """Swap two folders; where the file system cannot, there is a moment without ``current``."""
     if exchange(fresh, current):
         return
-    aside = fresh.with_name(f"{fresh.name}.aside")
-    current.rename(aside)
+    moved = fresh.with_name(f"{fresh.name}.replaced")
+    current.rename(moved)
     fresh.rename(current)
-    aside.rename(fresh)
+    moved.rename(fresh)
 
 
 def sync_folders(folder: Path, names: Iterable[str]) -> None:

@@ -2,11 +2,11 @@
 
 ::
 
-    root/.trinity_sync/aside/20260102T030405Z/
+    root/.trinity_sync/quarantine/20260102T030405Z/
       global_step_50/                   as it was; rename it back to undo
 
-What is newer than the step (a later number, or any step of a later run) is set aside. The order is
-the promise; all of it happens under the commit lock and the lock of removal:
+What is newer than the step (a later number, or any step of a later run) is quarantined. The order
+is the promise; all of it happens under the commit lock and the lock of removal:
 
 1. A run record that resumed from the step. Dies everything now: what earlier runs have in flight
    beyond the step is refused, and every step can still be loaded.
@@ -16,8 +16,9 @@ the promise; all of it happens under the commit lock and the lock of removal:
    that are left is what ``latest`` answers. With the last rename it is the step that was wanted.
 
 So resuming finds a whole step at every instant, and a rewind that was broken off is finished by
-the same call again: it finds its own run record, and sets aside what is left. What was set aside
-stays until a policy lets go of it (``TRINITY_SYNC_KEEP_ASIDE``), or somebody removes the folder.
+the same call again: it finds its own run record, and quarantines what is left. What is in
+quarantine stays until no policy keeps it (``TRINITY_SYNC_KEEP_QUARANTINE``), or somebody removes
+it.
 """
 
 import time
@@ -40,7 +41,7 @@ from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.leases import list_leases, removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
 from trinity_sync.storage.pins import Pin, list_pins, unpin
-from trinity_sync.storage.quarantine import fresh_folder
+from trinity_sync.storage.quarantine import make_quarantine_folder
 from trinity_sync.storage.required_remote import required_remote_of
 from trinity_sync.storage.runs import open_run
 
@@ -52,14 +53,14 @@ class Rewound:
     step: int
     run: int
     """Number of the run record that begins at the step."""
-    aside: tuple[int, ...]
-    """Steps that were set aside."""
+    quarantined: tuple[int, ...]
+    """Steps that are in quarantine now."""
     folder: Path | None
     """Where they lie now; None if there were none."""
 
 
 def newer_steps(root: str | Path, step: int) -> list[int]:
-    """The steps that a rewind to ``step`` sets aside, in that order: the newest first.
+    """The steps that a rewind to ``step`` quarantines, in that order: the newest first.
 
     Raises:
         CommitError: the step is not committed, or corrupted.
@@ -89,11 +90,11 @@ def rewind(
     Args:
         root: the job's root.
         step: a committed one.
-        force: set pinned and tagged steps aside, too; their pins and tags are removed.
+        force: quarantine pinned and tagged steps also; their pins and tags are removed.
         clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the steps of the root count in a store, where nothing can be set aside.
+        ConfigError: the steps of the root count in a store, where nothing can be quarantined.
         CommitError: the step is not committed, or corrupted; nothing was changed.
         StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
@@ -118,7 +119,7 @@ def rewind(
         for lock in (changes, removal):
             lock.require_ours()
         _point_at(base, target, newer)
-        folder = fresh_folder(base, clock()) if newer else None
+        folder = make_quarantine_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer ones
             for lock in (changes, removal):
@@ -132,7 +133,7 @@ def rewind(
 
 
 def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
-    """The pins and tags of the newer steps, if nothing forbids to set them aside."""
+    """The pins and tags of the newer steps, if nothing forbids to quarantine them."""
     readers: dict[int, list[str]] = {}
     for lease in list_leases(root):
         if lease.step in newer:

@@ -1,11 +1,11 @@
-"""The runs of a job: a resume is a new one, and what it left behind must not come back.
+"""The runs of a job: a resume is a new one, and what it superseded must not come back.
 
 A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says,
 but for the step that it resumes from where a process with nothing to load came first. A run that
-resumed from step M abandons whatever earlier runs had handed over beyond M and not yet committed:
+resumed from step M supersedes whatever earlier runs had submitted beyond M and not yet committed:
 such a save is refused, or explorers would receive weights that training has left. A rewind is a
 run, too: it annuls the runs between the one whose commit it goes back to and itself, and with them
-what those had abandoned.
+what those had superseded.
 """
 
 from collections.abc import Callable, Iterable
@@ -81,8 +81,13 @@ def newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def began_anew(root: str | Path, number: int) -> float | None:
-    """When the run began, in seconds since the epoch, if it did so at step 0; else None."""
+def fresh_start_time(root: str | Path, number: int) -> float | None:
+    """Return when a run began, in seconds since the epoch, if it began at step 0; else None.
+
+    Args:
+        root: the job's root.
+        number: of the run.
+    """
     path = _folder(root) / f"{number}.json"
     if not path.exists():
         return None
@@ -136,8 +141,8 @@ def lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
     return Lineage(frozenset(found))
 
 
-def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> None:
-    """Let nothing of a run be committed that a later run has left behind.
+def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> None:
+    """Refuse to commit a step that a later run has superseded.
 
     Args:
         root: the job's root.
@@ -146,25 +151,31 @@ def refuse_abandoned(root: str | Path, run: int, run_key: str, step: int) -> Non
         step: step that it wants to commit.
 
     Raises:
-        SupersededError: a later run resumed from before ``step``, or the root was begun anew.
+        SupersededError: a later run resumed from before ``step``, or the root was recreated.
         CommitError, FormatError: as `all_runs`.
     """
     runs = all_runs(root)
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
         raise SupersededError(
-            f"step {step} of run {run} in {root} is abandoned: the root was removed and begun anew "
-            "since it was handed over. Nothing is to be done."
+            f"step {step} of run {run} in {root} is superseded: the root was removed and "
+            "recreated since it was submitted. Nothing is to be done."
         )
-    if later := left_behind_by(runs, run, step):
+    if later := find_superseding_run(runs, run, step):
         raise SupersededError(
-            f"step {step} of run {run} in {root} is abandoned: run {later.number} resumed from "
-            f"step {later.resumed_from}, which leaves this save behind. If that was a mistake, end "
-            "that run and start this one again; else nothing is to be done."
+            f"step {step} of run {run} in {root} is superseded: run {later.number} resumed from "
+            f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
+            "again; otherwise nothing is to be done."
         )
 
 
-def left_behind_by(runs: Iterable[Run], run: int, step: int) -> Run | None:
-    """The later run, of all ``runs`` of a job, that left this step of ``run`` behind, or None."""
+def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:
+    """Return the later run of a job that superseded a step, or None.
+
+    Args:
+        runs: all of the job.
+        run: that committed or submitted the step.
+        step: which one.
+    """
     counting: list[Run] = []
     for later in sorted(runs, key=lambda each: each.number, reverse=True):
         annulled = any(0 < each.resumed_run < later.number for each in counting)

@@ -8,7 +8,7 @@ from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import refuse_abandoned
+from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
     found = [m for m in committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
-            refuse_abandoned(root, manifest.run, "", manifest.step)
+            refuse_superseded(root, manifest.run, "", manifest.step)
             yield require_committed(root, manifest.step)
         except SupersededError:
             continue
@@ -48,7 +48,7 @@ def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
     """A step as a version; None if it is not one of `committed_weights`."""
     try:
         manifest = require_committed(root, step)
-        refuse_abandoned(root, manifest.run, "", step)
+        refuse_superseded(root, manifest.run, "", step)
     except (SupersededError, CommitError, FormatError):
         return None
     if "state_dict" not in manifest.kinds or not _has_model(manifest, role):

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.formats.hf_export import grant
+from trinity_sync.formats.hf_export import fulfill_export_request
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.export_requests import wishes
+from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.placement import await_shares
 from trinity_sync.storage.receipts import await_receipts
@@ -98,7 +98,7 @@ def _in_environment(binaries: str) -> Callable[[SaveRequest], None]:
 
 
 def _save_step(request: SaveRequest) -> None:
-    from tasks.commit import note_wishes
+    from tasks.commit import write_export_requests
     from tasks.persist import persist_component, save_of
     from tasks.prune import prune_after_commit
 
@@ -107,11 +107,11 @@ def _save_step(request: SaveRequest) -> None:
     spool = JobSpool(Path(share.spool))
     parts = [persist_component(request, component, share) for component in request.components]
     written = [file for part in parts for file in part.written]
-    note_wishes(save, written)
+    write_export_requests(save, written)
     commit(save, written, await_receipts(spool, save))
     free_committed_slots(spool, save, written)
-    for wish in wishes(save.root, step=save.step):
-        grant(save.root, wish)
+    for request in list_export_requests(save.root, step=save.step):
+        fulfill_export_request(save.root, request)
     if request.keep:
         prune_after_commit.fn(request)
 

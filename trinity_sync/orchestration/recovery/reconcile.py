@@ -31,7 +31,7 @@ from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import job_spools
-from trinity_sync.storage.export_requests import Wish, wishes
+from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     Finding,
@@ -171,10 +171,10 @@ def _repair_files(
         yield from _repair_pointers(root)
         yield from _repair_catalog(settings, root)
         steps = None if busy is None else busy[root]
-        for wish in wishes(root):
-            if steps is not None and wish.step not in steps:
-                what = f"export of {wish.role} of step {wish.step}"
-                yield Finding(str(root), what, "left", _explain_export(root, wish))
+        for request in list_export_requests(root):
+            if steps is not None and request.step not in steps:
+                what = f"export of {request.role} of step {request.step}"
+                yield Finding(str(root), what, "left", _explain_export(root, request))
         try:
             before = (clock() if clock else file_time(root)) - grace_s
             yield from remove_exports(root, before=before)
@@ -188,16 +188,16 @@ def _repair_files(
             yield Finding(str(job.folder), "memory", "left", str(error))
 
 
-def _explain_export(root: Path, wish: Wish) -> str:
+def _explain_export(root: Path, request: ExportRequest) -> str:
     """Return why an export request that no run carries out is left."""
     try:
-        manifest = read_manifest(root, wish.step)
+        manifest = read_manifest(root, request.step)
     except TrinitySyncError as error:
         return str(error)
-    if manifest is None or manifest.run != wish.run:
+    if manifest is None or manifest.run != request.run:
         return "the step is not committed, or was replaced; its next save renews it"
-    how = f"retry its save's run, or run: trinity-sync export {root} {wish.step} --role {wish.role}"
-    return f"the trainer requested it, and it did not succeed; {how}"
+    command = f"trinity-sync export {root} {request.step} --role {request.role}"
+    return f"the trainer requested it and it failed; retry its save's run, or run: {command}"
 
 
 def _repair_pointers(root: Path) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trinity_sync.storage.runs import Run, left_behind_by
+from trinity_sync.storage.runs import Run, find_superseding_run
 from trinity_sync.weights.version import ImageRef, Source, Version
 
 HISTORY = 8
@@ -103,7 +103,7 @@ class VersionRegistry:
 
     def is_superseded(self, run: int, step: int) -> bool:
         """Return whether a later run superseded this step."""
-        return left_behind_by(self.runs.values(), run, step) is not None
+        return find_superseding_run(self.runs.values(), run, step) is not None
 
     def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
         """Return the newest version; None if there is none.
@@ -184,7 +184,7 @@ class VersionRegistry:
         newest = max(self._versions, default=None)
         found = []
         for name, serving in sorted(self._serving.items()):
-            later = left_behind_by(self.runs.values(), serving.run, serving.step)
+            later = find_superseding_run(self.runs.values(), serving.run, serving.step)
             common = min(serving.step, later.resumed_from) if later else serving.step
             behind = max(0, newest[1] - common) if newest else 0
             stale_s = 0.0 if serving.outdated is None else max(0.0, now - serving.outdated)
