@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.measure import Samples
 from benchmarks.training import Size, Training
-from trinity_sync.fsdp.state_dict import model_to_stage
+from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.snapshot.image import Layout, lay_out
 
 
@@ -17,7 +17,7 @@ def fixed_cost(size: Size, runs: int, _folder: Path, shared: Path) -> Samples:
     for _ in range(runs):
         known: dict[str, Layout] = {}
         for metric in ("layout, first", "layout, unchanged"):
-            states = training.state(model_to_stage)
+            states = training.state(get_model_state_to_stage)
             start = time.perf_counter()
             known = {name: lay_out(state, known.get(name))[0] for name, state in states.items()}
             samples["trinity_sync", metric].append(time.perf_counter() - start)

@@ -16,14 +16,14 @@ from trinity_sync.storage.export_requests import list_export_requests
 def export_requested(request: SaveRequest) -> None:
     """Export what the trainer asked for with a save that is committed now."""
     from trinity_sync.formats.hf_export import (
-        fulfill_export_request,  # torch takes seconds, and saves need it not
+        run_export_request,  # torch takes seconds, and saves need it not
     )
 
     require_allowed(Settings(), request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for wanted in list_export_requests(request.root, step=request.step):
         if wanted.run == request.run:
-            fulfill_export_request(request.root, wanted)
+            run_export_request(request.root, wanted)
 
 
 @task(name="export model", persist_result=False)

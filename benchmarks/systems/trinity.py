@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from benchmarks.systems.base import System
 from benchmarks.writing import write_out
 from trinity_sync.client.state_saver import StateSaver
-from trinity_sync.fsdp.state_dict import model_to_stage
+from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
@@ -96,7 +96,9 @@ class Trinity(Committed):
         """Stage; rank 0 has the step written as soon as its images are sealed."""
         root, rank, ranks = str(self.folder), self.training.rank, self.training.size.ranks
         origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, ranks)
-        self._states.save(origin, self.training.state(model_to_stage), overlap=self.overlaps)
+        self._states.save(
+            origin, self.training.state(get_model_state_to_stage), overlap=self.overlaps
+        )
 
     def before_update(self) -> None:
         """What overlaps must have been copied."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from benchmarks.systems.trinity import Committed
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.fsdp.state_dict import model_to_stage
+from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.settings import Settings
 from trinity_sync.stack.embedded import find
 
@@ -41,7 +41,7 @@ class TrinityPrefect(Committed):
 
     def save(self, step: int) -> None:
         """Stage, and ask Prefect for the flow run in the background."""
-        self._saves.save(step, self.training.state(model_to_stage), overlap=self.overlaps)
+        self._saves.save(step, self.training.state(get_model_state_to_stage), overlap=self.overlaps)
 
     def before_update(self) -> None:
         """What overlaps must have been copied."""

@@ -22,7 +22,7 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
-from trinity_sync.formats.hf_export import export_step, fulfill_export_request
+from trinity_sync.formats.hf_export import export_step, run_export_request
 from trinity_sync.formats.hf_naming import Naming
 from trinity_sync.formats.safetensors import save_tensors
 from trinity_sync.formats.shard_reader import ShardedModel
@@ -317,7 +317,7 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
     before = anonymous_memory()
     model = ShardedModel([tmp_path / "0.pt"])
     safetensors.write_model(
-        safetensors.begun(tmp_path / "out", {}),
+        safetensors.open_progress(tmp_path / "out", {}),
         model,
         {name: name for name in model.names},
         Naming(None, frozenset(), fuses=False),
@@ -413,10 +413,10 @@ def test_an_export_request_holds_its_step_until_it_ends(job: Job, commit: Commit
     commit(shards(model.state_dict(), (2,)), model.config)
     for role in ("actor", "critic"):
         write_export_request(job.root, ExportRequest(1, 1, role))
-    fulfill_export_request(job.root, ExportRequest(1, 1, "actor"))
+    run_export_request(job.root, ExportRequest(1, 1, "actor"))
     assert steps_awaiting_export(job.root) == {1: ["critic"]}
     with pytest.raises(CommitError, match="no model of role critic"):
-        fulfill_export_request(job.root, ExportRequest(1, 1, "critic"))
+        run_export_request(job.root, ExportRequest(1, 1, "critic"))
     assert steps_awaiting_export(job.root) == {}
     assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
 
@@ -435,7 +435,7 @@ def test_an_export_request_goes_with_its_checkpoint_to_the_run_that_takes_it_ove
     # by the first run's flow, whose step it was
     fail_export_request(job.root, ExportRequest(1, 1, "actor"))
     assert list_export_requests(job.root) == [ExportRequest(2, 1, "actor")]
-    fulfill_export_request(job.root, ExportRequest(2, 1, "actor"))
+    run_export_request(job.root, ExportRequest(2, 1, "actor"))
     assert is_exported(require_committed(job.root, 1), "actor")
 
 

@@ -15,7 +15,7 @@ from trinity_sync.errors import CommitError, TrinitySyncError
 T = TypeVar("T")
 
 
-def together(what: Path, work: Callable[[], T]) -> T:
+def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
     """Run ``work`` on every rank, to find or to load a checkpoint; a collective call.
 
     Args:
@@ -47,9 +47,9 @@ def together(what: Path, work: Callable[[], T]) -> T:
     return result
 
 
-def told_by_rank_0(what: Path, work: Callable[[], T]) -> T:
-    """Return on every rank what ``work`` returns on rank 0; raises as `together`."""
-    found = together(what, lambda: work() if dist.get_rank() == 0 else None)
-    told = [found]
-    dist.broadcast_object_list(told, src=0)
-    return cast(T, told[0])
+def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:
+    """Return on every rank what ``work`` returns on rank 0; raises as `run_on_all_ranks`."""
+    found = run_on_all_ranks(what, lambda: work() if dist.get_rank() == 0 else None)
+    result = [found]
+    dist.broadcast_object_list(result, src=0)
+    return cast(T, result[0])

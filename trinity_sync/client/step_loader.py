@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trinity_sync.client.collective import together, told_by_rank_0
+from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ranks
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -62,8 +62,8 @@ class StepLoader:
         if not self._asks_together:
             self._settle(settle_s)
             return find()
-        together(self._root, lambda: self._settle(settle_s if self._leads_node else 0.0))
-        return told_by_rank_0(self._root, find)
+        run_on_all_ranks(self._root, lambda: self._settle(settle_s if self._leads_node else 0.0))
+        return broadcast_from_rank_0(self._root, find)
 
     def load(self, step: int, role: str, *, check: Callable[[], None]) -> dict[str, Any]:
         """Load this rank's states of a step; see `CheckpointCoordinator.load`.
@@ -89,7 +89,7 @@ class StepLoader:
                 )
 
             folder = step_folder(self._root, step)
-            states = together(folder, read) if self._asks_together else read()
+            states = run_on_all_ranks(folder, read) if self._asks_together else read()
             self._run.begin_at(step)  # from here on, retention spares the step for this run
         return states
 

@@ -8,11 +8,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Let PyTorch save or load here; what goes wrong is raised as what it was.
+def run_dcp_alone() -> Iterator[None]:
+    """Within the block, run DCP without a process group, and raise the original errors.
 
-    PyTorch warns that it is alone, wraps what a rank raised, and writes the end of a file that the
-    disk has refused already, which hides why.
+    DCP warns that there is no process group, wraps what a rank raised, and writes the end of a file
+    after the disk has refused it, which hides the cause.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.dcp_local import run_dcp_alone
 from trinity_sync.snapshot.dtensor_shards import compute_chunk
 from trinity_sync.snapshot.torch_private import (
     DCP_INDEX_CLASSES,
@@ -142,7 +142,7 @@ class Source(FileSystemReader):
                 flat[name] = _room(meta, mesh, rank, kept=kept)
         planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            with alone():
+            with run_dcp_alone():
                 load(flat, storage_reader=self, planner=planner, no_dist=True)
         except ConfigError:
             raise

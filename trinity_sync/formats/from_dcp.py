@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError, SaveError
-from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.dcp_local import run_dcp_alone
 from trinity_sync.formats.dcp_source import Source
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_of
@@ -118,7 +118,7 @@ def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, 
     make_folder(final.parent)
     temporary = temporary_name(final, attempt, image)
     try:
-        with alone(), temporary.open("xb") as file:
+        with run_dcp_alone(), temporary.open("xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.hf_naming import adapter_config, naming_of, split_adapter
-from trinity_sync.formats.hf_target import one_export, put_in_place, usable
+from trinity_sync.formats.hf_naming import adapter_config, find_naming, split_adapter
+from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
     Progress,
-    begun,
-    metas,
-    progress_of,
+    open_progress,
+    read_metas,
+    read_progress,
     save_tensors,
     write_model,
 )
@@ -52,8 +52,8 @@ _TORCH: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was exported."""
+class ExportResult:
+    """The folder and files that an export wrote."""
 
     folder: Path
     files: tuple[str, ...]
@@ -72,7 +72,7 @@ def export_step(
     check: bool = True,
     trust_remote_code: bool = False,
     on_progress: OnProgress = no_progress,
-) -> Exported:
+) -> ExportResult:
     """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
 
     Memory holds one file of the result at a time. One that breaks off is gone on with.
@@ -113,16 +113,16 @@ def export_step(
         "digests": [record.digest for record in _shards(root, manifest, role)],
     }
     folder = step_folder(root, step)
-    target = folder / role / HUGGINGFACE if to is None else usable(to, root)
+    target = folder / role / HUGGINGFACE if to is None else check_target(to, root)
     if to is None:
         scratch = exports_folder(root) / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
     with (
         acquire_lease(root, step, f"export of {role}", ttl_s=LONG_LEASE_S),
-        one_export(root, scratch),
+        lock_export(root, scratch),
     ):
-        done = progress_of(scratch if to is None else target)
+        done = read_progress(scratch if to is None else target)
         if done and done.source == source and done.files:
             joined = {r.path: r.digest for r in require_committed(root, step).files}
             if all(
@@ -136,7 +136,7 @@ def export_step(
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
             _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))
-        progress = begun(scratch, source)
+        progress = open_progress(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
         try:
             _build(
@@ -156,11 +156,11 @@ def export_step(
             _join(root, manifest, role, progress)
             remove_export_request(root, step, role)
         else:
-            put_in_place(scratch, target)
+            replace_target(scratch, target)
     return _exported(target, progress)
 
 
-def fulfill_export_request(root: str | Path, request: ExportRequest) -> None:
+def run_export_request(root: str | Path, request: ExportRequest) -> None:
     """Export a model as requested; its digests are fresh, so they are not compared again.
 
     A step that was removed or replaced meanwhile takes its request along.
@@ -202,7 +202,7 @@ def _build(
     base, adapter = split_adapter(model.names)
     huggingface = role_folder / HUGGINGFACE
     if base:
-        naming = naming_of(huggingface, list(base), trust_remote_code=trust_remote_code)
+        naming = find_naming(huggingface, list(base), trust_remote_code=trust_remote_code)
         write_model(
             progress,
             model,
@@ -213,7 +213,7 @@ def _build(
             on_progress=on_progress,
         )
     if adapter:
-        shapes = {name: shape for name, (shape, _) in metas(model, adapter).items()}
+        shapes = {name: shape for name, (shape, _) in read_metas(model, adapter).items()}
         config = json.dumps(adapter_config(shapes, role_folder), indent=2)
         progress.write(
             f"{ADAPTER}/adapter_model.safetensors",
@@ -222,7 +222,9 @@ def _build(
             ),
         )
         progress.write(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
-    kinds = [dtype_of(d) for _, d in metas(model, base or adapter).values() if d.is_floating_point]
+    kinds = [
+        dtype_of(d) for _, d in read_metas(model, base or adapter).values() if d.is_floating_point
+    ]
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:
@@ -268,9 +270,9 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
             (folder / path).unlink(missing_ok=True)
 
 
-def _exported(folder: Path, progress: Progress) -> Exported:
+def _exported(folder: Path, progress: Progress) -> ExportResult:
     nbytes = sum(known.nbytes for known in progress.files.values())
-    return Exported(folder, tuple(sorted(progress.files)), nbytes)
+    return ExportResult(folder, tuple(sorted(progress.files)), nbytes)
 
 
 def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:

@@ -48,7 +48,7 @@ class Naming:
         return dict(revert_weight_conversion(self.shell, group))
 
 
-def naming_of(folder: Path, names: list[str], *, trust_remote_code: bool = False) -> Naming:
+def find_naming(folder: Path, names: list[str], *, trust_remote_code: bool = False) -> Naming:
     """How the model is written whose config is in ``folder``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where an export may go, that one at a time goes there, and how it takes its place."""
+"""The target folder of an export: its check, its lock, and its replacement."""
 
 import hashlib
 import os
@@ -8,15 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError, ExportError
-from trinity_sync.formats.safetensors import progress_of
+from trinity_sync.formats.safetensors import read_progress
 from trinity_sync.fs.atomic import sync_folder
 from trinity_sync.fs.locks import file_lock_if_free
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.export_requests import exports_folder
 
 
-def usable(to: Path, root: Path) -> Path:
-    """The folder to export to, absolute.
+def check_target(to: Path, root: Path) -> Path:
+    """Return the absolute path of the folder to export to.
+
+    Args:
+        to: as the user gave it.
+        root: the job's root.
+
 
     Raises:
         ConfigError: it holds something else, or is part of the job.
@@ -31,7 +36,7 @@ def usable(to: Path, root: Path) -> Path:
             "folder"
         )
     if target.exists():
-        ours = target.is_dir() and progress_of(target) is not None
+        ours = target.is_dir() and read_progress(target) is not None
         if not target.is_dir() or (any(target.iterdir()) and not ours):
             raise ConfigError(
                 f"{to} is not empty and no earlier export; nothing was changed. Name another "
@@ -41,11 +46,15 @@ def usable(to: Path, root: Path) -> Path:
 
 
 @contextmanager
-def one_export(root: Path, scratch: Path) -> Iterator[None]:
-    """Nobody else exports to the same place within such a block.
+def lock_export(root: Path, scratch: Path) -> Iterator[None]:
+    """Hold the lock of an export target within the block.
+
+    Args:
+        root: the job's root.
+        scratch: folder that the export is written to.
 
     Raises:
-        ExportError: somebody does.
+        ExportError: another export holds it.
     """
     exports = exports_folder(root)
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
@@ -58,8 +67,8 @@ def one_export(root: Path, scratch: Path) -> Iterator[None]:
         yield
 
 
-def put_in_place(scratch: Path, target: Path) -> None:
-    """Give a finished export its name; an earlier one there is removed."""
+def replace_target(scratch: Path, target: Path) -> None:
+    """Rename a finished export to its target, and remove an earlier export there."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -35,7 +35,7 @@ class WholeFile:
 
 @dataclass
 class Progress:
-    """What an export is made of, and how far it is."""
+    """Source of an export, and the files written so far."""
 
     folder: Path
     source: dict[str, Any]
@@ -68,9 +68,9 @@ class Progress:
         return True
 
 
-def begun(folder: Path, source: dict[str, Any]) -> Progress:
-    """Go on with the export of ``source`` in a folder; what is in it of another is removed."""
-    found = progress_of(folder)
+def open_progress(folder: Path, source: dict[str, Any]) -> Progress:
+    """Return the progress of an export of ``source``; a folder with another export is emptied."""
+    found = read_progress(folder)
     if found and found.source == source:
         return found
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,8 +78,8 @@ def begun(folder: Path, source: dict[str, Any]) -> Progress:
     return Progress(folder, source)
 
 
-def progress_of(folder: Path) -> Progress | None:
-    """The export in a folder, under way or finished; None if it holds none."""
+def read_progress(folder: Path) -> Progress | None:
+    """Return the progress of the export in a folder, in flight or finished; None without one."""
     try:
         body = json.loads((folder / PROGRESS).read_text())
         files = {str(name): WholeFile(**known) for name, known in body["files"].items()}
@@ -165,7 +165,7 @@ def save_tensors(path: Path, tensors: Tensors) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:
+def read_metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:
     """Shapes and dtypes by new name."""
     return {new: model.meta(old) for new, old in names.items()}
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trinity_sync.errors import CommitError, ConfigError, SaveError
-from trinity_sync.formats.dcp_local import alone
+from trinity_sync.formats.dcp_local import run_dcp_alone
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_file
@@ -45,8 +45,8 @@ COMPONENTS = ("model", "optim")
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What was written."""
+class DcpResult:
+    """The checkpoint that a conversion to DCP wrote."""
 
     folder: Path
     components: tuple[str, ...]
@@ -63,7 +63,7 @@ def to_dcp(
     role: str = "actor",
     components: Sequence[str] = (),
     on_progress: OnProgress = no_progress,
-) -> Converted:
+) -> DcpResult:
     """Write model and optimizer of a step as a DCP checkpoint ``{"model": ..., "optim": ...}``.
 
     Keys are those of ``model.state_dict()`` and ``optimizer.state_dict()`` (which numbers
@@ -123,7 +123,7 @@ def to_dcp(
             shutil.rmtree(partial, ignore_errors=True)
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     tensors = sum(len(component.tensors) for component in saved.values())
-    return Converted(target, tuple(saved), tensors, nbytes)
+    return DcpResult(target, tuple(saved), tensors, nbytes)
 
 
 class _Planner(DefaultSavePlanner):
@@ -188,7 +188,7 @@ def _alone(part: torch.Tensor) -> torch.Tensor:
 
 
 def _save(folder: Path, planner: _Planner) -> None:
-    with alone():
+    with run_dcp_alone():
         save(planner.first, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     sync_folder(folder)
 

@@ -12,7 +12,12 @@ from trinity_sync.storage.manifest import Manifest
 
 
 def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
-    """What is to be loaded; rank 0 claims it, too."""
+    """Return the manifest of the step to load; rank 0 also takes a lease on it.
+
+    Args:
+        role_folder: ``<root>/global_step_<N>/<role>``.
+        claim: holds the lease.
+    """
     root, step, _ = split_role_path(role_folder)
     if dist.get_rank():
         return require_committed(root, step)

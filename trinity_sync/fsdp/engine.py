@@ -15,7 +15,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
 from trinity_sync.fsdp.manager import FSDPCheckpointManager
 from trinity_sync.fsdp.metadata import metadata_folder
-from trinity_sync.fsdp.state_dict import model_to_stage
+from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.torch_private import get_shard
@@ -104,7 +104,7 @@ def fsdp_save_state_dict(
 
     def collect() -> dict[str, Any]:
         ours = isinstance(manager, FSDPCheckpointManager)
-        return manager.model_state() if ours else model_to_stage(engine.module)
+        return manager.get_model_state() if ours else get_model_state_to_stage(engine.module)
 
     states = {"model": _on_device(engine, collect)}
     processing_class = getattr(manager, "processing_class", None)
@@ -149,7 +149,7 @@ def fsdp_upload_state_dict(
     staged = manager.upload_state_dict(
         global_step,
         synchronizer=synchronizer,
-        collect=lambda: _on_device(engine, manager.model_state),
+        collect=lambda: _on_device(engine, manager.get_model_state),
     )
     if staged:
         logger.info(

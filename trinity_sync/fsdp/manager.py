@@ -16,13 +16,18 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
 
-from trinity_sync.client.collective import together
+from trinity_sync.client.collective import run_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fsdp.collective import claim_step
 from trinity_sync.fsdp.metadata import metadata_folder
-from trinity_sync.fsdp.reshard import resharded
-from trinity_sync.fsdp.state_dict import adapters_only, lora_only, model_to_stage, sharded
+from trinity_sync.fsdp.reshard import load_resharded
+from trinity_sync.fsdp.state_dict import (
+    get_model_state_to_stage,
+    has_only_adapters,
+    select_adapters,
+    use_sharded_state_dicts,
+)
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
@@ -121,14 +126,14 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         states: dict[str, Any] = {}
         export = save_as_hf or self.should_save_hf_model
         if (self.should_save_model or export) and self._is_new("model", global_step):
-            states["model"] = self.model_state()
+            states["model"] = self.get_model_state()
         if self.should_save_optimizer and self._is_new("optim", global_step):
             states["optim"] = self.optimizer.state_dict()
         if self.should_save_extra and self._is_new("extra_state", global_step):
             schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
         if not states and self.should_save_model and self._is_new("checkpoint", global_step):
-            states["model"] = self.model_state()  # the step's sync was handed over, and is none
+            states["model"] = self.get_model_state()  # the step's sync was handed over, and is none
         if export and not states and self._is_new("hf_model", global_step):
             logger.warning(
                 "step %d was handed over already without hf_model; once it is committed, run: "
@@ -172,17 +177,17 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if not self._is_new("model", global_step) or self.announced_version == global_step:
             return None
         coordinator = self._coordinator_of(root)
-        states = {"model": self.model_state()}
+        states = {"model": self.get_model_state()}
         return self._stage(coordinator, role, global_step, "state_dict", states)
 
-    def model_state(self) -> dict[str, Any]:
+    def get_model_state(self) -> dict[str, Any]:
         """This rank's shards of what a save of the model holds: all weights, or the adapter's.
 
         Under FSDP2 they are the parameters themselves, to be staged; see `Undetached`.
         """
-        state = model_to_stage(self.model)
+        state = get_model_state_to_stage(self.model)
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
-        return lora_only(state) if wanted and self._has_lora() else state
+        return select_adapters(state) if wanted and self._has_lora() else state
 
     def upload_state_dict(
         self,
@@ -204,8 +209,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 process is in a Ray cluster. Without any, readers of this node find the version by
                 the note that it leaves in the spool.
             role: whose weights these are; the Synchronizer refuses another than its own.
-            collect: gives what is uploaded, `model_state` by default; called only if it was not
-                staged before.
+            collect: returns what is uploaded, by default `get_model_state`; called only if that was
+                not staged before.
 
         Returns:
             What was staged, and the seconds that it took; None where nothing can be published.
@@ -222,7 +227,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
                 "pass coordinator=..., or save or load first"
             )
         coordinator = self._coordinator
-        collect = collect or self.model_state
+        collect = collect or self.get_model_state
         published, staged = coordinator.upload(global_step, collect, role=role)
         if not published:
             return None
@@ -277,18 +282,20 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         components = self._components_to_load()
         given = Path(local_path)
         folder = given.resolve()
-        saved_by = together(folder, lambda: check_loadable(given, self.world_size, components))
+        saved_by = run_on_all_ranks(
+            folder, lambda: check_loadable(given, self.world_size, components)
+        )
         begins = self._run_begun_by(folder)
         if begins:
             coordinator, step = begins
-            together(folder, lambda: coordinator.check_resume(step))
+            run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
         if saved_by != self.world_size:
-            states = resharded(
+            states = load_resharded(
                 folder, saved_by, components, model=self.model, optimizer=self.optimizer
             )
-            with closing(states), sharded(self.model):
+            with closing(states), use_sharded_state_dicts(self.model):
                 for component, state in states:
-                    together(folder, partial(self._take_over, component, state))
+                    run_on_all_ranks(folder, partial(self._take_over, component, state))
         elif (folder.parent / MANIFEST).exists():
             self._load_committed(folder, components)
         else:
@@ -305,21 +312,21 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         # the model's state is copied into the live one; the optimizer keeps what it is given
         borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
         with ExitStack() as claim:
-            manifest = together(folder, lambda: claim_step(folder, claim))
+            manifest = run_on_all_ranks(folder, lambda: claim_step(folder, claim))
             shards = load_shards(root, step, files, spool=spool, borrow=borrow)
-            with closing(shards), sharded(self.model):
+            with closing(shards), use_sharded_state_dicts(self.model):
                 for component in components:
                     self._load_next(folder, component, shards)
-            together(folder, lambda: require_unreplaced(root, manifest))
+            run_on_all_ranks(folder, lambda: require_unreplaced(root, manifest))
 
     def _load_next(self, folder: Path, component: str, shards: Iterator[Restored]) -> None:
-        state = together(folder, lambda: next(shards).state)
-        together(folder, lambda: self._take_over(component, state))
+        state = run_on_all_ranks(folder, lambda: next(shards).state)
+        run_on_all_ranks(folder, lambda: self._take_over(component, state))
 
     def _take_over(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
         if component == "model":
-            result = self.model.load_state_dict(state, strict=not adapters_only(state))
+            result = self.model.load_state_dict(state, strict=not has_only_adapters(state))
             if result.unexpected_keys:
                 raise ConfigError(
                     f"the checkpoint holds adapter weights that this model has not: "

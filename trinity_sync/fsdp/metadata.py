@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.fsdp.state_dict import unwrapped
+from trinity_sync.fsdp.state_dict import unwrap_model
 
 FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
@@ -63,7 +63,7 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
         processing_class: tokenizer or processor; may be None.
         world_size: number of ranks that the shards come from.
     """
-    inner = unwrapped(model)
+    inner = unwrap_model(model)
     config = inner.config
     huggingface = folder / HUGGINGFACE
     huggingface.mkdir(exist_ok=True)

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trinity_sync.client.collective import together
+from trinity_sync.client.collective import run_on_all_ranks
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fsdp.collective import claim_step
-from trinity_sync.fsdp.state_dict import adapters_only, model_state
+from trinity_sync.fsdp.state_dict import get_model_state, has_only_adapters
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
 from trinity_sync.snapshot.dtensor_shards import compute_chunk
 from trinity_sync.snapshot.safe_load import load_file
@@ -39,7 +39,7 @@ from trinity_sync.storage.restore import require_digest
 logger = logging.getLogger(__name__)
 
 
-def resharded(
+def load_resharded(
     role_folder: Path,
     saved_by: int,
     components: Sequence[str],
@@ -47,7 +47,7 @@ def resharded(
     model: Any,
     optimizer: Any,
 ) -> Generator[tuple[str, Any], None, None]:
-    """The states of this rank by component, in the form in which it would have saved them.
+    """Yield the states of this rank by component, in the form in which it would have saved them.
 
     Every rank of the default process group calls it and takes all. The step is claimed until the
     last one has. Under FSDP2 the model's state is the live parameters, with their new values.
@@ -71,8 +71,8 @@ def resharded(
     with ExitStack() as claim:
         committed = (role_folder.parent / MANIFEST).exists()
         if committed:
-            manifest = together(role_folder, lambda: claim_step(role_folder, claim))
-            together(role_folder, lambda: _verify(role_folder, saved_by, components))
+            manifest = run_on_all_ranks(role_folder, lambda: claim_step(role_folder, claim))
+            run_on_all_ranks(role_folder, lambda: _verify(role_folder, saved_by, components))
         for component in components:
             if component == "model":
                 yield component, _model_state(role_folder, saved_by, model)
@@ -80,9 +80,11 @@ def resharded(
                 yield component, _optimizer_state(role_folder, saved_by, optimizer)
             else:
                 extra = partial(_extra_state, role_folder, saved_by, rank)
-                yield component, together(role_folder, extra)
+                yield component, run_on_all_ranks(role_folder, extra)
         if committed:
-            together(role_folder, lambda: require_unreplaced(role_folder.parent.parent, manifest))
+            run_on_all_ranks(
+                role_folder, lambda: require_unreplaced(role_folder.parent.parent, manifest)
+            )
         dist.barrier()
 
 
@@ -100,10 +102,10 @@ def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None
 
 
 def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
-    saved = together(role_folder, lambda: SavedComponent(role_folder, "model", saved_by))
-    live = model_state(model)
+    saved = run_on_all_ranks(role_folder, lambda: SavedComponent(role_folder, "model", saved_by))
+    live = get_model_state(model)
     unknown = saved.tensors.keys() - live.keys()
-    lacking = set() if adapters_only(saved.tensors) else live.keys() - saved.tensors.keys()
+    lacking = set() if has_only_adapters(saved.tensors) else live.keys() - saved.tensors.keys()
     other = {
         name
         for name in saved.tensors.keys() & live.keys()
@@ -129,7 +131,7 @@ def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[s
         if (numel := get_whole_numel(param)) is not None  # FSDP1
     }
     read = partial(SavedComponent, role_folder, "optim", saved_by, flat_lengths=flat)
-    saved = together(role_folder, read)
+    saved = run_on_all_ranks(role_folder, read)
     groups = saved.values.get(("param_groups",), [])
     theirs = [len(group["params"]) for group in groups]
     ours = [len(group["params"]) for group in optimizer.param_groups]
@@ -201,10 +203,10 @@ def _extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
         rank,
         role_folder,
     )
-    return {**first, "rng": derived_rng(first["rng"], rank)}
+    return {**first, "rng": derive_rng(first["rng"], rank)}
 
 
-def derived_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
+def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
     """Random states for a rank that has none of its own, always the same for the same arguments.
 
     Args:

@@ -1,7 +1,7 @@
-"""What a rank of a veRL model consists of, as veRL's loader and merger expect to find it.
+"""State dicts of a rank of a veRL model, in the form that veRL's loader and merger read.
 
-Nothing is copied here: the states alias live tensors, so whoever takes them stages them before the
-next optimizer step.
+Nothing is copied here: the states alias live tensors, so the caller stages them before the next
+optimizer step.
 """
 
 import warnings
@@ -22,18 +22,18 @@ from trinity_sync.snapshot.torch_private import (
 )
 
 
-def unwrapped(model: Any) -> Any:
-    """The Hugging Face model inside an FSDP1 or FSDP2 model."""
+def unwrap_model(model: Any) -> Any:
+    """Return the Hugging Face model inside an FSDP1 or FSDP2 model."""
     return getattr(model, FSDP1_WRAPPED, model)
 
 
-def model_state(model: Any) -> dict[str, Any]:
-    """This rank's shards of the model, under FSDP a DTensor each.
+def get_model_state(model: Any) -> dict[str, Any]:
+    """Return this rank's shards of the model, under FSDP a DTensor each.
 
     FSDP1 gathers each wrapped module to take its shards out, which every rank takes part in; FSDP2
     needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
     """
-    with sharded(model):
+    with use_sharded_state_dicts(model):
         state = dict(model.state_dict())
     if fsdp_version(model) == 1:
         for name, first in _tied_under_fsdp1(model):
@@ -41,16 +41,16 @@ def model_state(model: Any) -> dict[str, Any]:
     return state
 
 
-def model_to_stage(model: Any) -> dict[str, Any]:
-    """The same to be staged; FSDP2's parameters themselves, since detaching them takes longest."""
+def get_model_state_to_stage(model: Any) -> dict[str, Any]:
+    """Return the same for staging: FSDP2's parameters themselves, since detaching takes longest."""
     if fsdp_version(model) != 2:
-        return model_state(model)
+        return get_model_state(model)
     with torch.no_grad():
         return Undetached(model.state_dict(keep_vars=True))
 
 
 def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
-    """Names of parameters that are others, whose shards FSDP1 hands out as copies."""
+    """Yield names of tied parameters, which FSDP1 returns as copies, and of the originals."""
     for name, module in model.named_modules():
         handle = get_fsdp1_handle(module)
         for tied in get_tied_parameters(getattr(handle, "flat_param", None)):
@@ -64,8 +64,8 @@ def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def sharded(model: Any) -> Iterator[None]:
-    """States of an FSDP1 model are those of this rank's shards meanwhile; others' always are."""
+def use_sharded_state_dicts(model: Any) -> Iterator[None]:
+    """Within the block, state dicts of an FSDP1 model are sharded; those of others always are."""
     config = ShardedStateDictConfig(offload_to_cpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,8 +73,8 @@ def sharded(model: Any) -> Iterator[None]:
             yield
 
 
-def lora_only(state: dict[str, Any]) -> dict[str, Any]:
-    """The adapter weights of a model's state, told by name as veRL does.
+def select_adapters(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the adapter weights of a model's state, found by name as veRL does.
 
     Raises:
         ConfigError: there are none.
@@ -88,8 +88,8 @@ def lora_only(state: dict[str, Any]) -> dict[str, Any]:
     return adapters
 
 
-def adapters_only(names: Collection[str]) -> bool:
-    """Whether a state with these names was saved with ``save_lora_only``."""
+def has_only_adapters(names: Collection[str]) -> bool:
+    """Return whether a state with these names was saved with ``save_lora_only``."""
     return bool(names) and all(_is_adapter(name) for name in names)
 
 

@@ -20,7 +20,7 @@ from trinity_sync.weights.object_store import names_of
 from trinity_sync.weights.rounding import Spans, merged, round_in_place
 from trinity_sync.weights.unshard import Whole
 from trinity_sync.weights.version import Gone, Version
-from trinity_sync.weights.version_view import Held
+from trinity_sync.weights.version_view import VersionView
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Base:
         self._rounding = rounding
         self._spans: Sequence[Spans] = ()
         """For each image, what of it is rounded."""
-        self._held: Held | None = None
+        self._held: VersionView | None = None
         """What is in the memory; None while that is no version."""
         self._memory: Sequence[torch.Tensor] = ()
         self._lent = False
@@ -51,9 +51,9 @@ class Base:
     def images(
         self,
         version: Version,
-        whole: AbstractContextManager[Held],
+        whole: AbstractContextManager[VersionView],
         deltas: Deltas,
-    ) -> Iterator[Held]:
+    ) -> Iterator[VersionView]:
         """Hold a version, made by deltas, or whole where there are none that fit.
 
         While one is held, another one is held without this memory: it must not change then.
@@ -78,7 +78,7 @@ class Base:
         finally:
             self._lent = False
 
-    def _patched(self, version: Version, deltas: Deltas) -> Held | None:
+    def _patched(self, version: Version, deltas: Deltas) -> VersionView | None:
         held = self._held
         if held is None:
             return None
@@ -101,7 +101,7 @@ class Base:
         self._held = replace(held, version=version)
         return self._held
 
-    def _copied(self, whole: AbstractContextManager[Held]) -> Held:
+    def _copied(self, whole: AbstractContextManager[VersionView]) -> VersionView:
         with whole as held:
             self._held = None
             sizes = [len(image) for image in held.images]

@@ -35,7 +35,7 @@ from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.unshard import Slice
 from trinity_sync.weights.version import Gone, Version
-from trinity_sync.weights.version_view import Held, Holder, Target
+from trinity_sync.weights.version_view import Target, VersionOpener, VersionView
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class WeightReader:
     ) -> None:
         self._versions = _registry(name, synchronizer, root)
         self._name = name
-        self._holder = Holder(name, verify=verify, node=self._versions.node, dtype=dtype)
+        self._opener = VersionOpener(name, verify=verify, node=self._versions.node, dtype=dtype)
         self._base = Base(rounding=dtype is torch.bfloat16) if deltas else None
         self._patience_s = patience_s
         self.version: Version | None = None
@@ -131,7 +131,7 @@ class WeightReader:
         return await self._versions.wait_newer(beyond, timeout_s, at.run if at else None)
 
     @contextmanager
-    def hold(self, version: Version | None = None) -> Iterator[Held]:
+    def hold(self, version: Version | None = None) -> Iterator[VersionView]:
         """Hold a version, so that it stays what it is within the block.
 
         Args:
@@ -175,7 +175,7 @@ class WeightReader:
         """Names, as Hugging Face's, and whole tensors of a version; tied ones once.
 
         They are on the CPU and in memory of their own. Args and errors are those of `hold`, and of
-        `Held.tensors`; ``reader.version`` says which version it was, after the last one.
+        `VersionView.tensors`; ``reader.version`` says which version it was, after the last one.
         """
         with self.hold(version) as held:
             yield from held.tensors(slices)
@@ -190,8 +190,8 @@ class WeightReader:
     ) -> int:
         """Copy a version into a module, or a dict of tensors; returns the step that it has now.
 
-        Args and errors are those of `hold`, and of `Held.load_into`. Nothing else may use the
-        target meanwhile.
+        Args and errors are those of `hold`, and of `VersionView.load_into`. Nothing else may
+        use the target meanwhile.
         """
         with self.hold(version) as held:
             held.load_into(target, slices)
@@ -200,7 +200,7 @@ class WeightReader:
 
     def close(self) -> None:
         """Let go of the trainer's memory."""
-        self._holder.close()
+        self._opener.close()
 
     def __enter__(self) -> "WeightReader":
         return self
@@ -222,15 +222,15 @@ class WeightReader:
             if committed and _order(committed) >= least:
                 yield committed
 
-    def _open(self, version: Version, deadline: float) -> AbstractContextManager[Held]:
+    def _open(self, version: Version, deadline: float) -> AbstractContextManager[VersionView]:
         if version.source == "checkpoint":
-            return self._holder.checkpoint(version)
+            return self._opener.checkpoint(version)
         if version.source == "memory":
 
             def left_s() -> float:
                 return max(0.0, deadline - time.monotonic())
 
-            whole = self._holder.images(
+            whole = self._opener.images(
                 version, lambda ranks: self._versions.copies(version, ranks, left_s())
             )
             if self._base is None:

@@ -1,4 +1,4 @@
-"""What a Synchronizer needs to know of its job."""
+"""Settings of a Synchronizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """Names and limits; `of` reads them from Trinity's config."""
+    """Names and time limits; `from_config` reads them from Trinity's config."""
 
     timeout_s: float = 3600.0
     """Trinity's ``sync_timeout``: the longest that a wait takes where the caller names no other."""
@@ -21,8 +21,8 @@ class SyncSettings:
     group: str = "rollout_weight_sync"
 
     @classmethod
-    def of(cls, config: Any) -> "SyncSettings":
-        """Those of a Trinity config; ours where it says nothing."""
+    def from_config(cls, config: Any) -> "SyncSettings":
+        """Return the settings of a Trinity config, with our defaults where it has none."""
         sync = getattr(config, "synchronizer", None)
         ours = cls()
         return cls(

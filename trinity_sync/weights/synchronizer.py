@@ -90,7 +90,7 @@ class Synchronizer(BroadcastRendezvous):
             "num_cpus": 0,
             "scheduling_strategy": here,  # the root is here for sure
         }
-        settings = settings or SyncSettings.of(config)
+        settings = settings or SyncSettings.from_config(config)
         ray.method(max_task_retries=0)(cls.stop)  # a retry would have Ray start it again
         actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
         actor.announce.remote()  # one that was there already may have lost its root

@@ -1,9 +1,9 @@
-"""A version that a reader holds: nobody can change or remove it until it is given back.
+"""A pinned view of one version: it can be neither changed nor removed while the view is open.
 
 From memory, the images of all ranks are locked, and their notes seen to be of the very version,
-before the first byte is copied; those of other nodes are copies that nobody changes. From a
-checkpoint, the step is leased. What cannot be held as a whole is not held at all, so a reader never
-has parts of two versions.
+before the first byte is copied; those of other nodes are private copies. From a checkpoint, the
+step is leased. A version that cannot be pinned as a whole is not opened, so a reader never has
+parts of two versions.
 """
 
 import mmap
@@ -37,8 +37,8 @@ Fetch = Callable[[Sequence[int]], Sequence[Copy]]
 
 
 @dataclass(frozen=True)
-class Held:
-    """The bytes of one version, as long as the block lasts that gave it."""
+class VersionView:
+    """The bytes of one version, valid within the block that returned it."""
 
     version: Version
     plan: tuple[Whole, ...]
@@ -71,14 +71,14 @@ class Held:
         copy_whole(self.plan, self.images, named, slices or {}, self.dtype)
 
 
-class Holder:
-    """Holds versions for one reader; keeps slots mapped and plans made between them.
+class VersionOpener:
+    """Opens versions for one reader; keeps slots mapped and unsharding plans between them.
 
     Args:
         name: of the reader, for the lease.
         verify: compare the digests of a checkpoint's files, not their sizes alone.
         node: Ray node id (hex) of this process; without one, all images are taken to be here.
-        dtype: see `Held`.
+        dtype: see `VersionView`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Holder:
         self._plans: OrderedDict[tuple[str, ...], tuple[Whole, ...]] = OrderedDict()
 
     @contextmanager
-    def images(self, version: Version, fetch: Fetch) -> Iterator[Held]:
+    def images(self, version: Version, fetch: Fetch) -> Iterator[VersionView]:
         """Hold a version in shared memory: what is on this node as it is, the rest as a copy.
 
         Raises:
@@ -140,10 +140,10 @@ class Holder:
                     )
             images = [memories[rank] for rank in range(len(refs))]
             layouts = [notes[rank].layout for rank in range(len(refs))]
-            yield Held(version, self.plan(images, layouts), images, self._dtype)
+            yield VersionView(version, self.plan(images, layouts), images, self._dtype)
 
     @contextmanager
-    def checkpoint(self, version: Version) -> Iterator[Held]:
+    def checkpoint(self, version: Version) -> Iterator[VersionView]:
         """Hold a committed step.
 
         Raises:
@@ -178,7 +178,7 @@ class Holder:
                 for content, record in zip(mapped, records, strict=True):
                     _check(content, step_folder(root, step) / record.path, record)
             memories = [read_only(content) for content in mapped]
-            yield Held(version, self.plan(memories, None), memories, self._dtype)
+            yield VersionView(version, self.plan(memories, None), memories, self._dtype)
 
     def close(self) -> None:
         """Let go of the slots."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
-from trinity_sync.formats.hf_export import fulfill_export_request
+from trinity_sync.formats.hf_export import run_export_request
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import list_export_requests
@@ -111,7 +111,7 @@ def _save_step(request: SaveRequest) -> None:
     commit(save, written, await_receipts(spool, save))
     free_committed_slots(spool, save, written)
     for request in list_export_requests(save.root, step=save.step):
-        fulfill_export_request(save.root, request)
+        run_export_request(save.root, request)
     if request.keep:
         prune_after_commit.fn(request)
 

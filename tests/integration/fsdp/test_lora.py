@@ -96,7 +96,7 @@ def manager_of(
 
 def test_a_version_of_the_adapter_is_loaded_into_another_one(tuned: Tuned, tmp_path: Path) -> None:
     coordinator = tuned.coordinator
-    published, _ = coordinator.upload(STEP, tuned.manager.model_state)
+    published, _ = coordinator.upload(STEP, tuned.manager.get_model_state)
     assert published
     found = coordinator.spool.published("actor", published.run, STEP)
     images = [ImageRef("here", str(p), s.image, s.rank, s.nbytes) for p, s in found.items()]
@@ -145,7 +145,7 @@ def test_an_adapter_that_is_not_there_is_an_error_and_not_a_save_of_something_el
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = {"model.norm.weight": torch.ones(3)}
-    monkeypatch.setattr("trinity_sync.fsdp.manager.model_to_stage", lambda _: without)
+    monkeypatch.setattr("trinity_sync.fsdp.manager.get_model_state_to_stage", lambda _: without)
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):
         tuned.manager.save_checkpoint(tuned.path, STEP)
     with pytest.raises(ConfigError, match="none of the model's 1 weights is an adapter's"):

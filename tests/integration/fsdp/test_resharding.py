@@ -22,7 +22,7 @@ from trinity_sync import CommitError, ConfigError
 from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.to_dcp import to_dcp
-from trinity_sync.fsdp.reshard import derived_rng
+from trinity_sync.fsdp.reshard import derive_rng
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.leases import list_leases
 
@@ -298,9 +298,9 @@ def test_a_rank_has_its_own_random_state_or_one_of_its_own_making(
     files = [folder / shard_file("extra_state", saved_by, rank) for rank in range(saved_by)]
     rngs = [torch.load(file, weights_only=False)["rng"] for file in files]
     for rank, found in enumerate(loaded[saved, by]):
-        expected = rngs[rank] if rank < saved_by else derived_rng(rngs[0], rank)
+        expected = rngs[rank] if rank < saved_by else derive_rng(rngs[0], rank)
         assert found["rng"] == expected["cpu"].numpy().tobytes()
-    derived = [derived_rng(rngs[0], rank)["cpu"].numpy().tobytes() for rank in (7, 7, 8)]
+    derived = [derive_rng(rngs[0], rank)["cpu"].numpy().tobytes() for rank in (7, 7, 8)]
     assert derived[0] == derived[1] != derived[2]
 
 

@@ -20,9 +20,13 @@ from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.integrations.verl.driver import finding
+from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
-from trinity_sync.integrations.verl.sft import ending, finding_together, handing_over
+from trinity_sync.integrations.verl.sft import (
+    wrap_destroy_global_process_group,
+    wrap_find_latest_checkpoint,
+    wrap_save_checkpoint,
+)
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.runs import all_runs
@@ -31,8 +35,8 @@ from trinity_sync.storage.runs import all_runs
 class Handler(CheckpointHandler):
     """veRL's, as `integrations.verl.switch` changes it."""
 
-    save_checkpoint = handing_over(CheckpointHandler.save_checkpoint)
-    _find_latest_checkpoint = finding_together(CheckpointHandler._find_latest_checkpoint)
+    save_checkpoint = wrap_save_checkpoint(CheckpointHandler.save_checkpoint)
+    _find_latest_checkpoint = wrap_find_latest_checkpoint(CheckpointHandler._find_latest_checkpoint)
 
 
 class FailsToCommit(CommitsHere):
@@ -40,7 +44,7 @@ class FailsToCommit(CommitsHere):
         self._failed[request.key] = "the disk is full"
 
 
-@ending
+@wrap_destroy_global_process_group
 def end() -> None:
     """What follows the end of all saves."""
 
@@ -52,7 +56,7 @@ def policy(one_rank: None, tiny: Path) -> Policy:
 
 @pytest.fixture(autouse=True)
 def switched_on(spool_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ours = finding(verl_manager.find_latest_ckpt_path)
+    ours = wrap_find_latest_ckpt_path(verl_manager.find_latest_ckpt_path)
     monkeypatch.setattr(verl_manager, "find_latest_ckpt_path", ours)
     with environment({"TRINITY_SYNC_SPOOL": str(spool_folder)}):
         yield

@@ -23,7 +23,12 @@ from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.integrations.verl.driver import finding, fitting, launching, saving
+from trinity_sync.integrations.verl.driver import (
+    wrap_find_latest_ckpt_path,
+    wrap_fit,
+    wrap_get_ppo_ray_runtime_env,
+    wrap_save_checkpoint,
+)
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -118,7 +123,7 @@ def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) ->
         )
 
         class Trainer(kind):  # type: ignore[misc]
-            _save_checkpoint = saving(kind._save_checkpoint)
+            _save_checkpoint = wrap_save_checkpoint(kind._save_checkpoint)
 
             def _setup(self) -> None: ...
 
@@ -141,7 +146,7 @@ def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) ->
 @pytest.fixture
 def resuming(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainers look for checkpoints with ours, as `integrations.verl.switch` has them do."""
-    found = finding(find_latest_ckpt_path)
+    found = wrap_find_latest_ckpt_path(find_latest_ckpt_path)
     monkeypatch.setattr(trainer_base, "find_latest_ckpt_path", found)
 
 
@@ -297,14 +302,14 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
         train_to(self, 1)
         return "trained"
 
-    assert fitting(train)(trainer) == "trained"
+    assert wrap_fit(train)(trainer) == "trained"
 
     class Fails(CommitsHere):
         def submit(self, request: SaveRequest) -> None:
             self._failed[request.key] = "the disk is full"
 
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        fitting(train)(start(trigger=Fails()))
+        wrap_fit(train)(start(trigger=Fails()))
 
 
 def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:
@@ -315,7 +320,7 @@ def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictC
     def save(self: Any) -> None:
         order.append("save")
 
-    saving(save)(trainer)
+    wrap_save_checkpoint(save)(trainer)
     assert order == ["save"]
     assert config.actor_rollout_ref.actor.checkpoint.async_save is False
 
@@ -328,7 +333,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     monkeypatch.setenv("TRINITY_SYNC_NODE", "this-one")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
-    launch = launching(get_ppo_ray_runtime_env, "ours")
+    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env, "ours")
     with_critic, grpo = config.copy(), config.copy()
     grpo.algorithm.adv_estimator = "grpo"
     first, second = (launch(each)["env_vars"] for each in (with_critic, grpo))

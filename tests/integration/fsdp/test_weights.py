@@ -77,14 +77,14 @@ def _upload_all(root: Path, spool: Path) -> list[str]:
 
     from tests.integration.fsdp.commits import CommitsHere
     from trinity_sync import CheckpointCoordinator, Settings
-    from trinity_sync.fsdp.state_dict import model_state
+    from trinity_sync.fsdp.state_dict import get_model_state
 
     coordinator = CheckpointCoordinator.of_process_group(
         root, settings=Settings(spool=spool, slots=4), trigger=CommitsHere()
     )
     for case, settings in CASES.items():
         model = _wrapped(*settings)
-        published, _ = coordinator.upload(STEPS[case], functools.partial(model_state, model))
+        published, _ = coordinator.upload(STEPS[case], functools.partial(get_model_state, model))
         assert published is not None
     dist.barrier()
     return [path.name for path in coordinator.spool.folder.iterdir()]

@@ -13,7 +13,7 @@ from trinity.manager.synchronizer import Synchronizer
 from trinity.trainer.verl import trainer as theirs
 
 from trinity_sync.formats.hf_export import export_step
-from trinity_sync.integrations.trinity.job import POSITION, Job, position
+from trinity_sync.integrations.trinity.job import POSITION, Job, read_position
 from trinity_sync.integrations.verl.manager import bring_attachment
 from trinity_sync.layout import MANIFEST, step_folder
 
@@ -32,7 +32,7 @@ class Engine(theirs.VERLTrainer):
     def __init__(self, global_config: Any) -> None:
         """Bring the position of the step that will be loaded; the trainer reads it right after."""
         algorithm = ALGORITHM_TYPE.get(global_config.algorithm.algorithm_type)
-        self._job = Job.of(global_config, critic=algorithm.use_critic)
+        self._job = Job.from_config(global_config, critic=algorithm.use_critic)
         self._began_at = self._handed_over = -1
         if global_config.continue_from_checkpoint:
             newest = theirs.find_latest_ckpt_path(self._job.root)
@@ -56,7 +56,7 @@ class Engine(theirs.VERLTrainer):
                 local_path=str(folder / "actor"),
                 global_step=step,
                 save_as_hf=save_as_hf,
-                position=position(step),
+                position=read_position(step),
             )
             if self.use_critic:
                 self.critic_wg.save_checkpoint(

@@ -11,7 +11,7 @@ from typing import Any
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.driver import passed_on
+from trinity_sync.integrations.verl.driver import read_forwarded_variables
 from trinity_sync.settings import Settings
 
 POSITION = "trainer_meta.json"
@@ -34,8 +34,8 @@ class Job:
     """The file in which Trinity's trainer keeps its position in its data."""
 
     @classmethod
-    def of(cls, config: Any, *, critic: bool) -> "Job":
-        """That of a new run.
+    def from_config(cls, config: Any, *, critic: bool) -> "Job":
+        """Return the job of a new run.
 
         Args:
             config: Trinity's, checked by itself.
@@ -48,7 +48,7 @@ class Job:
         root, trainer = Path(config.checkpoint_job_dir).resolve(), config.trainer
         return cls(
             root=str(root),
-            run_key=passed_on().get("TRINITY_SYNC_RUN") or uuid.uuid4().hex,
+            run_key=read_forwarded_variables().get("TRINITY_SYNC_RUN") or uuid.uuid4().hex,
             roles=("actor", "critic") if critic else ("actor",),
             save_strategy=trainer.save_strategy.value,
             keep=max(0, trainer.max_checkpoints_to_keep or 0),
@@ -56,7 +56,7 @@ class Job:
         )
 
     def coordinator(self) -> CheckpointCoordinator:
-        """A rank's; all ranks of the default process group call it together."""
+        """Return this rank's coordinator; collective on the default process group."""
         settings = Settings().model_copy(update={"save_strategy": self.save_strategy})
         return CheckpointCoordinator.of_process_group(
             self.root, run_key=self.run_key, roles=self.roles, settings=settings
@@ -89,22 +89,22 @@ def require_supported(config: Any) -> None:
         )
 
 
-def launching(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:
-    """Trinity's environment of all its Ray processes, with what ours need in it."""
+def wrap_get_envs(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:
+    """Wrap Trinity's ``get_envs``: add the variables that our Ray processes need."""
 
     @functools.wraps(original)
     def get_envs(config: Any) -> dict[str, str]:
-        return original(config) | passed_on()
+        return original(config) | read_forwarded_variables()
 
     return get_envs
 
 
 _newest: list[weakref.ref[Any]] = []
-"""The sample strategy that was made last in this process, which is the trainer's."""
+"""The newest sample strategy of this process, which is the trainer's."""
 
 
-def remembering(original: Callable[..., None]) -> Callable[..., None]:
-    """Trinity's ``SampleStrategy.__init__``, for `position` to find the trainer's.
+def wrap_sample_strategy_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap Trinity's ``SampleStrategy.__init__``: record the trainer's for `read_position`.
 
     The trainer is a Ray actor, whose methods nobody can change any more when plugins are loaded.
     """
@@ -117,8 +117,8 @@ def remembering(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def position(step: int) -> bytes | None:
-    """The trainer's place in its data, as Trinity writes it down; None if it is not known here."""
+def read_position(step: int) -> bytes | None:
+    """Return the trainer's position in its data, as Trinity saves it; None if it is unknown."""
     strategy = _newest[0]() if _newest else None
     if strategy is None:
         return None

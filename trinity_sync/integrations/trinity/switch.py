@@ -21,9 +21,9 @@ PLUGINS = Path(__file__).parent / "plugin"
 
 
 def _launch(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity.job import launching
+    from trinity_sync.integrations.trinity.job import wrap_get_envs
 
-    module.Config.get_envs = launching(module.Config.get_envs)
+    module.Config.get_envs = wrap_get_envs(module.Config.get_envs)
 
 
 def _synchronizer(module: ModuleType) -> None:
@@ -36,9 +36,9 @@ def _synchronizer(module: ModuleType) -> None:
 
 
 def _position(module: ModuleType) -> None:
-    from trinity_sync.integrations.trinity.job import remembering
+    from trinity_sync.integrations.trinity.job import wrap_sample_strategy_init
 
-    module.SampleStrategy.__init__ = remembering(module.SampleStrategy.__init__)
+    module.SampleStrategy.__init__ = wrap_sample_strategy_init(module.SampleStrategy.__init__)
 
 
 def _engine(module: ModuleType) -> None:
@@ -52,9 +52,9 @@ def _engine(module: ModuleType) -> None:
 
 
 def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import finding
+    from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 
-    ours = finding(module.find_latest_ckpt_path)
+    ours = wrap_find_latest_ckpt_path(module.find_latest_ckpt_path)
     rebind(module, "find_latest_ckpt_path", ours, within=["verl", "trinity"])
 
 

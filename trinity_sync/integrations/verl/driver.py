@@ -35,8 +35,8 @@ WAIT = "async_calls_finalize_fn_exec"
 ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save"
 
 
-def finding(original: Callable[..., str | None]) -> Callable[..., str | None]:
-    """veRL's ``find_latest_ckpt_path``, that goes by commits and waits for those under way."""
+def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Wrap veRL's ``find_latest_ckpt_path``: wait for saves in flight, go by commits."""
 
     @functools.wraps(original)
     def find_latest_ckpt_path(
@@ -61,8 +61,8 @@ def _was_saved_by_verl(root: Path, step: int | None) -> bool:
     return step is not None and is_foreign(step_folder(root, step))
 
 
-def saving(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A trainer's ``_save_checkpoint``: its own files first, then the workers, then callbacks.
+def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap a trainer's ``_save_checkpoint``: its own files first, then workers, then callbacks.
 
     Where veRL saves because its time on the machine ends soon (ESI), it waits for the commit.
     """
@@ -88,8 +88,8 @@ def saving(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return _save_checkpoint
 
 
-def fitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A trainer's ``fit`` that ends once all saves are committed, or raises `SaveFailedError`."""
+def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a trainer's ``fit``: return once all saves are committed, or raise `SaveFailedError`."""
 
     @functools.wraps(original)
     def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +100,8 @@ def fitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return fit
 
 
-def add_waiting(worker: type) -> None:
-    """Give a worker class what the trainer calls to wait for saves, unless veRL has it by now."""
+def add_wait_method(worker: type) -> None:
+    """Add the method by which the trainer waits for saves to a worker class that lacks it."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     if hasattr(worker, WAIT):
@@ -119,18 +119,24 @@ def add_waiting(worker: type) -> None:
     setattr(worker, WAIT, register(dispatch_mode=Dispatch.ONE_TO_ALL)(wait))
 
 
-def launching(original: Callable[..., dict[str, Any]], switch: str) -> Callable[..., Any]:
-    """veRL's environment of all Ray processes, with what ours need in it.
+def wrap_get_ppo_ray_runtime_env(
+    original: Callable[..., dict[str, Any]], switch: str
+) -> Callable[..., Any]:
+    """Wrap veRL's ``get_ppo_ray_runtime_env``: add the variables that our processes need.
 
-    A key of the run, new at each launch, which actor and critic have in common; the roles of a
+    These are a key of the run, new at each launch and common to actor and critic; the roles of a
     checkpoint; settings that are no secrets; and the switch itself.
+
+    Args:
+        original: veRL's function.
+        switch: name of the module that is the switch.
     """
 
     @functools.wraps(original)
     def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
         environment = original(config)
         variables = environment.setdefault("env_vars", {})
-        ours = passed_on()
+        ours = read_forwarded_variables()
         ours.setdefault("TRINITY_SYNC_RUN", uuid.uuid4().hex)
         if config is not None and "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
             ours["TRINITY_SYNC_ROLES"] = '["actor","critic"]'
@@ -143,17 +149,17 @@ def launching(original: Callable[..., dict[str, Any]], switch: str) -> Callable[
     return get_ppo_ray_runtime_env
 
 
-NOT_PASSED_ON = ("TRINITY_SYNC_CATALOG_URL", "TRINITY_SYNC_NODE")
-"""The one may hold a password; the other is this node's own name."""
+NOT_FORWARDED = ("TRINITY_SYNC_CATALOG_URL", "TRINITY_SYNC_NODE")
+"""The first may hold a password; the second is this node's own name."""
 
 
-def passed_on() -> dict[str, str]:
-    """What processes on other nodes are told of this one's environment."""
+def read_forwarded_variables() -> dict[str, str]:
+    """Return the variables of this process that processes on other nodes get."""
     return {
         name: value
         for name, value in os.environ.items()
         if name == "PREFECT_API_URL"
-        or (name.startswith("TRINITY_SYNC_") and name not in NOT_PASSED_ON)
+        or (name.startswith("TRINITY_SYNC_") and name not in NOT_FORWARDED)
     }
 
 

@@ -24,11 +24,11 @@ from trinity_sync.layout import step_folder
 logger = logging.getLogger(__name__)
 
 _saving: list[Any] = []
-"""Managers of this process that were handed a step."""
+"""Managers of this process that have submitted a step."""
 
 
-def handing_over(original: Callable[..., None]) -> Callable[..., None]:
-    """A handler's ``save_checkpoint``: the dataloader's position first, the engine's save last."""
+def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a handler's ``save_checkpoint``: dataloader position first, the engine's save last."""
 
     @functools.wraps(original)
     def save_checkpoint(handler: Any, step: int) -> None:
@@ -61,30 +61,30 @@ def handing_over(original: Callable[..., None]) -> Callable[..., None]:
     return save_checkpoint
 
 
-def finding_together(original: Callable[..., str | None]) -> Callable[..., str | None]:
-    """A handler's ``_find_latest_checkpoint``: rank 0 looks, and tells the others.
+def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Wrap a handler's ``_find_latest_checkpoint``: rank 0 searches and broadcasts the result.
 
-    It looks also where there is no folder yet, since steps may be in a store.
+    It searches also where there is no folder yet, since steps may be in a store.
     """
 
     @functools.wraps(original)
     def _find_latest_checkpoint(handler: Any) -> str | None:
         from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-        from trinity_sync.client.collective import told_by_rank_0
+        from trinity_sync.client.collective import broadcast_from_rank_0
 
         if not _is_ours(handler):
             return original(handler)
         root = Path(handler.default_local_dir)
-        return told_by_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
+        return broadcast_from_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
 
     return _find_latest_checkpoint
 
 
-def ending(original: Callable[[], None]) -> Callable[[], None]:
-    """veRL's ``destroy_global_process_group``, once all saves are committed.
+def wrap_destroy_global_process_group(original: Callable[[], None]) -> Callable[[], None]:
+    """Wrap veRL's ``destroy_global_process_group``: wait for all commits first.
 
-    One that is not is raised as `SaveFailedError`.
+    The wrapped function raises `SaveFailedError` if a save failed.
     """
 
     @functools.wraps(original)

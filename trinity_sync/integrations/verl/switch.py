@@ -27,9 +27,9 @@ THIS = "trinity_sync.integrations.verl.switch"
 
 
 def _resume(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import finding
+    from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 
-    ours = finding(module.find_latest_ckpt_path)
+    ours = wrap_find_latest_ckpt_path(module.find_latest_ckpt_path)
     rebind(module, "find_latest_ckpt_path", ours, within=["verl"])
 
 
@@ -43,46 +43,46 @@ def _save(module: ModuleType) -> None:
 
 
 def _launch(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import launching
+    from trinity_sync.integrations.verl.driver import wrap_get_ppo_ray_runtime_env
 
-    ours = launching(module.get_ppo_ray_runtime_env, THIS)
+    ours = wrap_get_ppo_ray_runtime_env(module.get_ppo_ray_runtime_env, THIS)
     rebind(module, "get_ppo_ray_runtime_env", ours, within=["verl"])
 
 
 def _workers(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import add_waiting
+    from trinity_sync.integrations.verl.driver import add_wait_method
 
-    add_waiting(module.TrainingWorker)
-    add_waiting(module.ActorRolloutRefWorker)
+    add_wait_method(module.TrainingWorker)
+    add_wait_method(module.ActorRolloutRefWorker)
 
 
 def _trainer(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import saving
+    from trinity_sync.integrations.verl.driver import wrap_save_checkpoint
 
     trainer = module.RayPPOTrainer  # its fit waits for saves by itself
-    trainer._save_checkpoint = saving(trainer._save_checkpoint)
+    trainer._save_checkpoint = wrap_save_checkpoint(trainer._save_checkpoint)
 
 
 def _trainer_v1(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import fitting, saving
+    from trinity_sync.integrations.verl.driver import wrap_fit, wrap_save_checkpoint
 
     trainer = module.PPOTrainer
-    trainer._save_checkpoint = saving(trainer._save_checkpoint)
-    trainer.fit = fitting(trainer.fit)
+    trainer._save_checkpoint = wrap_save_checkpoint(trainer._save_checkpoint)
+    trainer.fit = wrap_fit(trainer.fit)
 
 
 def _handler(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.sft import finding_together, handing_over
+    from trinity_sync.integrations.verl.sft import wrap_find_latest_checkpoint, wrap_save_checkpoint
 
     handler = module.CheckpointHandler
-    handler.save_checkpoint = handing_over(handler.save_checkpoint)
-    handler._find_latest_checkpoint = finding_together(handler._find_latest_checkpoint)
+    handler.save_checkpoint = wrap_save_checkpoint(handler.save_checkpoint)
+    handler._find_latest_checkpoint = wrap_find_latest_checkpoint(handler._find_latest_checkpoint)
 
 
 def _end(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.sft import ending
+    from trinity_sync.integrations.verl.sft import wrap_destroy_global_process_group
 
-    ours = ending(module.destroy_global_process_group)
+    ours = wrap_destroy_global_process_group(module.destroy_global_process_group)
     rebind(module, "destroy_global_process_group", ours, within=["verl"])
 
 
