@@ -167,16 +167,18 @@ async def save(job: Job, step: int, server: int) -> Cost:
 
 def save_without_prefect(job: Job, step: int) -> str:
     """CPU seconds of the bodies of the tasks, one after the other, and what comes out of them."""
-    from tasks.persist import save_of
+    from tasks.persist import make_save
     from trinity_sync.layout import MANIFEST
     from trinity_sync.settings import Settings
     from trinity_sync.storage.commit import commit
     from trinity_sync.storage.persist import WriteOptions, persist
-    from trinity_sync.storage.placement import await_shares
+    from trinity_sync.storage.placement import await_node_shards
 
     request = job.stage(step)
-    save = save_of(request)
-    shares = await_shares(request.root, request.run, request.run_key, request.roles, gather_s=60)
+    save = make_save(request)
+    shares = await_node_shards(
+        request.root, request.run, request.run_key, request.roles, gather_s=60
+    )
     times = [time.process_time()]
     written = [
         file
@@ -224,8 +226,8 @@ def here(flow: Any) -> Any:
     import flows.save
 
     nodes = {f"node{number}": "" for number in range(MOST_NODES)}
-    flows.save.living_nodes = lambda: nodes  # type: ignore[attr-defined]
-    flows.save.on_node = lambda name, alive=None: {}  # type: ignore[attr-defined]
+    flows.save.list_living_nodes = lambda: nodes  # type: ignore[attr-defined]
+    flows.save.pin_to_node = lambda name, alive=None: {}  # type: ignore[attr-defined]
     return flow.with_options(task_runner=ThreadPoolTaskRunner(max_workers=8))
 
 
@@ -260,11 +262,11 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
     """Rows of a step in the catalog, and what it takes to write them again."""
     import sqlalchemy as sa
 
-    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import mirror
     from trinity_sync.catalog.models import Step
 
-    with opened(url_of(settings)) as engine:
+    with open_catalog(get_catalog_url(settings)) as engine:
         began = time.perf_counter()
         mirror(engine, root, [step])
         took = time.perf_counter() - began

@@ -17,7 +17,7 @@ class Job:
 
     def __init__(self, root: Path, memory: Path, ranks: int, nodes: int) -> None:
         from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.storage.placement import Place, note_placement
+        from trinity_sync.storage.placement import NodeRanks, write_placement
         from trinity_sync.storage.runs import open_run
 
         root.mkdir(exist_ok=True)
@@ -31,10 +31,10 @@ class Job:
             for number, name in enumerate(self._spools)
         }
         places = [
-            Place(name, str(spool.folder), self.ranks_of[name])
+            NodeRanks(name, str(spool.folder), self.ranks_of[name])
             for name, spool in self._spools.items()
         ]
-        note_placement(root, self._run.number, self._run.key, "actor", places)
+        write_placement(root, self._run.number, self._run.key, "actor", places)
 
     def stage(self, step: int) -> Any:
         """Seal images of all ranks, in slots of just their size: a `Stager` takes 2 MiB each."""

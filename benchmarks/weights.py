@@ -131,7 +131,7 @@ def measure(root: Path, spool: Path) -> Samples:
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.memcpy import copy_pieces
-    from trinity_sync.snapshot.slot_lock import release
+    from trinity_sync.snapshot.slot_lock import free_slot
     from trinity_sync.weights.publisher import Publisher
     from trinity_sync.weights.synchronizer import Synchronizer
     from trinity_sync.weights.version import ImageRef, Version
@@ -222,7 +222,7 @@ def measure(root: Path, spool: Path) -> Samples:
             publish(publisher)
             note("ours", "stall after a save", time.perf_counter() - began)
             for sealed in saves.spool.tickets()[0]:  # as if it were committed
-                release(sealed.slot, sealed.ticket.image)
+                free_slot(sealed.slot, sealed.ticket.image)
         publisher.wait()
         for _ in range(TURNS):
             next_step()

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from trinity_sync import Settings
-from trinity_sync.snapshot.spool import job_spools
+from trinity_sync.snapshot.spool import list_job_spools
 
 OUTPUT = Path("demo-output").resolve()
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -76,7 +76,7 @@ def trinity_sync(*arguments: str | Path) -> int:
 
 def tidy_up(settings: Settings, output: Path = OUTPUT) -> None:
     """Let go of all that the demo's jobs left outside their folder, and of its ranks' meetings."""
-    for job in job_spools(settings.spool):
+    for job in list_job_spools(settings.spool):
         if job.root and job.root.is_relative_to(output):
             shutil.rmtree(job.folder)
     for root in output.glob("job-*"):

@@ -3,11 +3,11 @@
 from prefect import flow
 from prefect_ray.context import remote_options
 
-from flows.on_ray import OnRay, on_this_node, results
+from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.export import export_model
 
 
-@flow(name="export", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="export", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def export(
     root: str,
     step: int,
@@ -26,5 +26,5 @@ async def export(
         max_shard_gb: Size in GB of a file of weights.
         to: Full path of a new folder; empty for the step's own, beside its config and tokenizer.
     """
-    with remote_options(**on_this_node()):
-        await results([export_model.submit(root, step, role, dtype, max_shard_gb, to)])
+    with remote_options(**pin_to_this_node()):
+        await gather_results([export_model.submit(root, step, role, dtype, max_shard_gb, to)])

@@ -37,7 +37,7 @@ def _run_task() -> Any:
     return ray.remote(_TASK_BODY)
 
 
-class OnRay(RayTaskRunner):
+class NodeRayTaskRunner(RayTaskRunner):
     """Runs tasks on Ray as Prefect's runner does, all of them by one remote function.
 
     Prefect's makes one a task. Ray keeps each for as long as the worker lives: its code in the head
@@ -68,7 +68,7 @@ class OnRay(RayTaskRunner):
         return PrefectRayFuture[Any](task_run_id=run_id, wrapped_future=started)
 
 
-def living_nodes() -> dict[str, str]:
+def list_living_nodes() -> dict[str, str]:
     """Ray's ids of the nodes that are alive, by each of their names.
 
     Those are the id itself, the name that Ray was started with there, and the host name, which
@@ -79,20 +79,20 @@ def living_nodes() -> dict[str, str]:
     return {node[name]: node["NodeID"] for name in names for node in nodes}
 
 
-def on_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, object]:
+def pin_to_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, object]:
     """Ray options that pin a task to a node.
 
     A task asks for no CPU: it must start while the training holds them all. Ray must not repeat it
     by itself either, Prefect's retries are the ones that can be seen.
 
     Args:
-        name: one of the names of `living_nodes`.
+        name: one of the names of `list_living_nodes`.
         alive: those, where they were asked for already.
 
     Raises:
         StackError: no such node is alive; Ray would wait for ever.
     """
-    alive = living_nodes() if alive is None else alive
+    alive = list_living_nodes() if alive is None else alive
     if name not in alive:
         raise StackError(
             f"node {name} is not in this Ray cluster (alive: {', '.join(sorted(alive))}). Start "
@@ -102,9 +102,9 @@ def on_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, obje
     return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": pinned}
 
 
-def on_this_node() -> dict[str, object]:
-    """As `on_node`, of the node that the flow runs on."""
-    return on_node(Settings().node)
+def pin_to_this_node() -> dict[str, object]:
+    """As `pin_to_node`, of the node that the flow runs on."""
+    return pin_to_node(Settings().node)
 
 
 @cache
@@ -116,21 +116,21 @@ def _waiters() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1000, "waits-for-a-task")
 
 
-async def results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
+async def gather_results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
     """All results, once every task has ended; the worker's other flows go on meanwhile.
 
     Raises:
         Exception: the first failure.
     """
-    ended = await outcomes(futures)
+    ended = await gather_outcomes(futures)
     for result in ended:
         if isinstance(result, BaseException):
             raise result
     return ended
 
 
-async def outcomes(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
-    """As `results`, with what failed in the place of its result.
+async def gather_outcomes(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
+    """As `gather_results`, with what failed in the place of its result.
 
     A task whose Ray process died would be shown as running for ever, so it is marked as crashed
     here.

@@ -3,12 +3,12 @@
 from prefect import flow
 from prefect_ray.context import remote_options
 
-from flows.on_ray import OnRay, on_this_node, results
+from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.reconcile import repair
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S
 
 
-@flow(name="reconcile", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="reconcile", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
     """Repair what crashes left: runs, images, latest pointers, temporary files, memory.
 
@@ -17,5 +17,5 @@ async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
             on this node (or those of TRINITY_SYNC_MAINTAIN).
         grace_s: Seconds for which a file that seems unused is left alone.
     """
-    with remote_options(**on_this_node()):
-        await results([repair.submit(root, grace_s)])
+    with remote_options(**pin_to_this_node()):
+        await gather_results([repair.submit(root, grace_s)])

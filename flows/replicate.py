@@ -7,7 +7,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect_ray.context import remote_options
 
-from flows.on_ray import OnRay, results
+from flows.on_ray import NodeRayTaskRunner, gather_results
 from tasks.replicate import replicate_step as send
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "replicate-step/replicate-step"
 
 
-@flow(name="replicate-step", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="replicate-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
     """Copy one step.
 
@@ -30,7 +30,7 @@ async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> 
         keep_last: so many of the newest steps stay in the store; 0 keeps all.
     """
     with remote_options(num_cpus=0, max_retries=0):
-        await results([send.submit(root, step, url, keep_last)])
+        await gather_results([send.submit(root, step, url, keep_last)])
 
 
 async def request_copy(request: SaveRequest, url: str) -> None:

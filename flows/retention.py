@@ -5,11 +5,11 @@ from datetime import datetime
 from prefect import flow
 from prefect_ray.context import remote_options
 
-from flows.on_ray import OnRay, on_this_node, results
+from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.prune import prune
 
 
-@flow(name="retention", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="retention", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def retention(
     root: str | None = None,
     keep: str = "",
@@ -29,5 +29,5 @@ async def retention(
         dry_run: Show what would be removed, and remove nothing.
         now: Time that policies reckon with, for a look ahead with dry_run; empty for the clock's.
     """
-    with remote_options(**on_this_node()):  # it sees the roots, others may not
-        await results([prune.submit(root, keep, keep_syncs, dry_run, now)])
+    with remote_options(**pin_to_this_node()):  # it sees the roots, others may not
+        await gather_results([prune.submit(root, keep, keep_syncs, dry_run, now)])

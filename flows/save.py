@@ -16,7 +16,13 @@ from prefect.futures import PrefectFuture
 from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
-from flows.on_ray import OnRay, living_nodes, on_node, outcomes, results
+from flows.on_ray import (
+    NodeRayTaskRunner,
+    gather_outcomes,
+    gather_results,
+    list_living_nodes,
+    pin_to_node,
+)
 from flows.replicate import request_copy
 from tasks.commit import commit_step, free_slots, note_failure
 from tasks.export import export_requested
@@ -27,12 +33,12 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.settings import Settings
-from trinity_sync.storage.placement import Share, await_shares
+from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import required_remote_of
 from trinity_sync.storage.save import Persisted
 
 
-@flow(name="save-step", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> None:
     """Write one step's images and commit them; then export models, if that was asked for.
 
@@ -40,10 +46,10 @@ async def save_step(request: SaveRequest) -> None:
         request: the step; on which nodes its images wait is in the job's root.
     """
     began, counts = time.perf_counter(), False
-    settings, shares, parts = Settings(), list[Share](), list[list[Persisted]]()
+    settings, shares, parts = Settings(), list[NodeShards](), list[list[Persisted]]()
     try:
         shares = await asyncio.to_thread(
-            await_shares,
+            await_node_shards,
             request.root,
             request.run,
             request.run_key,
@@ -54,10 +60,10 @@ async def save_step(request: SaveRequest) -> None:
         if failure:
             raise failure
         persisted = time.perf_counter()
-        home = on_node(shares[0].node)
+        home = pin_to_node(shares[0].node)
         with remote_options(**home):
             everything = [part for of_node in parts for part in of_node]
-            (exports,) = await results([commit_step.submit(request, everything, shares[0])])
+            (exports,) = await gather_results([commit_step.submit(request, everything, shares[0])])
         took = persisted - began, time.perf_counter() - persisted
         await _free_slots(request, parts[1:], shares[1:])
         await _send(request, home)
@@ -66,7 +72,7 @@ async def save_step(request: SaveRequest) -> None:
         try:
             if exports:  # the step counts already, whatever becomes of them
                 with remote_options(**home):
-                    await results([export_requested.submit(request)])
+                    await gather_results([export_requested.submit(request)])
         finally:
             await request_copy(request, settings.remote_of(request.root))
     except Exception as error:
@@ -79,14 +85,14 @@ async def save_step(request: SaveRequest) -> None:
 
 
 async def _persist(
-    request: SaveRequest, shares: Sequence[Share]
+    request: SaveRequest, shares: Sequence[NodeShards]
 ) -> tuple[list[list[Persisted]], BaseException | None]:
     """What the tasks have made, by node, and why some have made nothing.
 
     Raises:
         SaveError: a node is gone, and with it what was to be written there.
     """
-    alive = living_nodes()
+    alive = list_living_nodes()
     for share in shares:
         if share.node not in alive:
             raise _lost(request, share, "is not, or no more, in this Ray cluster")
@@ -94,14 +100,14 @@ async def _persist(
     where: list[int] = []
     for number, share in enumerate(shares):
         components = [c for c in request.components if c != "metadata" or share.has_rank_0]
-        with remote_options(**on_node(share.node, alive)):
+        with remote_options(**pin_to_node(share.node, alive)):
             for turn, component in enumerate(components or [None] * (number > 0)):
                 functions = number > 0 and turn == 0  # the commit waits for those of its own node
                 futures.append(PERSIST[component].submit(request, component, share, functions))
                 where.append(number)
     parts: list[list[Persisted]] = [[] for _ in shares]
     failures: list[BaseException] = []
-    for number, result in zip(where, await outcomes(futures), strict=True):
+    for number, result in zip(where, await gather_outcomes(futures), strict=True):
         if isinstance(result, RayError):
             why = f"or a process of it, died before they were written ({type(result).__name__})"
             failures.append(_lost(request, shares[number], why))
@@ -113,7 +119,7 @@ async def _persist(
     return parts, next(iter(failures), None)
 
 
-def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
+def _lost(request: SaveRequest, share: NodeShards, why: str) -> SaveError:
     return SaveError(
         f"{request.run_name} of {request.root} is not committed: node {share.node}, which holds "
         f"{share}, {why}. If it has kept its memory, start Ray there, by that name, and retry the "
@@ -122,16 +128,16 @@ def _lost(request: SaveRequest, share: Share, why: str) -> SaveError:
 
 
 async def _free_slots(
-    request: SaveRequest, parts: Sequence[Sequence[Persisted]], shares: Sequence[Share]
+    request: SaveRequest, parts: Sequence[Sequence[Persisted]], shares: Sequence[NodeShards]
 ) -> None:
     """Free the slots of the other nodes; one that cannot be reached does not undo the commit."""
     futures = []
-    alive = living_nodes() if shares else {}
+    alive = list_living_nodes() if shares else {}
     for share, of_node in zip(shares, parts, strict=True):
         if share.node in alive:
-            with remote_options(**on_node(share.node, alive)):
+            with remote_options(**pin_to_node(share.node, alive)):
                 futures.append(free_slots.submit(request, of_node, share))
-    for result in await outcomes(futures):
+    for result in await gather_outcomes(futures):
         if isinstance(result, BaseException):
             get_run_logger().error("%s keeps slots for a while: %s", request.run_name, result)
 
@@ -142,14 +148,14 @@ async def _send(request: SaveRequest, home: dict[str, object]) -> None:
         url := await asyncio.to_thread(required_remote_of, request.root)
     ):
         with remote_options(**home):
-            await results([send_step.submit(request.root, request.step, url)])
+            await gather_results([send_step.submit(request.root, request.step, url)])
 
 
 async def _prune(request: SaveRequest, node: str) -> None:
     """Remove older checkpoints; where that fails, the save is committed all the same."""
     try:
-        with remote_options(**on_node(node)):
-            await results([prune_after_commit.submit(request)])
+        with remote_options(**pin_to_node(node)):
+            await gather_results([prune_after_commit.submit(request)])
     except Exception as error:
         get_run_logger().error(
             "%s is committed; older steps cannot be removed: %s. The next save, or trinity-sync "
@@ -161,19 +167,19 @@ async def _prune(request: SaveRequest, node: str) -> None:
 
 async def _note_failure(
     request: SaveRequest,
-    shares: Sequence[Share],
+    shares: Sequence[NodeShards],
     parts: Sequence[Sequence[Persisted]],
     reason: str,
 ) -> None:
     """Note it on each node that is alive; what failed is raised, whatever comes of this."""
     try:
         futures = []
-        alive = living_nodes()
+        alive = list_living_nodes()
         for share, of_node in zip(shares, parts or [()] * len(shares), strict=True):
             if share.node in alive:
-                with remote_options(**on_node(share.node, alive)):
+                with remote_options(**pin_to_node(share.node, alive)):
                     futures.append(note_failure.submit(request, of_node, share, reason))
-        ended = await outcomes(futures)
+        ended = await gather_outcomes(futures)
     except Exception as error:
         ended = [error]
     for each in ended:

@@ -3,7 +3,7 @@
 from prefect import flow
 from prefect_ray.context import remote_options
 
-from flows.on_ray import OnRay, on_this_node, results
+from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
 from tasks.verify import choose_files, judge_steps, load_newest_checkpoints, read_files
 from trinity_sync.storage.verify import split_evenly
 
@@ -11,7 +11,7 @@ READERS = 4
 """Tasks that read at a time."""
 
 
-@flow(name="verify", task_runner=OnRay(), persist_result=False, retries=0)
+@flow(name="verify", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def verify(
     root: str | None = None,
     step: int | None = None,
@@ -32,11 +32,11 @@ async def verify(
         load: Load the newest checkpoint of each job as a restart would, all ranks' shards, and
             measure it, instead of reading files.
     """
-    with remote_options(**on_this_node()):  # it sees the roots, others may not
+    with remote_options(**pin_to_this_node()):  # it sees the roots, others may not
         if load:
-            await results([load_newest_checkpoints.submit(root)])
+            await gather_results([load_newest_checkpoints.submit(root)])
             return
-        (files,) = await results([choose_files.submit(root, step, newest, sample_gb, seed)])
+        (files,) = await gather_results([choose_files.submit(root, step, newest, sample_gb, seed)])
         parts = [read_files.submit(part) for part in split_evenly(files, READERS)]
-        checked = [one for part in await results(parts) for one in part]
-        await results([judge_steps.submit(checked)])
+        checked = [one for part in await gather_results(parts) for one in part]
+        await gather_results([judge_steps.submit(checked)])

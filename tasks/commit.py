@@ -7,14 +7,14 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
 
-from tasks.persist import is_io_error, save_of
+from tasks.persist import is_io_error, make_save
 from tasks.weights import show_weights
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import (
@@ -23,8 +23,8 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.manifest import Manifest, own_manifest
-from trinity_sync.storage.placement import Share
+from trinity_sync.storage.manifest import Manifest, read_own_manifest
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.receipts import await_receipts
 from trinity_sync.storage.save import Persisted, Save, Written, discard, mark_failed
 
@@ -41,7 +41,7 @@ MOST_ROWS = 200
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -> bool:
+def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: NodeShards) -> bool:
     """Wait for this node's functions, write manifest and iteration files, then free its slots.
 
     Args:
@@ -52,12 +52,12 @@ def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -
     Returns:
         Whether models of the step are to be exported.
     """
-    save, settings = save_of(request), Settings()
-    node = known_job_spool(home.spool, save.root)
+    save, settings = make_save(request), Settings()
+    node = get_job_spool(home.spool, save.root)
     written = [file for part in parts for file in part.written]
     elsewhere = [receipt for part in parts for receipt in part.receipts]
     shards = sum(file.record.component not in FOLDERS for file in written)
-    earlier = own_manifest(save.root, save.run, save.step)
+    earlier = read_own_manifest(save.root, save.run, save.step)
     listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
     receipts = await_receipts(
         node,
@@ -70,7 +70,7 @@ def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: Share) -
     manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
     free_committed_slots(node, save, written)
     try:
-        note_root(settings, request.root)
+        register_job(settings, request.root)
     except OSError as error:
         logger.warning("scheduled flows do not know of %s: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], flow_run=flow_run.id)
@@ -91,7 +91,7 @@ def write_export_requests(save: Save, written: Sequence[Written]) -> None:
 
 
 @task(name="free slots", persist_result=False)
-def free_slots(request: SaveRequest, parts: Sequence[Persisted], share: Share) -> None:
+def free_slots(request: SaveRequest, parts: Sequence[Persisted], share: NodeShards) -> None:
     """Free the slots of another node than the commit's, whose task does it at home.
 
     Args:
@@ -100,23 +100,23 @@ def free_slots(request: SaveRequest, parts: Sequence[Persisted], share: Share) -
         share: what the node holds.
     """
     written = [file for part in parts for file in part.written]
-    save = save_of(request)
-    free_committed_slots(known_job_spool(share.spool, save.root), save, written)
+    save = make_save(request)
+    free_committed_slots(get_job_spool(share.spool, save.root), save, written)
 
 
 @task(name="note failure", persist_result=False)
 def note_failure(
-    request: SaveRequest, parts: Sequence[Persisted], share: Share, reason: str
+    request: SaveRequest, parts: Sequence[Persisted], share: NodeShards, reason: str
 ) -> None:
     """Mark the save's images on a node as failed: a retry may write them, new saves come first.
 
     What the node has written of it goes: a retry writes it anew, and one that a later run has left
     behind is never retried.
     """
-    save = save_of(request)
+    save = make_save(request)
     for part in parts:
         discard(part.written)
-    mark_failed(known_job_spool(share.spool, save.root), save, reason)
+    mark_failed(get_job_spool(share.spool, save.root), save, reason)
 
 
 def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:

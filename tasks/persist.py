@@ -9,9 +9,9 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
 from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.persist import WriteOptions, persist
-from trinity_sync.storage.placement import Share
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.receipts import await_receipts, sync_function_files
 from trinity_sync.storage.save import Persisted, Save
 
@@ -25,7 +25,7 @@ TASK_NAMES: dict[Component | None, str] = {
 }
 
 
-def save_of(request: SaveRequest) -> Save:
+def make_save(request: SaveRequest) -> Save:
     """The request as files know it.
 
     Raises:
@@ -38,7 +38,7 @@ def save_of(request: SaveRequest) -> Save:
 
 
 def persist_component(
-    request: SaveRequest, component: Component | None, share: Share, functions: bool = False
+    request: SaveRequest, component: Component | None, share: NodeShards, functions: bool = False
 ) -> Persisted:
     """Write a node's images of one component under temporary names, durably.
 
@@ -48,7 +48,7 @@ def persist_component(
         share: what the node holds.
         functions: wait for the save functions of the node, too, and sync what they wrote.
     """
-    settings, save = Settings(), save_of(request)
+    settings, save = Settings(), make_save(request)
     options = WriteOptions(
         direct=settings.direct_io,
         bytes_per_s=settings.write_mb_per_s * 1e6,
@@ -56,7 +56,7 @@ def persist_component(
         writers=settings.writers,
         nice=settings.nice,
     )
-    spool = known_job_spool(share.spool, save.root)
+    spool = get_job_spool(share.spool, save.root)
     written = persist(share, save, component, options) if component else []
     receipts = await_receipts(spool, save) if functions else []
     sync_function_files(save, receipts)
@@ -72,7 +72,9 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     return False
 
 
-PERSIST: dict[Component | None, Task[[SaveRequest, Component | None, Share, bool], Persisted]] = {
+PERSIST: dict[
+    Component | None, Task[[SaveRequest, Component | None, NodeShards, bool], Persisted]
+] = {
     component: Task(
         persist_component,
         name=name,

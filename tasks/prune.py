@@ -10,11 +10,11 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_table_artifact
 
-from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, TrinitySyncError
-from trinity_sync.orchestration.job_registry import require_allowed, roots_of
+from trinity_sync.orchestration.job_registry import require_allowed, select_roots
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
@@ -51,7 +51,7 @@ def prune(
     at = now.timestamp() if now else time.time()
     done: list[Pruned] = []
     refused: list[str] = []
-    for each in roots_of(root, settings):
+    for each in select_roots(root, settings):
         try:
             done.append(
                 prune_root(
@@ -92,7 +92,7 @@ def prune_after_commit(request: SaveRequest) -> None:
 def _update_catalog(root: Path, settings: Settings, _steps: Sequence[int]) -> None:
     """Have the catalog say what the files say, whoever has changed them since the last time."""
     try:
-        with opened(url_of(settings)) as engine:
+        with open_catalog(get_catalog_url(settings)) as engine:
             rebuild(engine, root)
     except Exception as error:  # whatever is wrong with it, the files are as they should be
         logger.warning("the catalog does not know of all changes of %s: %s", root, error)

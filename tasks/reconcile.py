@@ -9,7 +9,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 
 from tasks.weights import show_weights
-from trinity_sync.orchestration.job_registry import roots_of
+from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
 from trinity_sync.storage.gc import Finding
@@ -24,7 +24,7 @@ def repair(root: str | None, grace_s: float = GRACE_S) -> None:
         grace_s: seconds for which a file that seems unused is left alone.
     """
     settings = Settings()
-    roots = roots_of(root, settings)
+    roots = select_roots(root, settings)
     show_findings(asyncio.run(_reconcile(settings, roots, grace_s)))
     for each in roots:
         show_weights(each)

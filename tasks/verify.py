@@ -8,21 +8,22 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from trinity_sync.errors import CommitError, TrinitySyncError
-from trinity_sync.orchestration.job_registry import roots_of
+from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.settings import Settings
-from trinity_sync.storage.verify import Checked, Chosen, VerifiedStep, check, choose, judge
+from trinity_sync.storage import verify
+from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
 
 
 @task(name="choose", persist_result=False)
 def choose_files(
     root: str | None, step: int | None, newest: int, sample_gb: float, seed: int | None
-) -> list[Chosen]:
+) -> list[ChosenFile]:
     """Choose what to read: of one job, or a share of each that is known."""
-    roots = roots_of(root, Settings())
+    roots = select_roots(root, Settings())
     return [
         file
         for each in roots
-        for file in choose(
+        for file in verify.choose_files(
             each,
             step=step,
             newest=newest,
@@ -33,19 +34,19 @@ def choose_files(
 
 
 @task(name="read", persist_result=False)
-def read_files(files: Sequence[Chosen]) -> list[Checked]:
+def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
     """Read files and compare them with their manifests."""
-    return check(files, nice=Settings().nice, clock=time.perf_counter)
+    return verify.check_files(files, nice=Settings().nice, clock=time.perf_counter)
 
 
 @task(name="judge", persist_result=False)
-def judge_steps(checked: Sequence[Checked]) -> list[VerifiedStep]:
-    """Mark and remove_mark steps, move pointers, and show it all.
+def judge_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
+    """Mark corrupted steps, unmark valid ones, move the pointers, and show the result.
 
     Raises:
         CommitError: something is corrupted.
     """
-    verdicts = judge(checked)
+    verdicts = verify.judge_steps(checked)
     bad = [verdict for verdict in verdicts if verdict.state == "corrupted"]
     show(verdicts)
     if bad:
@@ -70,7 +71,7 @@ def load_newest_checkpoints(root: str | None) -> None:
     from trinity_sync.storage.verify_load import load_newest  # imports torch, which takes seconds
 
     rows, failures = [], []
-    for each in roots_of(root, Settings()):
+    for each in select_roots(root, Settings()):
         try:
             done = load_newest(each)
         except (TrinitySyncError, OSError) as error:

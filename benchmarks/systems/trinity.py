@@ -20,7 +20,7 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Origin, Stager
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.placement import Share
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_shards
 from trinity_sync.storage.save import Save
 
@@ -108,7 +108,7 @@ class Trinity(Committed):
         if self._writer:
             save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
             ranks = {ROLES[0]: tuple(range(self.training.size.ranks))}
-            share = Share("here", str(self.spool.folder), ranks)
+            share = NodeShards("here", str(self.spool.folder), ranks)
             self._saving = self._writer.submit(write_out, share, save, COMPONENTS)
 
     def wait(self) -> None:

@@ -22,8 +22,8 @@ from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.runs import all_runs, find_superseding_run
-from trinity_sync.storage.verify import check, choose
+from trinity_sync.storage.runs import find_superseding_run, list_runs
+from trinity_sync.storage.verify import check_files, choose_files
 
 Commit = tuple[int, int]
 """Run and step."""
@@ -95,7 +95,9 @@ def _whole(world: World, manifest: Manifest, ledger: Ledger) -> Iterator[str]:
     try:
         if corruption := read_corruption(world.root, manifest.step):
             yield f"{what} is corrupted: {corruption}"
-        wrong = [each for each in check(choose(world.root, step=manifest.step)) if each.wrong]
+        wrong = [
+            each for each in check_files(choose_files(world.root, step=manifest.step)) if each.wrong
+        ]
         states = [_states(world, manifest, rank) for rank in range(RANKS)]
     except (CommitError, FileNotFoundError) as error:
         if _still(world, manifest):
@@ -153,7 +155,7 @@ class Fates:
 
 def fates(world: World, ledger: Ledger, handed_over: set[Commit]) -> Fates:
     """Ask for each save, once all is at rest, what became of it."""
-    runs = {run.number: run for run in all_runs(world.root)}
+    runs = {run.number: run for run in list_runs(world.root)}
     failures = "\n".join(  # a line each
         str(note.get("why"))
         for name in ("rank0", "rank1", "rank0-second", "rank1-second")

@@ -19,7 +19,7 @@ import xxhash
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError, SpoolFullError
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 RANKS = 2
 WIDTH = 192
@@ -128,7 +128,7 @@ def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> No
         if step % SAVE_EVERY == 0:
             notes("staging", step=step)
             saves.save(step, model.states(step, rank), keep=KEEP)
-            run = run or next(each.number for each in all_runs(root) if each.key == key)
+            run = run or next(each.number for each in list_runs(root) if each.key == key)
             notes("handed over", step=step, run=run)
             waiting.append(step)
         if step % WAIT_EVERY == 0:

@@ -16,7 +16,7 @@ from tests.integration.prefect_api import Api, key_of
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
-from trinity_sync.orchestration.job_registry import known_roots
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
@@ -82,7 +82,7 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     for step in (1, 2):
         saves.save(step, {"model": model.state_dict()}, metadata=metadata)
         saves.wait_all(90)
-    until(lambda: root in known_roots(stack_settings), "the node to know of the job")
+    until(lambda: root in list_known_roots(stack_settings), "the node to know of the job")
 
     exported = run(api, "export/export", root=str(root), step=2, to=str(tmp_path / "hf"))
     assert exported.state.is_completed(), exported.state.message

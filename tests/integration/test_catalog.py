@@ -21,12 +21,12 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import MODEL, commit_files
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.catalog.database import SCHEMA, opened, url_of
+from trinity_sync.catalog.database import SCHEMA, get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
 from trinity_sync.catalog.models import Base, Job, Step
-from trinity_sync.catalog.queries import jobs
+from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.layout import job_id
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import acquire_lease
@@ -74,12 +74,12 @@ def history(root: Path) -> None:
 
 def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
     history(root)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         for step in (10, 20, 30):
             mirror(engine, root, [step], flow_run=f"run of {step}")
         with acquire_lease(root, 30, "explorer"):
             mirror(engine, root, [])
-            (job,) = jobs(engine)
+            (job,) = list_jobs(engine)
             assert differences(engine, root) == []
         with engine.connect() as connection:
             (digests,) = connection.execute(sa.select(Step.files).where(Step.step == 10)).one()
@@ -95,15 +95,15 @@ def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
 
 def test_a_rebuild_restores_it_from_the_files_alone(url: str, root: Path) -> None:
     history(root)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         assert rebuild(engine, root) == 3
-        before = jobs(engine)[0].steps
+        before = list_jobs(engine)[0].steps
         with engine.begin() as connection:
             for table in reversed(Base.metadata.sorted_tables):
                 connection.execute(sa.delete(table))
-        assert jobs(engine) == []
+        assert list_jobs(engine) == []
         rebuild(engine, root)
-        assert jobs(engine)[0].steps == before
+        assert list_jobs(engine)[0].steps == before
 
 
 def test_a_rebuild_keeps_the_flow_runs_of_commits_that_are_as_they_were(
@@ -111,16 +111,16 @@ def test_a_rebuild_keeps_the_flow_runs_of_commits_that_are_as_they_were(
 ) -> None:
     for step in (1, 2):
         commit_files(root, step)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         mirror(engine, root, [1, 2], flow_run="before")
         commit_files(root, 2, run=2, at=1.8e9)
         rebuild(engine, root)
-        assert jobs(engine)[0].flow_runs == {1: "before"}
+        assert list_jobs(engine)[0].flow_runs == {1: "before"}
 
 
 def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None:
     history(root)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         rebuild(engine, root)
         commit_files(root, 40, run=2)
         shutil.rmtree(root / "global_step_20")
@@ -130,7 +130,7 @@ def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None
             assert words in found
         mirror(engine, root, [10, 20, 40])
         assert differences(engine, root) == []
-        assert "is corrupted" in jobs(engine)[0].steps[0].corruption
+        assert "is corrupted" in list_jobs(engine)[0].steps[0].corruption
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_each_value_that_differs_from_the_files_is_named(
     url: str, root: Path, alter: str, said: str
 ) -> None:
     history(root)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         rebuild(engine, root)
         with engine.begin() as connection:
             connection.execute(sa.text(f"UPDATE {alter}".replace(":", r"\:")))
@@ -166,7 +166,7 @@ def write_five(url: str, root: Path, number: int, begin: Event) -> None:
     begin.wait()
     for step in range(number * 5, number * 5 + 5):
         commit_files(root, step, pointer=False)
-        with opened(url) as engine:
+        with open_catalog(url) as engine:
             mirror(engine, root, [step], flow_run=f"{number}")
 
 
@@ -184,9 +184,9 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
     for writer in writers:
         writer.join(120)
     assert [writer.exitcode for writer in writers] == [0] * 16
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         assert differences(engine, root) == []
-        (job,) = jobs(engine)
+        (job,) = list_jobs(engine)
     assert [each.step for each in job.steps] == [*range(80)]
     assert job.flow_runs == {step: str(step // 5) for step in range(80)}
 
@@ -202,7 +202,7 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
 ) -> None:
     history(root)
     registry = VersionRegistry()
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         note_versions(engine, root)  # of a job that the catalog does not know
         for step in (10, 11):
             registry.record(Version(step, 1, "memory", str(root)), 100.0 + step)
@@ -214,22 +214,24 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
         told(root, registry)
         for _ in range(2):
             note_versions(engine, root)
-        seen = [(each.step, each.source, each.published_at) for each in jobs(engine)[0].versions]
+        seen = [
+            (each.step, each.source, each.published_at) for each in list_jobs(engine)[0].versions
+        ]
         assert seen[:3] == [(10, "checkpoint", 110), (10, "memory", 110), (11, "memory", 111)]
         assert [step for step, _, _ in seen[3:]] == [*range(22, 30)]
         rebuild(engine, root)
-        assert len(jobs(engine)[0].versions) == len(seen)
+        assert len(list_jobs(engine)[0].versions) == len(seen)
         assert differences(engine, root) == []
         with engine.begin() as connection:
             connection.execute(sa.delete(Job))
         rebuild(engine, root)
-        assert [each.step for each in jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
+        assert [each.step for each in list_jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
     (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_CATALOG_URL=url).stdout)
     assert row["versions"][-1]["step"] == 29
 
 
 def test_a_newer_schema_is_one_sentence(url: str) -> None:
-    with opened(url) as engine, engine.begin() as connection:
+    with open_catalog(url) as engine, engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     done = run("catalog", "ls", TRINITY_SYNC_CATALOG_URL=url)
     assert done.returncode == 1
@@ -238,7 +240,7 @@ def test_a_newer_schema_is_one_sentence(url: str) -> None:
 
 
 def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
-    with opened(url) as engine, engine.connect() as connection:
+    with open_catalog(url) as engine, engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
@@ -284,13 +286,13 @@ def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_pat
     other = tmp_path / "other"
     commit_files(other, 10)
     settings = Settings(home=tmp_path / "home", catalog_url=url)
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         for each in (root, other):
             rebuild(engine, each)
-            note_root(settings, each)
+            register_job(settings, each)
         shutil.rmtree(root)
         assert run("catalog", "forget", root, **named).returncode == 0
-        assert [job.root for job in jobs(engine)] == [str(other)]
+        assert [job.root for job in list_jobs(engine)] == [str(other)]
     assert len(list((settings.home / "roots").iterdir())) == 1
     again = run("catalog", "forget", root, **named)
     assert again.returncode == 1
@@ -303,7 +305,7 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
     home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
     for step in (10, 20, 30, 40):
         commit_files(root, step)
-    with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+    with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:
         rebuild(engine, root)
     for command in (
         ("pin", root, 10),
@@ -313,9 +315,9 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
         ("prune", root, "--keep", "last=1"),
     ):
         assert run(*command, **home).returncode == 0
-        with opened(url_of(Settings(home=tmp_path / "home"))) as engine:
+        with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:
             assert (command, differences(engine, root)) == (command, [])
-            (job,) = jobs(engine)
+            (job,) = list_jobs(engine)
     assert [each.step for each in job.steps] == [20, 30]
 
 
@@ -325,9 +327,9 @@ def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
     with CheckpointCoordinator(root, settings=stack_settings) as saves:
         saves.save(7, {"model": {"w": torch.ones(3)}})
         run = until(lambda: Api().runs_of(key_of(root, 7)), "the save's flow run")[0]
-    with opened(url_of(stack_settings)) as engine:
+    with open_catalog(get_catalog_url(stack_settings)) as engine:
         wanted = until(
-            lambda: [job for job in jobs(engine, job_id(root)) if job.steps], "the step's row"
+            lambda: [job for job in list_jobs(engine, job_id(root)) if job.steps], "the step's row"
         )
         assert wanted[0].flow_runs == {7: str(run.id)}
         assert differences(engine, root) == []

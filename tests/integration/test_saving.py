@@ -30,7 +30,7 @@ from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.placement import note_placement, places_of
+from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.runs import open_run
 
 STATE = {"w": torch.arange(5000.0)}
@@ -383,8 +383,8 @@ def test_a_save_that_a_later_run_has_left_behind_leaves_no_files(
 def test_bad_parameters_are_rejected_with_a_sentence(
     api: Api, root: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    places = places_of([("no-such-node", "/dev/shm/x")])
-    note_placement(root, 1, "", "actor", places)
+    places = group_by_node([("no-such-node", "/dev/shm/x")])
+    write_placement(root, 1, "", "actor", places)
     good = {"root": str(root), "step": 1, "run": 1}
     try:
         run = api.ended(api.start({"request": {**good, **change}}))

@@ -37,24 +37,24 @@ from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
-from trinity_sync.storage.manifest import own_manifest
+from trinity_sync.storage.manifest import read_own_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
-from trinity_sync.storage.placement import Place, Share, note_placement, placement
+from trinity_sync.storage.placement import NodeRanks, NodeShards, read_placement, write_placement
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import all_runs, open_run
+from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save import Save, Written
-from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.version import Version
 
@@ -101,8 +101,8 @@ def removed_by(root: Path, rules: Rules) -> list[int]:
 
 def look_at(root: Path) -> list[Any]:
     """What a node that is asked this has in its caches afterwards."""
-    seen = [list_leases(root), all_runs(root), newest(root)]
-    seen += [own_manifest(root, 1, step) for step in range(1, 10)]
+    seen = [list_leases(root), list_runs(root), newest(root)]
+    seen += [read_own_manifest(root, 1, step) for step in range(1, 10)]
     return [list(root.rglob("*")), seen]
 
 
@@ -112,7 +112,7 @@ def write_shard(
     """Save the model of one rank on the node that this is called on, up to the commit."""
     job = Job(root, open_job_spool(spool, root), ranks)
     job.stage(step, {"model": {"w": torch.full((N,), fill)}}, run=run, rank=rank)
-    share = Share(f"node-{rank}", str(job.spool.folder), {"actor": (rank,)})
+    share = NodeShards(f"node-{rank}", str(job.spool.folder), {"actor": (rank,)})
     try:
         return persist(share, job.save(step, run=run), "model", WriteOptions(gather_s=0.05))
     finally:
@@ -170,7 +170,7 @@ def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
     before = notification.mark()
     gate.read_bytes()
     after = asyncio.run(notification.changed(before))
-    return after != before, notification.newest(all_runs(root))
+    return after != before, notification.newest(list_runs(root))
 
 
 _logs: dict[Path, OutcomeLog] = {}
@@ -282,7 +282,7 @@ def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
     """Else a rank takes it for another system's, and loads what is corrupted."""
     role_folder = root / "global_step_1/actor"
     role_folder.mkdir(parents=True)
-    assert own_manifest(root, 1, 1) is None
+    assert read_own_manifest(root, 1, 1) is None
     other.call(commit_files, root, 1)
     other.call(os.truncate, root / "global_step_1" / MODEL, 10)
     with pytest.raises(CommitError, match="is corrupted"):
@@ -463,11 +463,11 @@ def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_
 def test_a_placement_is_seen_as_soon_as_the_other_node_has_written_it_down(
     root: Path, other: Node
 ) -> None:
-    places = (Place("two", "/dev/shm/spool", (0,)),)
-    note_placement(root, 1, "run", "critic", places)
-    assert placement(root, 1, "run", "actor") is None
-    other.call(note_placement, root, 1, "run", "actor", places)
-    assert placement(root, 1, "run", "actor") == list(places)
+    places = (NodeRanks("two", "/dev/shm/spool", (0,)),)
+    write_placement(root, 1, "run", "critic", places)
+    assert read_placement(root, 1, "run", "actor") is None
+    other.call(write_placement, root, 1, "run", "actor", places)
+    assert read_placement(root, 1, "run", "actor") == list(places)
 
 
 def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other: Node) -> None:
@@ -477,7 +477,9 @@ def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other:
     commit(save_of(root, 1), [*write(root, spool_folder / "one", 1, 1.0), *theirs])
     for node in (lambda act, *args: act(*args), other.call):
         node(assert_holds, root, 1, 1.0, 2.0)
-    assert [each.state for each in judge(check(choose(root, step=1)))] == ["valid"]
+    assert [each.state for each in judge_steps(check_files(choose_files(root, step=1)))] == [
+        "valid"
+    ]
 
 
 def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
@@ -492,10 +494,10 @@ def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
             open_still.enter_context((folder / "removed").open("x"))
             (folder / "removed").unlink()
 
-        begun = Receipt("save", 1, 1, "checkpoint", 0, "1/1")
+        begun = CallableStatus("save", 1, 1, "checkpoint", 0, "1/1")
         CallableSaver(root, spool).call(save, begun)
         assert list(folder.glob(".nfs*"))
-    (receipt,) = receipts_of(spool, 1, 1, "checkpoint")
+    (receipt,) = read_statuses(spool, 1, 1, "checkpoint")
     assert receipt.files == ("kept",)
 
 
@@ -584,7 +586,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     for step in (1, 2):
         commit_files(root, step)
     spool = open_job_spool(spool_folder, root)
-    write_receipt(spool, Receipt("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
+    write_status(spool, CallableStatus("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
     (gate,) = spool.receipts.iterdir()  # looked at after leases
     receipt = gate.read_text()
     gate.unlink()

@@ -21,7 +21,7 @@ from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 TRINITY = Path(sys.executable).with_name("trinity")
 LAUNCH_S = 280.0
@@ -71,5 +71,5 @@ def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_re
 
     launch(configure(trainer | {"total_steps": 5}))
     assert steps_on_disk(root) == [5]
-    assert all_runs(root)[-1].resumed_from == 3
+    assert list_runs(root)[-1].resumed_from == 3
     assert position(root, 5)["sample_strategy_state"] == {"current_index": 20}

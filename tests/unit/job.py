@@ -16,7 +16,7 @@ from trinity_sync.storage.commit import commit
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
-from trinity_sync.storage.placement import Share, note_placement, places_of
+from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement
 from trinity_sync.storage.save import Save, Written
 
 
@@ -78,18 +78,18 @@ class Job:
     ) -> Staged:
         packed = pack_folder(metadata) if metadata else None
         origin = self.origin(step, rank=rank, **other)
-        places = places_of([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
-        note_placement(self.root, origin.run, origin.run_key, origin.role, places)
+        places = group_by_node([(socket.gethostname(), str(self.spool.folder))] * self.world_size)
+        write_placement(self.root, origin.run, origin.run_key, origin.role, places)
         return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
 
     def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> Save:
         return Save(str(self.root), run, step, kind, self.roles)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> NodeShards:
         """All that is on this node."""
         ranks = tuple(range(self.world_size))
-        return Share("here", str(self.spool.folder), dict.fromkeys(self.roles, ranks))
+        return NodeShards("here", str(self.spool.folder), dict.fromkeys(self.roles, ranks))
 
     def persist(
         self, step: int, *components: str, gather_s: float = 0.05, **other: Any

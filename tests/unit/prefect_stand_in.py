@@ -24,7 +24,7 @@ from trinity_sync.orchestration.recovery.images import (
     compare_late_images,
     find_orphaned_saves,
 )
-from trinity_sync.storage.placement import Share, await_shares
+from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
 
 GATHER_S = 0.03
@@ -40,11 +40,11 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
 
 def save_step(request: SaveRequest) -> Iterator[str]:
     """What `flows.save.save_step` does; each task that has ended is told of."""
-    shares: list[Share] = []
+    shares: list[NodeShards] = []
     parts: list[Persisted] = []
     failures: list[Exception] = []
     try:
-        shares = await_shares(
+        shares = await_node_shards(
             request.root, request.run, request.run_key, request.roles, gather_s=GATHER_S
         )
         yield "began"

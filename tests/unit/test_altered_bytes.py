@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from tests.unit.job import Job
-from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import differences, mirror
-from trinity_sync.catalog.queries import jobs
+from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
-from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
 from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.export_requests import (
@@ -34,7 +34,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin, steps_in_use, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import newest_run, open_run, refuse_superseded
-from trinity_sync.storage.verify import check, choose
+from trinity_sync.storage.verify import check_files, choose_files
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -131,10 +131,10 @@ def test_an_altered_note_or_export_request_is_of_no_consequence(root: Path, job:
 
 
 def test_an_altered_receipt_is_not_taken_for_the_end_of_a_save(root: Path, job: Job) -> None:
-    write_receipt(job.spool, Receipt("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
+    write_status(job.spool, CallableStatus("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
     for where in altered(next(job.spool.receipts.iterdir())):
         with suppress(TrinitySyncError):
-            assert [each.state for each in receipts_of(job.spool, 2, 4, "checkpoint")] != [
+            assert [each.state for each in read_statuses(job.spool, 2, 4, "checkpoint")] != [
                 "finished"
             ], where
 
@@ -142,7 +142,7 @@ def test_an_altered_receipt_is_not_taken_for_the_end_of_a_save(root: Path, job: 
 def test_an_altered_shard_is_found_by_verify_and_by_a_load(root: Path) -> None:
     path = step_folder(root, 3) / SHARD
     for where in altered(path, every=path.stat().st_size // 20):
-        assert [each for each in check(choose(root, step=3)) if each.wrong], where
+        assert [each for each in check_files(choose_files(root, step=3)) if each.wrong], where
         with pytest.raises(CommitError, match="corrupted"):
             load_states(root, 3, "actor")
 
@@ -151,15 +151,15 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
     database = tmp_path / "catalog.db"
     url = f"sqlite:///{database}"
     tag(root, 2, "good")
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         mirror(engine, root, [1, 2, 3])
     good, random = database.read_bytes(), Random(1)
     rows = [at for at in range(len(good)) if good[at]]
     for at in random.sample(rows, 150):
         byte = good[at] ^ 1 << random.randrange(8)
         database.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
-        with suppress(CatalogError), opened(url) as engine:
-            jobs(engine)
+        with suppress(CatalogError), open_catalog(url) as engine:
+            list_jobs(engine)
             differences(engine, root)
         assert newest(root).step == 3
 
@@ -179,7 +179,7 @@ def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
     root: Path, tmp_path: Path, alter: str
 ) -> None:
     url = f"sqlite:///{tmp_path / 'catalog.db'}"
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         mirror(engine, root, [3])
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
         connection.execute("PRAGMA writable_schema=ON")
@@ -192,15 +192,15 @@ def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
         connection.commit()
     with (
         pytest.raises(CatalogError, match=r"is corrupted: .* catalog rebuild"),
-        opened(url) as engine,
+        open_catalog(url) as engine,
     ):
-        jobs(engine)
+        list_jobs(engine)
 
 
 def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: Path) -> None:
     database = tmp_path / "catalog.db"
     url = f"sqlite:///{database}"
-    with opened(url) as engine:
+    with open_catalog(url) as engine:
         mirror(engine, root, [3])
     for alter in (
         "UPDATE sqlite_master SET sql = replace(sql, 'kinds TEXT NOT NULL', 'kinds TEXT')",
@@ -210,6 +210,9 @@ def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: 
             connection.execute("PRAGMA writable_schema=ON")
             assert connection.execute(alter).rowcount
             connection.commit()
-    for question in (jobs, lambda engine: differences(engine, root)):
-        with pytest.raises(CatalogError, match=r"steps\.kinds is None"), opened(url) as engine:
+    for question in (list_jobs, lambda engine: differences(engine, root)):
+        with (
+            pytest.raises(CatalogError, match=r"steps\.kinds is None"),
+            open_catalog(url) as engine,
+        ):
             question(engine)

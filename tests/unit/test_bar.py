@@ -11,13 +11,13 @@ import torch
 
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
-from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.diff import diff
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.verify import check, choose
+from trinity_sync.storage.verify import check_files, choose_files
 
 
 class Told:
@@ -87,7 +87,7 @@ def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> Non
     nbytes = job.commit(1).nbytes
     read, sent, again, back = Told(), Told(), Told(), Told()
     url = f"file://{tmp_path}/store"
-    check(choose(job.root, step=1), on_progress=read)
+    check_files(choose_files(job.root, step=1), on_progress=read)
     replicate(job.root, url, 1, read_back=True, on_progress=sent)
     replicate(job.root, url, 1, on_progress=again)
     fetch(url, 1, tmp_path / "back", on_progress=back)
@@ -113,6 +113,6 @@ def test_a_rebuild_tells_of_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         commit_files(tmp_path / "ckpts", step)
     told = Told()
-    with opened(f"sqlite:///{tmp_path / 'catalog.db'}") as engine:
+    with open_catalog(f"sqlite:///{tmp_path / 'catalog.db'}") as engine:
         rebuild(engine, tmp_path / "ckpts", on_progress=told)
     assert (told.done, told.wholes) == (3, {3})

@@ -29,7 +29,7 @@ from trinity_sync.errors import (
 from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.prune import survey
-from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest, require_committed
@@ -476,7 +476,7 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     monkeypatch.setattr("trinity_sync.storage.commit.update_latest_pointers", lambda *_: None)
     monkeypatch.setattr("trinity_sync.storage.replace.sync_folder", sync)
     files = ("actor/adapters/lora/adapter.safetensors",)
-    receipt = Receipt("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
+    receipt = CallableStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
     commit(job.save(1), written, [receipt])
     assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
 
@@ -733,7 +733,7 @@ def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_s
 ) -> None:
     (folder(job, 4) / "actor").mkdir(parents=True)
     (folder(job, 4) / "actor/dist_ckpt.bin").write_bytes(b"megatron")
-    receipt = Receipt(
+    receipt = CallableStatus(
         "dist", 1, 4, "checkpoint", 0, "1/1", "finished", files=("actor/dist_ckpt.bin",)
     )
     first = commit(job.save(4), [], [receipt])
@@ -749,7 +749,7 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     job.stage(3, {"optim": state(2)}, also=("model",))
     job.commit(3, kind="state_dict")
     shard = "actor/model_world_size_1_rank_0.pt"
-    receipt = Receipt("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
+    receipt = CallableStatus("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
     manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
     assert [file.path for file in manifest.files].count(shard) == 1
     assert read_manifest(job.root, 3).file(shard).component == "model"

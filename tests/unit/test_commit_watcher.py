@@ -36,7 +36,7 @@ from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.placement import note_placement, places_of
+from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 
@@ -363,12 +363,12 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
 
 
 def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) -> None:
-    places = places_of([("here", str(job.spool.folder)), ("there", "/dev/shm/there")])
-    note_placement(job.root, 1, "", "actor", places)
+    places = group_by_node([("here", str(job.spool.folder)), ("there", "/dev/shm/there")])
+    write_placement(job.root, 1, "", "actor", places)
     (request,) = requests_in(job.root, (1,), components=("model",))
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
     assert trigger._evicted([request]) == {}
-    note_placement(job.root, 1, "", "actor", places[:1])
+    write_placement(job.root, 1, "", "actor", places[:1])
     assert trigger._evicted([request]).keys() == {request.key}
 
 

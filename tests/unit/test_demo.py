@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.fs.locks import file_lock
-from trinity_sync.orchestration.job_registry import known_roots, note_root
+from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 
@@ -33,12 +33,12 @@ def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
     output = tmp_path / "demo-output"
     for root in (mine := output / "job-1", theirs := tmp_path / "job-2"):
         root.mkdir(parents=True)
-        note_root(settings, root)
+        register_job(settings, root)
     spools = [open_job_spool(spool_folder, root).folder for root in (mine, theirs)]
     (output / "rendezvous-1").touch()
     demo.tidy_up(settings, output)
     assert [spool.exists() for spool in spools] == [False, True]
-    assert known_roots(settings) == [theirs]
+    assert list_known_roots(settings) == [theirs]
     assert list(output.iterdir()) == [mine]
 
 

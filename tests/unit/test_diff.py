@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.storage.diff import PIECE, Change, diff
+from trinity_sync.storage.diff import PIECE, TensorChange, diff
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.runs import open_run
 
@@ -23,7 +23,7 @@ def commit(job: Job, step: int, *states: Any, component: str = "model") -> None:
     job.commit(step, component)
 
 
-def changes(job: Job, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Change]:
+def changes(job: Job, before: dict[str, Any], after: dict[str, Any]) -> dict[str, TensorChange]:
     commit(job, 1, before)
     commit(job, 2, after)
     return {change.name: change for change in diff(job.root, 1, 2)}

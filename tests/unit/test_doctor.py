@@ -18,8 +18,8 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
-from trinity_sync.stack.doctor import Check, examine, logout_check, packages_check
-from trinity_sync.stack.doctor_job import examine_root
+from trinity_sync.stack.doctor import Check, logout_check, packages_check, run_checks
+from trinity_sync.stack.doctor_job import check_root
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def committed(job: Job) -> Job:
 
 def checks(job: Job, spool: Path | None = None) -> dict[str, Check]:
     settings = Settings(home=job.root / "no home", spool=spool or job.spool.folder.parent)
-    return {check.name: check for check in examine(settings, job.root)}
+    return {check.name: check for check in run_checks(settings, job.root)}
 
 
 def states(job: Job) -> dict[str, str]:
@@ -108,7 +108,7 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(committed: Job) ->
     name = f"images of {committed.spool.folder.name}"
     assert states(committed)[name] == "ok"
     settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
-    later = {c.name: c for c in examine(settings, clock=lambda: time.time() + 3600)}
+    later = {c.name: c for c in run_checks(settings, clock=lambda: time.time() + 3600)}
     assert (later[name].state, "steps [5]" in later[name].found) == ("warn", True)
     (ticket,) = committed.spool.folder.glob("*.ticket")
     ticket.write_text("{")
@@ -131,7 +131,7 @@ def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
     committed.stage(5, {"model": {"w": torch.zeros(3)}})
     committed.root.rename(committed.root.with_name("moved"))
     settings = Settings(home=committed.root / "none", spool=committed.spool.folder.parent)
-    found = {check.name: check for check in examine(settings)}
+    found = {check.name: check for check in run_checks(settings)}
     mine = found[f"images of {committed.spool.folder.name}"]
     assert (mine.state, str(committed.root) in mine.found) == ("warn", True)
     assert f"rm -r {committed.spool.folder}" in mine.todo
@@ -139,7 +139,7 @@ def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
 
 def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
     with restricted(tmp_path, "flock", "link") as root:
-        found = {check.name: check for check in examine_root(root, Settings())}
+        found = {check.name: check for check in check_root(root, Settings())}
     assert found["locks between processes"].state == "fail"
     assert "docs/roots.md" in found["locks between processes"].todo
     assert found["hard links"].state == "ok"

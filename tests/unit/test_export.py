@@ -38,7 +38,7 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 State = dict[str, torch.Tensor]
 
@@ -154,7 +154,9 @@ def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) ->
         *(file.path for file in before.files),
         "actor/huggingface/model.safetensors",
     }
-    assert [verdict.state for verdict in judge(check(choose(job.root, step=1)))] == ["valid"]
+    assert [
+        verdict.state for verdict in judge_steps(check_files(choose_files(job.root, step=1)))
+    ] == ["valid"]
     file = done.folder / "model.safetensors"
     written_at = file.stat().st_mtime_ns
     assert export_step(job.root, 1) == done

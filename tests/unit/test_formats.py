@@ -27,7 +27,7 @@ from tests.unit.steps import commit_files
 from tests.unit.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
 from tests.unit.test_retention import numbers, planned, prune, spared
 from tests.unit.weights import first, upload
-from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.commands import app
 from trinity_sync.client.save_request import SaveRequest
@@ -35,7 +35,7 @@ from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
 from trinity_sync.orchestration.recovery.reconcile import (
     find_busy_steps,
@@ -50,13 +50,13 @@ from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import Receipt, write_receipt
-from trinity_sync.snapshot.slot_reader import MappedSlot
+from trinity_sync.snapshot.callable_status import CallableStatus, write_status
+from trinity_sync.snapshot.slot_reader import SlotReader
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
-from trinity_sync.snapshot.version_tag import published_path
-from trinity_sync.stack.doctor import examine
+from trinity_sync.snapshot.version_tag import version_tag_path
+from trinity_sync.stack.doctor import run_checks
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import committed_steps, newest, require_committed
 from trinity_sync.storage.export_requests import (
@@ -80,7 +80,7 @@ from trinity_sync.storage.required_remote import note_sent, write_required_remot
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import (
@@ -258,9 +258,9 @@ def test_a_save_that_finds_no_room_beside_images_of_another_release_says_why(
 def test_slots_are_taken_in_order_whatever_release_has_published_what_they_hold(job: Job) -> None:
     for step in (1, 2):
         version = upload(job, step, first())
-    of_another_release(published_path(newest := Path(version.images[0].slot)))
+    of_another_release(version_tag_path(newest := Path(version.images[0].slot)))
     upload(job, 3, first())  # takes the older one
-    assert json.loads(published_path(newest).read_text())["step"] == 2
+    assert json.loads(version_tag_path(newest).read_text())["step"] == 2
     with pytest.raises(FormatError):
         job.spool.published("actor", 1, 2)
     assert len(job.spool.published("actor", 1, 3)) == 1
@@ -306,7 +306,7 @@ def test_a_doctor_names_the_image_and_does_not_have_it_removed(
 ) -> None:
     job.stage(5, STATE)
     of_another_release(ticket_path(slot_of(job, 5)))
-    found = {each.name: each for each in examine(Settings(spool=spool_folder, home=tmp_path))}
+    found = {each.name: each for each in run_checks(Settings(spool=spool_folder, home=tmp_path))}
     check = found[f"images of {job.spool.folder.name}"]
     assert check.state == "fail"
     assert "upgrade trinity-sync in this environment" in check.found
@@ -319,14 +319,14 @@ def test_weights_of_another_release_are_not_read_and_their_slot_is_let_go_of(
 ) -> None:
     version = upload(job, 3, first())
     path = Path(version.images[0].slot)
-    kept = of_another_release(published_path(path), change)
-    slot = MappedSlot(path)
+    kept = of_another_release(version_tag_path(path), change)
+    slot = SlotReader(path)
     with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
         slot.try_lock(version.images[0].image)
     for step in (4, 5):
         upload(job, step, first())  # it is free to be filled
     slot.close()
-    assert published_path(path).read_bytes() != kept
+    assert version_tag_path(path).read_bytes() != kept
 
 
 @both
@@ -443,7 +443,7 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     assert not advance_latest_pointer(job.root, "checkpoint", 1, 1)
     (job.root / ITERATION_FILES["checkpoint"]).write_text("")
     settings = Settings(spool=spool_folder, home=tmp_path)
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     repair_known_roots(settings)
     assert read_iteration(job.root, "checkpoint") is None
     commit_files(job.root, 3)
@@ -482,14 +482,14 @@ def test_a_checkpoint_whose_metrics_are_of_another_release_is_taken_over_without
 
 @both
 def test_placements_of_another_release_fail_the_save_and_no_other(job: Job, change: int) -> None:
-    from trinity_sync.storage.placement import await_shares
+    from trinity_sync.storage.placement import await_node_shards
 
     for run in (1, 2):
         job.stage(run, STATE, run=run)
     of_another_release(job.root / ".trinity_sync/placements/1.actor.json", change)
     with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
-        await_shares(job.root, 1, "", ("actor",), gather_s=3600)
-    assert await_shares(job.root, 2, "", ("actor",), gather_s=0)
+        await_node_shards(job.root, 1, "", ("actor",), gather_s=3600)
+    assert await_node_shards(job.root, 2, "", ("actor",), gather_s=0)
 
 
 # ---------------------------------------------------------------- retention and care
@@ -534,7 +534,7 @@ def _damage(job: Job) -> Path:
 
 
 def _receipt(job: Job) -> Path:
-    write_receipt(job.spool, Receipt("f", 1, 1, "checkpoint", 0, "1/1", "failed"))
+    write_status(job.spool, CallableStatus("f", 1, 1, "checkpoint", 0, "1/1", "failed"))
     return next(job.spool.receipts.iterdir())
 
 
@@ -633,7 +633,7 @@ def test_a_trainer_logs_that_its_metrics_are_not_recorded(
 def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) -> None:
     commit_files(job.root, 1)
     kept = of_another_release(path := _damage(job))
-    (verdict,) = judge(check(choose(job.root, step=1)))
+    (verdict,) = judge_steps(check_files(choose_files(job.root, step=1)))
     assert verdict.state == "corrupted"
     assert "upgrade trinity-sync" in verdict.wrong
     assert path.read_bytes() == kept
@@ -641,10 +641,10 @@ def test_a_mark_of_another_release_is_not_removed_by_a_verification(job: Job) ->
 
 def test_a_step_that_another_release_commits_while_it_is_verified_is_not_judged(job: Job) -> None:
     commit_files(job.root, 1)
-    chosen = choose(job.root, step=1)
+    chosen = choose_files(job.root, step=1)
     (step_folder(job.root, 1) / chosen[0].record.path).write_bytes(b"other")
     kept = of_another_release(path := step_folder(job.root, 1) / "manifest.json")
-    (verdict,) = judge(check(chosen))
+    (verdict,) = judge_steps(check_files(chosen))
     assert verdict.state == "replaced"
     assert read_corruption(job.root, 1) is None
     assert path.read_bytes() == kept
@@ -669,7 +669,7 @@ def test_what_another_release_has_left_in_mid_commit_is_left_to_it(
         shutil.copytree(step_folder(job.root, step), step_folder(replacing, step))
     of_another_release(step_folder(replacing, 1) / "manifest.json")
     settings = Settings(spool=spool_folder, home=tmp_path)
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     found = {each.what: each for each in repair_known_roots(settings)}
     assert "upgrade trinity-sync" in found[".trinity_sync/replacing/global_step_1"].why
     assert [path.name for path in replacing.iterdir()] == ["global_step_1"]
@@ -683,7 +683,7 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
     write_address(job.root, "synchronizer", "weights")
     write_state(job.root, {"registry": VersionRegistry().to_json()})
     of_another_release(job.root / ".trinity_sync/weights/state.json")
-    with opened(f"sqlite:///{tmp_path}/catalog.db") as engine:
+    with open_catalog(f"sqlite:///{tmp_path}/catalog.db") as engine:
         assert rebuild(engine, job.root) == 2
     with environment({}):
         facts = gather(Settings(home=tmp_path), job.root)
@@ -712,7 +712,7 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
     assert [row["state"] for row in rows] == ["valid", "another format", "valid"]
     assert shown.stderr.count("upgrade trinity-sync in") == 4
     settings = Settings(spool=spool_folder, home=tmp_path)
-    found = {each.name: each for each in examine(settings, job.root)}
+    found = {each.name: each for each in run_checks(settings, job.root)}
     for name in ("records", "steps", "store"):
         assert found[name].state == "fail"
         assert "upgrade trinity-sync in" in found[name].found
@@ -728,10 +728,10 @@ def test_a_job_whose_newest_step_is_of_another_release_is_looked_at_all_the_same
     assert [row["stored"] for row in json.loads(shown.stdout)] == [None]
     of_another_release(step_folder(job.root, 1) / "manifest.json")
     settings = Settings(spool=spool_folder, home=tmp_path)
-    found = {each.name: each for each in examine(settings, job.root)}
+    found = {each.name: each for each in run_checks(settings, job.root)}
     assert found["latest checkpoint"].state == "fail"
     assert re.search(upgrade(AHEAD), found["latest checkpoint"].found)
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     said = [each.why for each in repair_known_roots(settings)]
     assert len(said) == 2  # an iteration file each
     assert all(re.search(upgrade(AHEAD), why) and "no other can be loaded" in why for why in said)

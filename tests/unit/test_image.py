@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
-from trinity_sync.snapshot.layout_key import Undetached
+from trinity_sync.snapshot.layout_key import UndetachedStateDict
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -399,18 +399,18 @@ def test_parameters_as_they_are_give_the_file_of_detached_ones() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     module.tied = module[0].weight
     live = partial(module.state_dict, keep_vars=True)
-    known, _ = lay_out(Undetached(live()))
+    known, _ = lay_out(UndetachedStateDict(live()))
     image = torch.zeros(known.nbytes, dtype=torch.uint8)
     module[0].weight.note = "an attribute is not part of a state"  # type: ignore[attr-defined]
     with torch.no_grad():
         module[0].weight.add_(1)
-    layout, storages = lay_out(Undetached(live()), known)
+    layout, storages = lay_out(UndetachedStateDict(live()), known)
     assert layout is known
     fill(image, layout, storages)
     assert pickle_in(image.numpy().tobytes()) == pickle_in(saved(dict(module.state_dict())))
     assert_equal(loaded(image.numpy().tobytes()), dict(module.state_dict()))
     module[0].weight.data = torch.ones(4, 2)
-    assert lay_out(Undetached(live()), known)[0] is not known
+    assert lay_out(UndetachedStateDict(live()), known)[0] is not known
 
 
 def test_tensor_data_starts_at_page_boundaries() -> None:

@@ -18,9 +18,9 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.orchestration.job_registry import known_roots, note_root
+from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
+from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.storage.discovery import committed_steps, newest
 
 NO_STEPS = ["007", "\u0667", "+7", "-7", "7_0", " 7", "7 ", "7\n", "", "9" * 19, "7.bak", "0x7"]
@@ -77,10 +77,10 @@ def test_a_root_of_any_name_saves_and_is_known(
     job.stager().close()
     assert newest(root).step == 4
     assert job.spool.root == root
-    assert known_job_spool(job.spool.folder, root) == job.spool
+    assert get_job_spool(job.spool.folder, root) == job.spool
     settings = Settings(home=tmp_path / "home")
-    note_root(settings, root)
-    assert known_roots(settings) == [root]
+    register_job(settings, root)
+    assert list_known_roots(settings) == [root]
 
 
 def test_a_root_whose_name_is_no_text_is_refused_and_has_a_job_of_its_own(tmp_path: Path) -> None:

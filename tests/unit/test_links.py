@@ -20,7 +20,7 @@ from trinity_sync.storage.pins import pin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.verify import check, choose, judge
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 
 @pytest.fixture
@@ -146,7 +146,9 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     assert weights(job, 2) == 2.0
     pin(job.root, 2)
     acquire_lease(job.root, 2, "reader").release()
-    assert [verdict.state for verdict in judge(check(choose(job.root, step=2)))] == ["valid"]
+    assert [
+        verdict.state for verdict in judge_steps(check_files(choose_files(job.root, step=2)))
+    ] == ["valid"]
     for repair in FILE_REPAIRS:
         assert list(repair(job.root)) == []
     left = step_folder(job.root, 2) / f"actor/.a.pt.{'ab' * 16}.tmp"

@@ -17,7 +17,7 @@ from tests.unit.test_image import (
     states,
 )
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.deserialize import state_of
+from trinity_sync.snapshot.deserialize import deserialize
 
 
 def saved(state: Any) -> bytes:
@@ -27,7 +27,7 @@ def saved(state: Any) -> bytes:
 
 
 def from_memory(content: bytes) -> Any:
-    return state_of(memoryview(bytearray(content)))
+    return deserialize(memoryview(bytearray(content)))
 
 
 @given(states)
@@ -50,7 +50,7 @@ def test_tied_tensors_and_views_share_memory_again() -> None:
 def test_all_tensors_are_the_memory_that_was_given() -> None:
     content = bytearray(image_of({"a": torch.ones(2000), "b": torch.ones(3, dtype=torch.bfloat16)}))
     start = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
-    for tensor in state_of(memoryview(content)).values():
+    for tensor in deserialize(memoryview(content)).values():
         assert start <= tensor.data_ptr() < start + len(content)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 

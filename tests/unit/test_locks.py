@@ -178,7 +178,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         from contextlib import ExitStack
         from pathlib import Path
         from trinity_sync.snapshot import slot_lock
-        from trinity_sync.snapshot.slot_lock import locked
+        from trinity_sync.snapshot.slot_lock import lock_slot
         from trinity_sync.snapshot.slot import Slot
         from trinity_sync.fs.locks import file_lock
         from trinity_sync.fs.direct_io import map_open

@@ -18,8 +18,8 @@ from tests.unit.conftest import Open
 from tests.unit.job import Job, held
 from tests.unit.weights import upload
 from trinity_sync.errors import SpoolError
-from trinity_sync.snapshot.slot_reader import MappedSlot
-from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.snapshot.slot_reader import SlotReader
+from trinity_sync.snapshot.spool import get_job_spool
 
 
 def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -48,7 +48,7 @@ def test_a_save_after_the_spool_was_removed_makes_it_again(job: Job, unsaved: in
         assert torch.equal(committed(job, step), state(step)["model"]["w"])
     for folder in (job.spool.folder, job.spool.folder.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert known_job_spool(job.spool.folder, job.root).root == job.root
+    assert get_job_spool(job.spool.folder, job.root).root == job.root
 
 
 def test_slots_of_a_removed_spool_take_no_memory_once_they_are_used_again(job: Job) -> None:
@@ -103,7 +103,7 @@ def test_a_trainer_that_ends_leaves_the_slots_that_have_replaced_its_own(job: Jo
     remove_spool(job)
     version = upload(job, 2, state(2)["model"], run=2)
     ends.close()
-    reader = MappedSlot(Path(version.images[0].slot))
+    reader = SlotReader(Path(version.images[0].slot))
     assert reader.try_lock(version.images[0].image)
     reader.close()
 
@@ -163,7 +163,7 @@ def test_a_slot_that_was_cut_short_is_filled_again(job: Job, left: int) -> None:
 
 def test_a_version_in_a_slot_that_was_cut_short_or_removed_is_gone(job: Job) -> None:
     (image,) = upload(job, 1, state(1)["model"]).images
-    reader = MappedSlot(Path(image.slot))
+    reader = SlotReader(Path(image.slot))
     assert reader.try_lock(image.image)
     reader.unlock()
     os.truncate(image.slot, 5000)

@@ -15,7 +15,7 @@ from tests.unit.steps import commit_files
 from tests.unit.test_formats import of_another_release
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.settings import Settings
 from trinity_sync.stack.ports import free_port
@@ -62,7 +62,7 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     settings = Settings(home=tmp_path, metrics_port=free_port())
     job.stage(7, {"model": {"w": torch.zeros(3)}})
     job.commit(7)
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     port = WorkerMetrics().serve(settings)
     assert newest_step(port) == 7
 
@@ -75,7 +75,7 @@ def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
     of_another_release(commit_files(first, 9) / "manifest.json")
     commit_files(job.root, 7)
     for root in (first, job.root):
-        note_root(settings, root)
+        register_job(settings, root)
     assert newest_step(WorkerMetrics().serve(settings)) == 7
 
 
@@ -89,7 +89,7 @@ def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_p
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, metrics_port=free_port())
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
     os.mkfifo(manifest)  # whoever opens it waits until somebody writes

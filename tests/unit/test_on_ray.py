@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect.futures import PrefectFuture
 
-from flows.on_ray import results
+from flows.on_ray import gather_results
 
 WHOSE: ContextVar[str] = ContextVar("WHOSE")
 
@@ -35,11 +35,11 @@ def test_many_long_tasks_of_other_flows_hold_up_no_save() -> None:
         never, now = threading.Event(), threading.Event()
         now.set()
         WHOSE.set("others")
-        others = [asyncio.create_task(results([Lasting(never) for _ in range(100)]))]
+        others = [asyncio.create_task(gather_results([Lasting(never) for _ in range(100)]))]
         await asyncio.sleep(0)  # they wait before the save does
         WHOSE.set("save")
         try:
-            save = await asyncio.wait_for(results([Lasting(now)]), 30)
+            save = await asyncio.wait_for(gather_results([Lasting(now)]), 30)
         finally:
             never.set()
         return save, await others[0]

@@ -34,10 +34,10 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from trinity_sync.storage import commit as commits
         from trinity_sync.storage.save import Save
         from trinity_sync.storage.persist import WriteOptions, persist
-        from trinity_sync.storage.placement import Share
+        from trinity_sync.storage.placement import NodeShards
         save = Save({str(job.root)!r}, 1, {step}, "checkpoint", ("actor",))
         spool = JobSpool(Path({str(job.spool.folder)!r}))
-        share = Share("here", str(spool.folder), {{"actor": (0,)}})
+        share = NodeShards("here", str(spool.folder), {{"actor": (0,)}})
         written = persist(share, save, "model", WriteOptions())
         write = commits.write_manifest_into
         def write_and_die(*arguments):

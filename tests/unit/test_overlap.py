@@ -15,7 +15,12 @@ from tests.unit.test_image import SPECIAL, records_in, saved
 from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.errors import ImageError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.mutation_guard import SMALL, named_tensors, rows_equal, sampled
+from trinity_sync.snapshot.mutation_guard import (
+    SMALL,
+    compare_rows,
+    list_named_tensors,
+    sample_storages,
+)
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Origin, Staged, Stager
 
@@ -170,11 +175,11 @@ def test_a_change_that_pytorch_does_not_count_is_found_by_a_sample(saves: Saves)
 
 def test_samples_that_stay_on_their_device_tell_which_storage_has_changed() -> None:
     storages = [torch.zeros(BIG).untyped_storage() for _ in range(3)]
-    before = sampled(storages)
-    assert rows_equal(before, sampled(storages)) == [True, True, True]
+    before = sample_storages(storages)
+    assert compare_rows(before, sample_storages(storages)) == [True, True, True]
     middle = torch.empty(0).set_(storages[1])[BIG // 2]
     middle += 1
-    assert rows_equal(before, sampled(storages)) == [True, False, True]
+    assert compare_rows(before, sample_storages(storages)) == [True, False, True]
 
 
 def test_a_gpu_without_room_for_copies_costs_a_save_and_not_the_training(
@@ -318,7 +323,7 @@ def test_a_clean_end_stages_what_still_overlaps(tmp_path: Path) -> None:
 
 def test_tensors_are_named_by_their_paths() -> None:
     one, other = torch.zeros(1), torch.zeros(2)
-    found = named_tensors({"state": {0: {"m": one}}, "groups": [(other, 3)]})
+    found = list_named_tensors({"state": {0: {"m": one}}, "groups": [(other, 3)]})
     assert [name for name, _ in found] == ["state.0.m", "groups[0][0]"]
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.persist import persist_component, save_of
+from tasks.persist import make_save, persist_component
 from tests.unit.conftest import Open
 from tests.unit.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
@@ -21,23 +21,23 @@ from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import receipts_of
-from trinity_sync.snapshot.slot_cache import kept_in
+from trinity_sync.snapshot.callable_status import read_statuses
+from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.manifest import own_manifest
+from trinity_sync.storage.manifest import read_own_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
-    Place,
-    Share,
-    await_shares,
-    note_placement,
-    placement,
-    places_of,
-    ranges,
-    ranks_in,
+    NodeRanks,
+    NodeShards,
+    await_node_shards,
+    format_ranks,
+    group_by_node,
+    parse_ranks,
+    read_placement,
+    write_placement,
 )
 from trinity_sync.storage.runs import open_run
 
@@ -72,15 +72,18 @@ def two_nodes(root: Path, spool_folder: Path) -> Iterator[list[Job]]:
         stager.close()
 
 
-def shares_of(jobs: list[Job]) -> list[Share]:
+def shares_of(jobs: list[Job]) -> list[NodeShards]:
     folders = [str(job.spool.folder) for job in jobs]
-    return [Share("a", folders[0], {"actor": (0, 1)}), Share("b", folders[1], {"actor": (2, 3)})]
+    return [
+        NodeShards("a", folders[0], {"actor": (0, 1)}),
+        NodeShards("b", folders[1], {"actor": (2, 3)}),
+    ]
 
 
 @given(st.sets(st.integers(0, 5000), min_size=1))
 def test_ranks_in_few_words_are_the_same_ranks(ranks: set[int]) -> None:
-    assert ranks_in(ranges(ranks)) == tuple(sorted(ranks))
-    assert ranges(range(8)) == "0-7"
+    assert parse_ranks(format_ranks(ranks)) == tuple(sorted(ranks))
+    assert format_ranks(range(8)) == "0-7"
 
 
 def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
@@ -89,7 +92,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
     names = [f"ip-10-0-{n // 256}-{n % 256}.eu-west-1.compute.internal" for n in range(512)]
     where = [(names[rank // 8], f"/dev/shm/trinity_sync-1000/{root.name}") for rank in range(4096)]
     sizes = []
-    for places in ((), places_of(where)):
+    for places in ((), group_by_node(where)):
         trigger = Noted()
         saves = CheckpointCoordinator(
             root,
@@ -104,7 +107,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
         (request,) = trigger.requests
         sizes.append(len(json.dumps(request.flow_run["parameters"])))
     assert sizes[0] == sizes[1] < 1000
-    shares = await_shares(root, 1, "one", ["actor"], gather_s=0)
+    shares = await_node_shards(root, 1, "one", ["actor"], gather_s=0)
     assert [share.node for share in shares] == names
     assert shares[511].ranks == {"actor": tuple(range(4088, 4096))}
     assert len(pickle.dumps(shares[511])) < 1000  # what each task is given besides
@@ -114,8 +117,8 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
 
 def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> None:
     for role, nodes in (("actor", "ab"), ("critic", "bc")):
-        note_placement(root, 1, "key", role, places_of([(node, "/s") for node in nodes]))
-    shares = await_shares(root, 1, "key", ["actor", "critic"], gather_s=0)
+        write_placement(root, 1, "key", role, group_by_node([(node, "/s") for node in nodes]))
+    shares = await_node_shards(root, 1, "key", ["actor", "critic"], gather_s=0)
     assert [(share.node, share.ranks) for share in shares] == [
         ("a", {"actor": (0,)}),
         ("b", {"actor": (1,), "critic": (0,)}),
@@ -125,16 +128,16 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 
 
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
-    note_placement(root, 1, "key", "actor", [Place("a", "/s", (0,))])
+    write_placement(root, 1, "key", "actor", [NodeRanks("a", "/s", (0,))])
     with pytest.raises(MissingShardsError, match=r"role critic has handed nothing over in run 1"):
-        await_shares(root, 1, "key", ["actor", "critic"], gather_s=0)
-    assert placement(root, 1, "another life of the root", "actor") is None
+        await_node_shards(root, 1, "key", ["actor", "critic"], gather_s=0)
+    assert read_placement(root, 1, "another life of the root", "actor") is None
     (file,) = root.glob(".trinity_sync/placements/*")
     file.write_text("{")
     with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
-        placement(root, 1, "key", "actor")
+        read_placement(root, 1, "key", "actor")
     with pytest.raises(SaveError, match="is gone; make it and retry"):
-        await_shares(root / "gone", 1, "key", ["actor"], gather_s=0)
+        await_node_shards(root / "gone", 1, "key", ["actor"], gather_s=0)
 
 
 def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job]) -> None:
@@ -151,7 +154,7 @@ def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job
     assert [file.rank for file in manifest.files] == [0, 1, 2, 3]
     for job in two_nodes:
         assert not job.spool.tickets()[0]
-        kept = [kept_in(slot) for slot in job.spool.folder.glob("*.slot")]
+        kept = [read_cached_file(slot) for slot in job.spool.folder.glob("*.slot")]
         assert len([note for note in kept if note]) == 2
 
 
@@ -163,11 +166,11 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
     open_run(root, "one", 0)
     if run == 2:  # it takes the place of a step
         two_nodes[0].stage(4, MODEL, run=1, world_size=1)
-        share = Share("a", str(two_nodes[0].spool.folder), {"actor": (0,)})
+        share = NodeShards("a", str(two_nodes[0].spool.folder), {"actor": (0,)})
         save = two_nodes[0].save(4, run=1)
         commit(save, persist(share, save, "model", WriteOptions()))
         open_run(root, "two", 0)
-    before = own_manifest(root, 1, 4)
+    before = read_own_manifest(root, 1, 4)
     for rank in range(4):
         two_nodes[rank // 2].stage(4, MODEL, rank=rank, run=run)
     save = two_nodes[0].save(4, run=run)
@@ -180,8 +183,8 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
     named = r"model_world_size_4_rank_2\.pt, which node b wrote, is not in the root"
     with pytest.raises(SaveError, match=named):
         commit(save, written)
-    assert own_manifest(root, 1, 4) == before
-    assert own_manifest(root, 2, 4) is None
+    assert read_own_manifest(root, 1, 4) == before
+    assert read_own_manifest(root, 2, 4) is None
 
 
 def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:
@@ -224,7 +227,7 @@ def test_a_sweep_that_finishes_a_commit_leaves_notes_of_what_the_slots_hold(
     commit(save, [f for share in shares for f in persist(share, save, "model", WriteOptions())])
     assert find_orphaned_saves(two_nodes[1].spool.folder.parent, grace_s=-1) == []
     digests = {file.digest for file in require_committed(two_nodes[0].root, 4).files}
-    notes = [kept_in(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
+    notes = [read_cached_file(slot) for slot in two_nodes[1].spool.folder.glob("*.slot")]
     assert {note.file_digest for note in notes if note} <= digests
     assert len([note for note in notes if note]) == 2
 
@@ -249,9 +252,9 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
     (request,) = trigger.requests
     assert request.components == ()
-    (share,) = await_shares(root, 1, "one", ["actor"], gather_s=0)
+    (share,) = await_node_shards(root, 1, "one", ["actor"], gather_s=0)
     part = persist_component(request, None, share, True)
-    manifest = commit(save_of(request), part.written, part.receipts)
+    manifest = commit(make_save(request), part.written, part.receipts)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]
     saves.save_async("part", fail, 5)
     with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):
@@ -271,8 +274,8 @@ def test_a_function_that_is_called_here_and_now_leaves_its_receipt_and_raises_it
     saves.save_sync(lambda: (job.root / "global_step_4/part.bin").write_bytes(b"lora"), 4)
     with pytest.raises(ZeroDivisionError):
         saves.save_sync(fail, 5, is_state_dict=True)
-    (written,) = receipts_of(job.spool, 1, 4, "checkpoint")
-    (failed,) = receipts_of(job.spool, 1, 5, "state_dict")
+    (written,) = read_statuses(job.spool, 1, 4, "checkpoint")
+    (failed,) = read_statuses(job.spool, 1, 5, "state_dict")
     assert (written.state, written.files) == ("finished", ("part.bin",))
     assert (failed.state, "no adapter to save" in failed.error) == ("failed", True)
 
@@ -283,7 +286,7 @@ def test_a_save_does_not_wait_for_images_that_were_evicted(two_nodes: list[Job])
     job.stage(1, {**MODEL, "optim": MODEL["model"]}, rank=2)
     for step in (2, 3):  # two slots, so the model of step 1 is evicted
         job.stage(step, MODEL, rank=2, kind="state_dict")
-    share = Share("b", str(job.spool.folder), {"actor": (2,)})
+    share = NodeShards("b", str(job.spool.folder), {"actor": (2,)})
     options = WriteOptions(gather_s=10)
     with pytest.raises(
         MissingShardsError, match=r"model of role actor rank 2 was evicted .* node b"
@@ -298,7 +301,7 @@ def test_a_save_waits_for_a_rank_that_is_behind(two_nodes: list[Job]) -> None:
     job.stage(3, MODEL, rank=3)
     job.stage(2, MODEL, rank=2)
     job.stage(3, MODEL, rank=2)
-    share = Share("b", str(job.spool.folder), {"actor": (2, 3)})
+    share = NodeShards("b", str(job.spool.folder), {"actor": (2, 3)})
     with pytest.raises(MissingShardsError, match=r"rank 3 was not handed over on node b within"):
         persist(share, job.save(2), "model", WriteOptions(gather_s=0.05))
 
@@ -310,6 +313,6 @@ def test_a_save_waits_for_the_commit_of_its_sync_also_once_a_later_step_is_seale
     job.stage(2, MODEL, rank=2, kind="state_dict", roles=("actor",))
     job.stage(2, {"optim": MODEL["model"]}, rank=2, also=("model",))
     job.stage(3, {"optim": MODEL["model"]}, rank=2)
-    share = Share("b", str(job.spool.folder), {"actor": (2,)})
+    share = NodeShards("b", str(job.spool.folder), {"actor": (2,)})
     (written,) = persist(share, job.save(2), "model", WriteOptions(gather_s=0.2))
     assert written.record.component == "model"

@@ -27,7 +27,7 @@ from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import NOT_SENT, remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.stack.doctor_job import examine_root
+from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.late_images import free_committed_slots
@@ -299,7 +299,7 @@ def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
     one = machine("one")
     saves = one.start("first")
     (saves.root / ".trinity_sync/store.json").write_text("{")
-    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["store"].state, "TRINITY_SYNC_REMOTE" in found["store"].found) == ("fail", True)
     again = one.start("second")
     assert required_remote_of(again.root) == one.url
@@ -350,7 +350,7 @@ def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
     run = CliRunner().invoke
     assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
     assert "in its store" in run(app, ["ls", str(saves.root)]).output
-    found = {check.name: check for check in examine_root(saves.root, saves.settings)}
+    found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
     assert "step 1 is valid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read(1, SHARD)

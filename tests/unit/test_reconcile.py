@@ -14,11 +14,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.unit.answers import server
 from tests.unit.job import Job
-from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import differences
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.reconcile import reconcile, repair_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
@@ -140,7 +140,7 @@ def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Sett
 
 def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: Settings) -> None:
     save(job, 1)
-    note_root(settings, job.root)
+    register_job(settings, job.root)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     assert len(repair_known_roots(settings)) == 1
     assert read_iteration(job.root, "checkpoint") == 1
@@ -319,7 +319,7 @@ def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: S
     (found,) = asyncio.run(reconcile(settings, [job.root], None))
     assert (found.what, found.state) == ("catalog", "mended")
     assert "lacks 2 steps" in found.why
-    with opened(url_of(settings)) as engine:
+    with open_catalog(get_catalog_url(settings)) as engine:
         assert differences(engine, job.root) == []
     assert asyncio.run(reconcile(settings, [job.root], None)) == []
 
@@ -328,7 +328,7 @@ def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settin
     save(job, 1)
     write_metrics(job.root, 1, 1, {"reward": 0.5})
     asyncio.run(reconcile(settings, [job.root], None))
-    with opened(url_of(settings)) as engine:
+    with open_catalog(get_catalog_url(settings)) as engine:
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps SET metrics = 'abc'")
         with pytest.raises(CatalogError, match=r"corrupted: .* catalog rebuild ROOT"):

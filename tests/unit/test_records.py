@@ -31,8 +31,8 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.snapshot.callable_status import Receipt, receipts_of, write_receipt
-from trinity_sync.snapshot.slot_cache import kept_in
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
+from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
 from trinity_sync.storage.discovery import newest
@@ -47,14 +47,14 @@ from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import list_pins, pin, steps_in_use, tag
-from trinity_sync.storage.placement import placement
+from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.required_remote import (
     is_sent,
     note_sent,
     required_remote_of,
     write_required_remote,
 )
-from trinity_sync.storage.runs import all_runs, open_run, refuse_superseded
+from trinity_sync.storage.runs import list_runs, open_run, refuse_superseded
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     manifest = job.commit(1)
     (note,) = job.spool.folder.glob("*.kept")
     (ticket,) = job.spool.folder.glob("*.ticket")
-    write_receipt(job.spool, Receipt("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",)))
+    write_status(
+        job.spool, CallableStatus("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",))
+    )
     pin(root, 1, "the best")
     tag(root, 1, "good")
     write_export_request(root, ExportRequest(1, 1, "actor"))
@@ -97,7 +99,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             ),
             "run": Kind(
                 private / "runs/1.json",
-                lambda: (all_runs(root), refuse_superseded(root, 1, "first", 4))[0],
+                lambda: (list_runs(root), refuse_superseded(root, 1, "first", 4))[0],
                 (CommitError, SupersededError),
             ),
             "pin": Kind(private / "pins/1.json", lambda: list_pins(root)),
@@ -106,13 +108,13 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             "ticket": Kind(ticket, lambda: read_ticket(slots[ticket]), (TicketError,)),
             "receipt": Kind(
                 next(job.spool.receipts.iterdir()),
-                lambda: list(receipts_of(job.spool, 1, 2, "checkpoint")),
+                lambda: list(read_statuses(job.spool, 1, 2, "checkpoint")),
                 (SpoolError,),
             ),
-            "note": Kind(note, lambda: kept_in(slots[note])),
+            "note": Kind(note, lambda: read_cached_file(slots[note])),
             "placement": Kind(
                 private / "placements/1.actor.json",
-                lambda: placement(root, 1, "", "actor"),
+                lambda: read_placement(root, 1, "", "actor"),
                 (CommitError,),
             ),
             "corruption": Kind(

@@ -18,9 +18,9 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.direct_io import PIECE, digest_of, read_file
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_cache import keep, kept_in, kept_path
+from trinity_sync.snapshot.slot_cache import cached_file_path, read_cached_file, write_cached_file
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.storage.restore import Restored, load_shards, load_states
+from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -34,12 +34,12 @@ def save(job: Job, step: int, value: float) -> None:
     job.commit(step)
 
 
-def load_shard(root: Path, step: int, path: str, *, spool: JobSpool | None = None) -> Restored:
+def load_shard(root: Path, step: int, path: str, *, spool: JobSpool | None = None) -> RestoredShard:
     (restored,) = load_shards(root, step, [path], spool=spool)
     return restored
 
 
-def load(job: Job, step: int) -> Restored:
+def load(job: Job, step: int) -> RestoredShard:
     restored = load_shard(job.root, step, SHARD, spool=job.spool)
     expected = torch.load(job.root / f"global_step_{step}" / SHARD)
     assert torch.equal(restored.state["w"], expected["w"])
@@ -47,7 +47,7 @@ def load(job: Job, step: int) -> Restored:
 
 
 def kept_slots(job: Job) -> list[Path]:
-    return sorted(slot for slot in job.spool.folder.glob("*.slot") if kept_in(slot))
+    return sorted(slot for slot in job.spool.folder.glob("*.slot") if read_cached_file(slot))
 
 
 def test_a_committed_step_is_restored_from_the_spool_without_its_file(job: Job) -> None:
@@ -130,7 +130,7 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
 ) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
-    kept = kept_in(slot)
+    kept = read_cached_file(slot)
     assert kept is not None
     content = bytearray(slot.read_bytes())
     content[int(place * (kept.nbytes - 1))] ^= 1
@@ -145,9 +145,9 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
 def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
-    kept = kept_in(slot)
+    kept = read_cached_file(slot)
     assert kept is not None
-    keep(slot, replace(kept, file_digest="xxh3-128:" + "0" * 32))
+    write_cached_file(slot, replace(kept, file_digest="xxh3-128:" + "0" * 32))
     assert load(job, 1).source == "disk"
 
 
@@ -155,7 +155,7 @@ def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
 def test_a_note_that_is_torn_is_passed_over(job: Job, text: str) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
-    kept_path(slot).write_text(text)
+    cached_file_path(slot).write_text(text)
     assert load(job, 1).source == "disk"
 
 
@@ -282,7 +282,7 @@ def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None
 def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
-    record = json.loads(kept_path(slot).read_text())
+    record = json.loads(cached_file_path(slot).read_text())
     assert (record.pop("format"), len(record.pop("digest"))) == (1, 71)
     path = job.root / "global_step_1" / SHARD
     assert record == {

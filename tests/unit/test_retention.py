@@ -19,7 +19,7 @@ from trinity_sync.retention.policies import All, StepInfo, parse_policy
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import Receipt, write_receipt
+from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE, take_spare
 from trinity_sync.storage.discovery import newest, require_committed
@@ -319,8 +319,8 @@ def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:
         commit_files(job.root, step)
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
     spool = job.spool.folder.parent
-    receipt = Receipt("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
-    write_receipt(job.spool, receipt)
+    receipt = CallableStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
+    write_status(job.spool, receipt)
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
     os.utime(job.root / "global_step_1/actor/.optim.pt.1a2b.tmp", (1.7e9, 1.7e9))
     assert numbers(prune(job.root, spool=spool).removed) == [1]
@@ -369,7 +369,7 @@ def test_a_ticket_that_was_edited_holds_the_step_that_it_names(
 def test_a_receipt_that_is_torn_holds_its_own_step_only(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
-    write_receipt(job.spool, Receipt("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
+    write_status(job.spool, CallableStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
     (path,) = job.spool.receipts.iterdir()
     path.write_text('{"st')
     done = prune(job.root, spool=job.spool.folder.parent)

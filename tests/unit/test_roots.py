@@ -6,10 +6,10 @@ import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.job_registry import (
-    forget_root,
-    known_roots,
-    note_root,
-    roots_of,
+    list_known_roots,
+    register_job,
+    select_roots,
+    unregister_job,
 )
 from trinity_sync.settings import Settings
 
@@ -29,41 +29,41 @@ def test_jobs_that_committed_are_known_until_they_are_forgotten(
 ) -> None:
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
     for root in (one, two, one):
-        note_root(settings, root)
-    assert sorted(known_roots(settings)) == [one, two]
-    forget_root(settings, one)
-    assert known_roots(settings) == [two]
+        register_job(settings, root)
+    assert sorted(list_known_roots(settings)) == [one, two]
+    unregister_job(settings, one)
+    assert list_known_roots(settings) == [two]
 
 
 def test_a_root_that_is_away_is_left_out_until_it_is_back(
     settings: Settings, tmp_path: Path
 ) -> None:
     root = job_at(tmp_path / "ckpts")
-    note_root(settings, root)
+    register_job(settings, root)
     root.rename(tmp_path / "away")
-    assert known_roots(settings) == []
+    assert list_known_roots(settings) == []
     (tmp_path / "away").rename(root)
-    assert known_roots(settings) == [root]
+    assert list_known_roots(settings) == [root]
 
 
 def test_a_torn_note_hides_no_other_root(settings: Settings, tmp_path: Path) -> None:
     root = job_at(tmp_path / "ckpts")
-    note_root(settings, root)
+    register_job(settings, root)
     (settings.home / "roots/torn.json").write_text("{")
-    assert known_roots(settings) == [root]
+    assert list_known_roots(settings) == [root]
 
 
 def test_roots_that_are_configured_are_the_only_ones(tmp_path: Path) -> None:
     noted, named = job_at(tmp_path / "noted"), job_at(tmp_path / "named")
     settings = Settings(home=tmp_path / "home", maintain=(named,))
-    note_root(settings, noted)
-    assert known_roots(settings) == [named]
-    assert roots_of(None, settings) == [named]
+    register_job(settings, noted)
+    assert list_known_roots(settings) == [named]
+    assert select_roots(None, settings) == [named]
 
 
 def test_a_root_that_is_named_is_the_only_one(settings: Settings, tmp_path: Path) -> None:
     root = job_at(tmp_path / "ckpts")
-    assert roots_of(str(root), settings) == [root]
+    assert select_roots(str(root), settings) == [root]
     for wrong in ("ckpts", str(tmp_path / "nowhere")):
         with pytest.raises(ConfigError, match="full path of a folder"):
-            roots_of(wrong, settings)
+            select_roots(wrong, settings)

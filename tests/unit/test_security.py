@@ -18,7 +18,7 @@ from tasks.replicate import replicate_step, send_step
 from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
-from trinity_sync.catalog.database import opened
+from trinity_sync.catalog.database import open_catalog
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import (
     CatalogError,
@@ -34,19 +34,19 @@ from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.fs.records import digest_of_body
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
 from trinity_sync.orchestration.job_registry import (
-    known_roots,
-    note_root,
+    list_known_roots,
+    register_job,
     require_allowed,
     require_allowed_store,
-    roots_of,
+    select_roots,
 )
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.safe_load import TRUSTED, load_file
-from trinity_sync.snapshot.spool import known_job_spool
+from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
@@ -271,12 +271,12 @@ def test_a_request_that_names_no_role_component_or_path_is_refused(
 
 
 def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path) -> None:
-    assert known_job_spool(job.spool.folder, job.root) == job.spool
+    assert get_job_spool(job.spool.folder, job.root) == job.spool
     with pytest.raises(SpoolError, match="not of"):
-        known_job_spool(job.spool.folder, tmp_path / "other")
+        get_job_spool(job.spool.folder, tmp_path / "other")
     job.spool.folder.chmod(0o777)
     with pytest.raises(SpoolError, match="open to other users"):
-        known_job_spool(job.spool.folder, job.root)
+        get_job_spool(job.spool.folder, job.root)
     job.spool.folder.chmod(0o700)
 
 
@@ -285,7 +285,7 @@ def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "one").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "jobs" / "link").symlink_to(tmp_path / "out")
-    assert roots_of(str(tmp_path / "jobs" / "one"), allowed) == [tmp_path / "jobs" / "one"]
+    assert select_roots(str(tmp_path / "jobs" / "one"), allowed) == [tmp_path / "jobs" / "one"]
     require_allowed(Settings(), tmp_path / "out")
     for path in (tmp_path / "out", tmp_path / "jobs/../out", tmp_path / "jobs/link"):
         with pytest.raises(ConfigError, match="TRINITY_SYNC_ALLOWED names"):
@@ -351,10 +351,10 @@ def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path)
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-        note_root(Settings(home=tmp_path / "home"), root)
-    assert sorted(known_roots(Settings(home=tmp_path / "home"))) == roots
+        register_job(Settings(home=tmp_path / "home"), root)
+    assert sorted(list_known_roots(Settings(home=tmp_path / "home"))) == roots
     allowed = Settings(home=tmp_path / "home", allowed=(roots[0],))
-    assert known_roots(allowed) == roots[:1]
+    assert list_known_roots(allowed) == roots[:1]
 
 
 def test_a_password_in_a_url_is_not_repeated() -> None:
@@ -368,7 +368,7 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
                 refuse(url)
             assert "hidden" not in str(refused.value)
     for url in ("postgresql+psycopg//user:hidden@host/db", "nothing://user:hidden@host/db"):
-        with pytest.raises(CatalogError) as failed, opened(url):
+        with pytest.raises(CatalogError) as failed, open_catalog(url):
             pass
         assert "hidden" not in str(failed.value)
 
@@ -398,7 +398,7 @@ def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Pa
 
 def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:
     (job.root / "secret").write_text("mine")
-    receipt = Receipt("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
+    receipt = CallableStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
     with pytest.raises(SaveError, match="outside of the step's folder"):
         commit(job.save(1), [], [receipt])
 

@@ -13,9 +13,9 @@ import torch
 from tests.unit.job import Job
 from tests.unit.weights import upload
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_lock import claimed, locked
-from trinity_sync.snapshot.slot_reader import MappedSlot
-from trinity_sync.snapshot.version_tag import published_in
+from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
+from trinity_sync.snapshot.slot_reader import SlotReader
+from trinity_sync.snapshot.version_tag import read_version_tag
 from trinity_sync.weights.version import Version
 
 
@@ -23,9 +23,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step))}
 
 
-def mapped(version: Version) -> MappedSlot:
+def mapped(version: Version) -> SlotReader:
     (image,) = version.images
-    slot = MappedSlot(Path(image.slot))
+    slot = SlotReader(Path(image.slot))
     assert slot.try_lock(image.image)
     return slot
 
@@ -35,7 +35,7 @@ def slots(job: Job) -> list[str]:
 
 
 def steps_published(job: Job) -> list[int]:
-    said = [published_in(slot) for slot in job.spool.folder.glob("*.slot")]
+    said = [read_version_tag(slot) for slot in job.spool.folder.glob("*.slot")]
     return sorted(each.step for each in said if each)
 
 
@@ -65,11 +65,11 @@ def test_a_reader_keeps_its_version_while_training_goes_on(job: Job) -> None:
 
 def test_a_reading_within_a_reading_does_not_give_the_slot_away(job: Job) -> None:
     outer = mapped(upload(job, 1, weights(1)))
-    assert outer.try_lock(published_in(outer.path).image)  # type: ignore[union-attr]
+    assert outer.try_lock(read_version_tag(outer.path).image)  # type: ignore[union-attr]
     outer.unlock()
     for step in range(2, 7):
         upload(job, step, weights(step))
-    assert published_in(outer.path).step == 1  # type: ignore[union-attr]
+    assert read_version_tag(outer.path).step == 1  # type: ignore[union-attr]
     outer.unlock()
 
 
@@ -79,8 +79,8 @@ def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
         """
         import os, signal, sys
         from pathlib import Path
-        from trinity_sync.snapshot.slot_reader import MappedSlot
-        slot = MappedSlot(Path(sys.argv[1]))
+        from trinity_sync.snapshot.slot_reader import SlotReader
+        slot = SlotReader(Path(sys.argv[1]))
         assert slot.try_lock(sys.argv[2])
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_child_that_is_forked_while_its_parent_reads_gives_back_what_it_reads_
     job: Job,
 ) -> None:
     held = mapped(upload(job, 1, weights(1)))
-    image = published_in(held.path).image  # type: ignore[union-attr]
+    image = read_version_tag(held.path).image  # type: ignore[union-attr]
     ends, tell = os.pipe()
     answer, say = os.pipe()
     child = os.fork()
@@ -192,7 +192,7 @@ def test_a_sleeping_reader_delays_no_save(job: Job) -> None:
         job.commit(step)
         saved = job.root / f"global_step_{step}/actor/model_world_size_1_rank_0.pt"
         assert torch.equal(torch.load(saved)["w"], weights(step)["w"])
-    assert asleep.try_lock(published_in(asleep.path).image)  # type: ignore[union-attr]
+    assert asleep.try_lock(read_version_tag(asleep.path).image)  # type: ignore[union-attr]
 
 
 def test_a_save_of_an_uploaded_step_takes_its_image(job: Job) -> None:
@@ -228,7 +228,7 @@ def test_an_image_is_read_while_it_is_written_out(job: Job) -> None:
     job.stage(1, {"model": weights(1)})
     version = upload(job, 1, None)
     slot = Path(version.images[0].slot)
-    with claimed(slot), locked(slot):
+    with lock_image(slot), lock_slot(slot):
         mapped(version).unlock()
     reader = mapped(version)
     job.commit(1)  # and freed while it is read
@@ -244,11 +244,11 @@ def test_an_image_has_one_writer_at_a_time(job: Job) -> None:
 
     def write() -> None:
         began.set()
-        with claimed(sealed.slot):
+        with lock_image(sealed.slot):
             order.append("second")
 
     second = threading.Thread(target=write)
-    with claimed(sealed.slot):
+    with lock_image(sealed.slot):
         second.start()
         began.wait()
         assert not order

@@ -22,8 +22,8 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_lock import locked
-from trinity_sync.snapshot.spool import known_job_spool, open_job_spool
+from trinity_sync.snapshot.slot_lock import lock_slot
+from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import failure_path, seal, ticket_path
 from trinity_sync.storage.save import mark_failed
@@ -31,7 +31,7 @@ from trinity_sync.storage.save import mark_failed
 
 def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:
     sealed = [s for s in job.spool.tickets()[0] if s.ticket.step == step]
-    with locked(sealed[0].slot) as content:
+    with lock_slot(sealed[0].slot) as content:
         copy = bytes(content[: sealed[0].ticket.nbytes])
     import io
 
@@ -198,7 +198,11 @@ def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((3,), float(step))}})
     first, second = (s.slot for s in job.spool.tickets()[0])
-    with locked(first), locked(second), pytest.raises(SpoolError, match=r"step 3, role actor"):
+    with (
+        lock_slot(first),
+        lock_slot(second),
+        pytest.raises(SpoolError, match=r"step 3, role actor"),
+    ):
         job.stage(3, {"model": {"w": torch.zeros(3)}})
     assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
 
@@ -219,7 +223,7 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     """A failed write's traceback kept its view, and so every retry of it waiting for ever."""
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     slot = job.spool.tickets()[0][0].slot
-    with locked(slot) as content:
+    with lock_slot(slot) as content:
         view = content[:10]
     assert job.stager()._slots.of("actor", "model", 0)[0].try_lock()
     assert len(view) == 10
@@ -364,7 +368,7 @@ def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Pat
     assert not spool.folder.exists()
     stager = Stager(spool)
     stager.prewarm("actor", "model", 0, 4096)
-    assert known_job_spool(spool.folder, tmp_path / "ckpts").root == tmp_path / "ckpts"
+    assert get_job_spool(spool.folder, tmp_path / "ckpts").root == tmp_path / "ckpts"
     stager.close()
 
 

@@ -18,7 +18,7 @@ from trinity_sync.layout import SaveStrategy
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.save import mark_failed
-from trinity_sync.storage.write_permits import lock_of, ones_turn
+from trinity_sync.storage.write_permits import acquire_write_permit, write_permit_path
 
 SINGLE: tuple[SaveStrategy, ...] = ("single_thread", "single_node", "single_process")
 
@@ -42,15 +42,15 @@ def test_who_waits_for_whom(
     """Whether a rank's shard waits for that of another rank, node, or job on the node."""
     stage(job, 1, strategy)
     ticket = job.spool.tickets()[0][0].ticket
-    lock = lock_of(job.spool, ticket)
-    same = lock_of(job.spool, replace(ticket, component="optim", step=2))
+    lock = write_permit_path(job.spool, ticket)
+    same = write_permit_path(job.spool, replace(ticket, component="optim", step=2))
     assert (lock is not None and lock == same) is (strategy != "unrestricted")
     elsewhere = JobSpool(tmp_path / "other node" / job.spool.folder.name)
     neighbour = JobSpool(job.spool.folder.with_name("other-job"))
     others = (
-        lock_of(job.spool, replace(ticket, rank=1)),
-        lock_of(elsewhere, ticket),
-        lock_of(neighbour, replace(ticket, root=str(tmp_path / "other root"))),
+        write_permit_path(job.spool, replace(ticket, rank=1)),
+        write_permit_path(elsewhere, ticket),
+        write_permit_path(neighbour, replace(ticket, root=str(tmp_path / "other root"))),
     )
     assert [lock is not None and lock == other for other in others] == [rank, node, another_job]
 
@@ -64,7 +64,7 @@ def test_one_writes_at_a_time(job: Job, strategy: SaveStrategy) -> None:
 
     def write(_: int) -> None:
         for _ in range(20):
-            with ones_turn(job.spool, ticket):
+            with acquire_write_permit(job.spool, ticket):
                 writing.add(threading.get_ident())
                 os.sched_yield()
                 at_once.append(len(writing))

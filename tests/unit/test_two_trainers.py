@@ -17,9 +17,9 @@ import torch
 
 from tests.unit.job import Job, held
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.slot_reader import MappedSlot
+from trinity_sync.snapshot.slot_reader import SlotReader
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.version_tag import VersionTag
 
 State = dict[str, dict[str, Any]]
 
@@ -45,7 +45,7 @@ class Trainer:
         state = {"model": self.state(step)["model"]}
         self.stager.stage(self.job.origin(step, run=self.run), state, seals=False).result()
 
-    def publish(self, step: int) -> Published | None:
+    def publish(self, step: int) -> VersionTag | None:
         return self.stager.publish(self.job.origin(step, run=self.run), "model")
 
     def commit(self, step: int) -> State:
@@ -108,11 +108,11 @@ def test_each_commit_holds_its_own_run_in_any_order_of_turns(
             assert same(trainer.commit(step), trainer.state(step, numel))
 
 
-def require_published(trainer: Trainer, published: Published) -> None:
+def require_published(trainer: Trainer, published: VersionTag) -> None:
     """Require that the slot of a published image holds the weights of that step."""
     weight = trainer.state(published.step)["model"]["w"]
     (slot,) = trainer.job.spool.published("actor", published.run, published.step)
-    reader = MappedSlot(slot)
+    reader = SlotReader(slot)
     assert reader.try_lock(published.image)
     assert weight.numpy().tobytes() in reader.memory.numpy().tobytes()
     reader.unlock()

@@ -23,7 +23,13 @@ from trinity_sync.storage.discovery import newest, require_committed
 from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.verify import VerifiedStep, check, choose, judge, split_evenly
+from trinity_sync.storage.verify import (
+    VerifiedStep,
+    check_files,
+    choose_files,
+    judge_steps,
+    split_evenly,
+)
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -48,7 +54,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def verify(job: Job, **what: int) -> list[VerifiedStep]:
-    return judge(check(choose(job.root, **what)))
+    return judge_steps(check_files(choose_files(job.root, **what)))
 
 
 def states(verdicts: list[VerifiedStep]) -> dict[int, str]:
@@ -125,8 +131,8 @@ def test_a_part_that_is_whole_does_not_make_up_for_another_that_is_not(job: Job)
     save(job, 1)
     flip_a_byte(shard(job, 1))
     verify(job, step=1)
-    others = [file for file in choose(job.root, step=1) if file.record.path != SHARD]
-    (verdict,) = judge(check(others))
+    others = [file for file in choose_files(job.root, step=1) if file.record.path != SHARD]
+    (verdict,) = judge_steps(check_files(others))
     assert (verdict.state, SHARD in verdict.wrong) == ("corrupted", True)
 
 
@@ -178,11 +184,11 @@ def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job
 def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2))
-    checked = check(choose(job.root, step=2))
+    checked = check_files(choose_files(job.root, step=2))
     save(job, 2, run=2, scale=3.0)
-    assert states(judge(checked)) == {2: "replaced"}
+    assert states(judge_steps(checked)) == {2: "replaced"}
     shutil.rmtree(step_folder(job.root, 2))
-    assert states(judge(checked)) == {2: "replaced"}
+    assert states(judge_steps(checked)) == {2: "replaced"}
 
 
 def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
@@ -195,7 +201,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
         def die(*_):
             os.kill(os.getpid(), signal.SIGKILL)
         verify.repair_latest_pointer = die
-        verify.judge(verify.check(verify.choose({str(job.root)!r}, step=2)))
+        verify.judge_steps(verify.check_files(verify.choose_files({str(job.root)!r}, step=2)))
         """
     )
     died = subprocess.run([sys.executable, "-c", script], check=False)
@@ -218,20 +224,20 @@ def test_a_torn_mark_still_counts(job: Job) -> None:
 
 def test_every_file_has_its_turn_in_samples_of_consecutive_days(job: Job) -> None:
     save(job, *range(1, 8))
-    files = {(file.step, file.record.path) for file in choose(job.root, newest=99)}
-    nbytes = sum(file.record.nbytes for file in choose(job.root, newest=99))
+    files = {(file.step, file.record.path) for file in choose_files(job.root, newest=99)}
+    nbytes = sum(file.record.nbytes for file in choose_files(job.root, newest=99))
     budget = nbytes // 5
-    days = [choose(job.root, sample_bytes=budget, seed=day) for day in range(20_000, 20_006)]
+    days = [choose_files(job.root, sample_bytes=budget, seed=day) for day in range(20_000, 20_006)]
     assert {(file.step, file.record.path) for day in days for file in day} == files
     largest = max(file.record.nbytes for day in days for file in day)
     assert all(sum(f.record.nbytes for f in day) <= budget + largest for day in days)
-    assert days[0] == choose(job.root, sample_bytes=budget, seed=20_000)
-    assert choose(job.root, sample_bytes=1, seed=3)
+    assert days[0] == choose_files(job.root, sample_bytes=budget, seed=20_000)
+    assert choose_files(job.root, sample_bytes=1, seed=3)
 
 
 def test_shares_hold_every_file_once_and_are_of_about_the_same_size(job: Job) -> None:
     save(job, *range(1, 6))
-    files = choose(job.root, newest=9)
+    files = choose_files(job.root, newest=9)
     parts = split_evenly(files, 3)
     assert sorted(map(str, files)) == sorted(str(file) for part in parts for file in part)
     sizes = [sum(file.record.nbytes for file in part) for part in parts]
@@ -241,7 +247,7 @@ def test_shares_hold_every_file_once_and_are_of_about_the_same_size(job: Job) ->
 
 def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:
     with pytest.raises(CommitError, match="not committed, so there is nothing to compare"):
-        choose(job.root, step=9)
+        choose_files(job.root, step=9)
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
@@ -251,4 +257,4 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(job: Job) -> None:
         record = type(manifest.files[0])(path, 1, "x")
         write_manifest(job.root, type(manifest)(**{**vars(manifest), "files": (record,)}))
         with pytest.raises(ManifestError, match="outside of the step's folder"):
-            choose(job.root, step=1)
+            choose_files(job.root, step=1)

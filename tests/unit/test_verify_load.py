@@ -9,7 +9,7 @@ import torch
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.leases import LONG_LEASE_S, list_leases
 from trinity_sync.storage.verify_load import load_newest
@@ -56,7 +56,7 @@ def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
     file.parent.mkdir(parents=True)
     file.write_bytes(b"megatron")
     wrote = ("actor/dist_ckpt.bin",)
-    receipt = Receipt("dist", 1, 1, "checkpoint", 0, "1/1", "finished", files=wrote)
+    receipt = CallableStatus("dist", 1, 1, "checkpoint", 0, "1/1", "finished", files=wrote)
     commit(job.save(1), [], [receipt])
     done = load_newest(job.root)
     assert done
@@ -67,7 +67,7 @@ def test_files_that_only_their_writer_can_load_are_digested(job: Job) -> None:
 
 
 def test_a_checkpoint_with_nothing_to_load_fails(job: Job, tmp_path: Path) -> None:
-    receipt = Receipt("nothing", 1, 1, "checkpoint", 0, "1/1", "finished")
+    receipt = CallableStatus("nothing", 1, 1, "checkpoint", 0, "1/1", "finished")
     commit(job.save(1), [], [receipt])
     (tmp_path / "theirs/global_step_3").mkdir(parents=True)
     (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("3")

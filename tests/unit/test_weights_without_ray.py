@@ -19,7 +19,7 @@ from tests.unit.without_ray import follower
 from trinity_sync.errors import ConfigError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.version_tag import published_path
+from trinity_sync.snapshot.version_tag import version_tag_path
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
@@ -177,7 +177,7 @@ def test_images_that_outlived_their_root_are_not_read(job: Job, registry: FileRe
     assert newest(registry) is None
     job.root.mkdir()
     open_run(job.root, "again", 0)
-    os.utime(published_path(Path(image.slot)), (0, 0))
+    os.utime(version_tag_path(Path(image.slot)), (0, 0))
     assert newest(registry) is None
     upload(job, 1, weights(1))
     assert newest(registry) == (1, 1, "memory")

@@ -16,7 +16,7 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 from tests.conftest import environment
 from tests.unit.job import Job
 from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.orchestration.job_registry import note_root
+from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
 from trinity_sync.storage.latest_pointer import read_iteration
@@ -44,7 +44,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: 
     job.commit(4)
     pointer = job.root / "latest_checkpointed_iteration.txt"
     pointer.unlink()
-    note_root(settings, job.root)
+    register_job(settings, job.root)
 
     async def start_and_stop() -> None:
         async with TrinitySyncWorker(work_pool_name="any"):

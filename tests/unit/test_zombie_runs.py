@@ -22,7 +22,7 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.run_lock import run_lock_if_free
+from trinity_sync.snapshot.run_lock import try_run_lock
 
 NODE = "this-node"
 DEAD = f"{ACQUIRED_BY}{NODE}/1/1"
@@ -36,8 +36,8 @@ def at_work(spool: Path, run: str = RUN) -> Iterator[subprocess.Popen[str]]:
     """Another process of this node that executes a run, as a worker does."""
     script = (
         "import sys; from pathlib import Path; from uuid import UUID\n"
-        "from trinity_sync.snapshot.run_lock import run_lock_if_free\n"
-        f"with run_lock_if_free(Path({str(spool)!r}), UUID({run!r})) as free:\n"
+        "from trinity_sync.snapshot.run_lock import try_run_lock\n"
+        f"with try_run_lock(Path({str(spool)!r}), UUID({run!r})) as free:\n"
         "    print(free, flush=True); sys.stdin.read()\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -149,7 +149,7 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
         worker = TrinitySyncWorker(work_pool_name="any")
         async with get_client() as worker._client:
             taken = await worker.acquire_run(FlowRun(id=UUID(RUN), flow_id=UUID(FLOW)))
-            with run_lock_if_free(spool_folder, UUID(RUN)) as free:
+            with try_run_lock(spool_folder, UUID(RUN)) as free:
                 return taken, free
 
     with prefect(("PENDING", "Pending", DEAD)) as states, at_work(spool_folder):

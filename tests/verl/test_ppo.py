@@ -24,7 +24,7 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -137,7 +137,7 @@ def test_a_step_is_committed_with_both_roles_of_both_ranks_and_the_position_in_t
 
 
 def test_the_second_start_goes_on_where_the_killed_one_had_saved(story: Story) -> None:
-    begun = all_runs(story.root)[-1].resumed_from
+    begun = list_runs(story.root)[-1].resumed_from
     assert begun == min(story.resumed) - 1
     assert begun % SAVE_EVERY == 0
     assert max(story.killed) - SAVE_EVERY <= begun < max(story.killed)

@@ -18,7 +18,7 @@ from tests.verl.sft import ALONE, WITH_US, Launch, Losses, make_world
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_iteration
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -59,7 +59,7 @@ def story(stack: StackState, world: Path) -> Story:
 
 
 def test_a_killed_training_resumes_at_the_last_step_that_it_handed_over(story: Story) -> None:
-    begun = all_runs(story.root)[-1].resumed_from
+    begun = list_runs(story.root)[-1].resumed_from
     assert begun == min(story.resumed) - 1
     assert 2 * SAVE_EVERY <= begun < STEPS
     assert max(story.killed) - SAVE_EVERY <= begun <= max(story.killed)

@@ -28,13 +28,13 @@ CONNECT_S = 5
 _MIGRATING = 7_274_106  # any number that is only ours, for PostgreSQL's advisory locks
 
 
-def url_of(settings: Settings) -> str:
+def get_catalog_url(settings: Settings) -> str:
     """URL of the catalog that the settings name."""
     return settings.catalog_url or f"sqlite:///{settings.home.absolute() / 'catalog.db'}"
 
 
 @contextmanager
-def opened(url: str) -> Iterator[sa.Engine]:
+def open_catalog(url: str) -> Iterator[sa.Engine]:
     """The catalog, with the schema that this version reads; trouble with it is a `CatalogError`.
 
     Raises:
@@ -95,7 +95,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 
 @contextmanager
-def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+def read_consistently(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A connection for a consistent look, which holds no writer up."""
     with engine.execution_options(reads=True).connect() as connection:
         yield connection
@@ -147,7 +147,7 @@ def corrupted(connection: sa.Connection, why: str) -> CatalogError:
 
 def _schema(engine: sa.Engine) -> int | None:
     """Number of the database's schema; None for an empty database."""
-    with reading(engine) as connection:
+    with read_consistently(engine) as connection:
         if not sa.inspect(connection).has_table("alembic_version"):
             return None
         found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()

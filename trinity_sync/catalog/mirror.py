@@ -15,7 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from trinity_sync.catalog.database import opened, read_rows, reading, url_of
+from trinity_sync.catalog.database import (
+    get_catalog_url,
+    open_catalog,
+    read_consistently,
+    read_rows,
+)
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import OnProgress, no_progress
@@ -26,7 +31,7 @@ from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
@@ -78,7 +83,7 @@ def try_mirror(
     What was missed is in the files, and comes with the next `rebuild`.
     """
     try:
-        with opened(url_of(settings)) as engine:
+        with open_catalog(get_catalog_url(settings)) as engine:
             mirror(engine, root, steps, flow_run=flow_run)
     except Exception as error:  # whatever is wrong with it, the files are as they should be
         logger.warning("the catalog misses a change of %s: %s", root, error)
@@ -132,7 +137,7 @@ def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> 
             for row in _make_step_rows(job, root, steps_on_disk(root), {}, None)
         }
     }
-    with reading(engine) as connection:
+    with read_consistently(engine) as connection:
         rows = read_rows(connection, sa.select(*columns).where(Step.job == job))
         have: dict[str, set[Any]] = {"steps": {_freeze(row) for row in rows}}
         whole = sa.select(Job.runs, Job.claims).where(Job.id == job)
@@ -275,7 +280,7 @@ def _read_finite_metrics(root: str | Path, manifest: Manifest) -> dict[str, floa
 
 def _read_runs(root: str | Path) -> dict[str, int]:
     """Return the step that each run resumed from, by the run's number."""
-    return {str(run.number): run.resumed_from for run in all_runs(root)}
+    return {str(run.number): run.resumed_from for run in list_runs(root)}
 
 
 def _read_claims(root: str | Path) -> dict[str, str]:

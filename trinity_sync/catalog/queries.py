@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
-from trinity_sync.catalog.database import corrupted, read_rows, reading
+from trinity_sync.catalog.database import corrupted, read_consistently, read_rows
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.runs import Run, lineage
+from trinity_sync.storage.runs import Run, build_lineage
 
 STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
 
 
 @dataclass(frozen=True)
-class Handed:
+class PublishedVersion:
     """A version of the weights; see `models.WeightVersion`."""
 
     step: int
@@ -35,7 +35,7 @@ class JobSteps:
     steps: tuple[StepInfo, ...]
     flow_runs: dict[int, str]
     """Prefect's id of the flow run that committed a step, where that is known."""
-    versions: tuple[Handed, ...]
+    versions: tuple[PublishedVersion, ...]
     """Versions of the weights that were seen, oldest first."""
 
     @property
@@ -44,7 +44,7 @@ class JobSteps:
         return sum(each.nbytes for each in self.steps)
 
 
-def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
+def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
     """Read all jobs with their steps, by three statements, however many steps there are.
 
     Args:
@@ -55,8 +55,8 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
         The jobs by root. A step is held by what pinned or leased it when its job was last read.
     """
     steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
-    versions: dict[str, list[Handed]] = defaultdict(list)
-    with reading(engine) as connection:
+    versions: dict[str, list[PublishedVersion]] = defaultdict(list)
+    with read_consistently(engine) as connection:
         of_job = [] if job is None else [Step.job == job]
         wanted = sa.select(*STEP_COLUMNS).where(*of_job).order_by(Step.run, Step.step)
         for row in read_rows(connection, wanted):
@@ -65,7 +65,9 @@ def jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
         order = WeightVersion.run, WeightVersion.step, WeightVersion.source
         versioned = sa.select(WeightVersion.__table__).where(*of_job).order_by(*order)
         for row in read_rows(connection, versioned):
-            versions[row.job].append(Handed(row.step, row.run, row.source, row.published_at))
+            versions[row.job].append(
+                PublishedVersion(row.step, row.run, row.source, row.published_at)
+            )
         of_job = [] if job is None else [Job.id == job]
         found = []
         for row in read_rows(
@@ -113,5 +115,5 @@ def _read_step(row: sa.Row[tuple[object, ...]], held: Mapping[int, list[str]]) -
 def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
     """Return the steps, each with the run that superseded it, as `retention.survey` has them."""
     run_of_step = {each.step: each.run for each in steps}
-    line = lineage(runs, lambda step: run_of_step.get(step, 0))
+    line = build_lineage(runs, lambda step: run_of_step.get(step, 0))
     return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

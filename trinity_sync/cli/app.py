@@ -80,7 +80,7 @@ def read_settings() -> "Settings":
         raise ConfigError(f"settings cannot be used: {error}. Correct or unset them.") from error
 
 
-def existing(root: Path) -> Path:
+def require_existing(root: Path) -> Path:
     """The job's root, if there is such a folder; else a `ConfigError`."""
     refuse_url(root)
     if not root.is_dir():
@@ -90,11 +90,11 @@ def existing(root: Path) -> Path:
     return root
 
 
-def step_in(root: Path, step: str) -> int:
+def resolve_step_argument(root: Path, step: str) -> int:
     """The step of a job that was named by its number or a tag; else a `ConfigError`."""
     from trinity_sync.storage.pins import resolve_step
 
-    return resolve_step(existing(root), step)
+    return resolve_step(require_existing(root), step)
 
 
 def print_json(value: Any) -> None:
@@ -107,7 +107,7 @@ def output() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=200)
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """A number of bytes for a person to read."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -117,6 +117,6 @@ def size(nbytes: int) -> str:
     return f"{size:.1f} TB"
 
 
-def when(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Seconds since the epoch as local time, to the second."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -11,14 +11,14 @@ from rich.table import Table
 from trinity_sync.cli.app import (
     AsJson,
     app,
-    existing,
+    format_size,
+    format_time,
     output,
     print_json,
     read_settings,
-    size,
-    when,
+    require_existing,
 )
-from trinity_sync.cli.progress import bar
+from trinity_sync.cli.progress import progress_bar
 from trinity_sync.errors import ConfigError
 
 catalog = typer.Typer(
@@ -42,15 +42,15 @@ def list_jobs(
     as_json: AsJson = False,
 ) -> None:
     """List all jobs that the catalog knows, without a look at their files; --json has the steps."""
-    from trinity_sync.catalog.database import opened, url_of
-    from trinity_sync.catalog.queries import jobs
+    from trinity_sync.catalog.database import get_catalog_url, open_catalog
+    from trinity_sync.catalog.queries import list_jobs
     from trinity_sync.retention.planner import Rules, plan_removals
     from trinity_sync.retention.policies import parse_policy
 
     settings = read_settings()
     rules = Rules(parse_policy(keep or settings.keep), parse_policy(settings.keep_syncs))
-    with opened(url_of(settings)) as engine:
-        found = jobs(engine)
+    with open_catalog(get_catalog_url(settings)) as engine:
+        found = list_jobs(engine)
     rows: list[dict[str, Any]] = []
     for job in found:
         steps = [{**asdict(each), "flow_run": job.flow_runs.get(each.step)} for each in job.steps]
@@ -67,8 +67,8 @@ def list_jobs(
         for job, row in zip(found, rows, strict=True):
             newest = "" if row["newest"] is None else str(row["newest"])
             weights = f"{job.versions[-1].step} ({job.versions[-1].source})" if job.versions else ""
-            sizes = size(job.nbytes), size(row["would_free"])
-            seen = when(job.mirrored_at).replace("T", " ")
+            sizes = format_size(job.nbytes), format_size(row["would_free"])
+            seen = format_time(job.mirrored_at).replace("T", " ")
             table.add_row(job.root, str(len(job.steps)), newest, weights, *sizes, seen)
         output().print(table)
     for job in found:
@@ -79,13 +79,13 @@ def list_jobs(
 @catalog.command(epilog="Example:  [bold]trinity-sync catalog rebuild ckpts[/]")
 def rebuild(roots: Roots) -> None:
     """Read jobs from their files again, and have the catalog say just that."""
-    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import rebuild
 
-    with opened(url_of(read_settings())) as engine:
+    with open_catalog(get_catalog_url(read_settings())) as engine:
         for root in roots:
-            with bar("reading", of_steps=True) as on_progress:
-                count = rebuild(engine, existing(root), on_progress=on_progress)
+            with progress_bar("reading", of_steps=True) as on_progress:
+                count = rebuild(engine, require_existing(root), on_progress=on_progress)
             typer.echo(f"{root}: {count} steps")
 
 
@@ -95,13 +95,13 @@ def rebuild(roots: Roots) -> None:
 )
 def check(roots: Roots) -> None:
     """Compare the catalog with the files of jobs."""
-    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import differences
 
     agree = True
-    with opened(url_of(read_settings())) as engine:
+    with open_catalog(get_catalog_url(read_settings())) as engine:
         for root in roots:
-            found = differences(engine, existing(root))
+            found = differences(engine, require_existing(root))
             agree = agree and not found
             typer.echo(f"{root}: the catalog {'; '.join(found) or 'agrees with the files'}")
             if found:
@@ -114,14 +114,14 @@ def forget(
     root: Annotated[Path, typer.Argument(help="The job's folder, which need not exist any more.")],
 ) -> None:
     """Forget a job that is over: no rows in the catalog, no scheduled flows on this node."""
-    from trinity_sync.catalog.database import opened, url_of
+    from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import forget
-    from trinity_sync.orchestration.job_registry import forget_root
+    from trinity_sync.orchestration.job_registry import unregister_job
 
     settings = read_settings()
-    with opened(url_of(settings)) as engine:
+    with open_catalog(get_catalog_url(settings)) as engine:
         known = forget(engine, root)
-    if not forget_root(settings, root) and not known:
+    if not unregister_job(settings, root) and not known:
         raise ConfigError(f"no job at {root} is known; see: trinity-sync catalog ls")
     typer.echo(f"{root} is forgotten; its files are left alone, and a commit makes it known again")
 

@@ -6,8 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, Root, Step, app, print_json, size, step_in
-from trinity_sync.cli.progress import bar
+from trinity_sync.cli.app import (
+    AsJson,
+    Root,
+    Step,
+    app,
+    format_size,
+    print_json,
+    resolve_step_argument,
+)
+from trinity_sync.cli.progress import progress_bar
 
 
 @app.command(
@@ -31,8 +39,8 @@ def to_dcp(
     """Write a step as a folder that torch.distributed.checkpoint.load reads."""
     from trinity_sync.formats.to_dcp import to_dcp as carry_out
 
-    number = step_in(root, step)
-    with bar("converting") as on_progress:
+    number = resolve_step_argument(root, step)
+    with progress_bar("converting") as on_progress:
         done = carry_out(
             root, number, folder, role=role, components=component or (), on_progress=on_progress
         )
@@ -41,7 +49,7 @@ def to_dcp(
         return
     typer.echo(
         f"{' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
-        f"{size(done.nbytes)}, are in {done.folder}"
+        f"{format_size(done.nbytes)}, are in {done.folder}"
     )
 
 
@@ -73,7 +81,7 @@ def from_dcp(
     """Commit a step from a DCP checkpoint, in files that veRL's loader reads."""
     from trinity_sync.formats.from_dcp import from_dcp as carry_out
 
-    with bar("converting", of_steps=True) as on_progress:
+    with progress_bar("converting", of_steps=True) as on_progress:
         manifest = carry_out(
             folder,
             root,
@@ -87,4 +95,4 @@ def from_dcp(
             metadata=metadata,
             on_progress=on_progress,
         )
-    typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
+    typer.echo(f"step {manifest.step}, {format_size(manifest.nbytes)}, is committed in {root}")

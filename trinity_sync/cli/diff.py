@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, Root, app, output, print_json, step_in
-from trinity_sync.cli.progress import bar
+from trinity_sync.cli.app import AsJson, Root, app, output, print_json, resolve_step_argument
+from trinity_sync.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from trinity_sync.storage.diff import Change
+    from trinity_sync.storage.diff import TensorChange
 
 
 @app.command(
@@ -30,8 +30,8 @@ def diff(
     """Show which tensors changed between two steps, and by how much; the most changed first."""
     from trinity_sync.storage import diff as diffs
 
-    a, b = step_in(root, before), step_in(root, after)
-    with bar("comparing") as on_progress:
+    a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
+    with progress_bar("comparing") as on_progress:
         changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
     if as_json:
         print_json([_as_json(change) for change in changes])
@@ -59,7 +59,7 @@ def diff(
     console.print(f"{same} of {len(changes)} tensors are the same", highlight=False)
 
 
-def _as_json(change: "Change") -> dict[str, Any]:
+def _as_json(change: "TensorChange") -> dict[str, Any]:
     return {
         "name": change.name,
         "state": change.state,

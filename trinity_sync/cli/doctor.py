@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, app, existing, output, print_json, read_settings
+from trinity_sync.cli.app import AsJson, app, output, print_json, read_settings, require_existing
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -23,11 +23,11 @@ def doctor(
     """Check versions, server, worker, Ray, shared memory and disk; say what to do about each."""
     from rich.markup import escape
 
-    from trinity_sync.stack.doctor import examine
+    from trinity_sync.stack.doctor import run_checks
 
     console = output()
     checks = []
-    for check in examine(read_settings(), existing(root).resolve() if root else None):
+    for check in run_checks(read_settings(), require_existing(root).resolve() if root else None):
         checks.append(check)
         if not as_json:
             colour = _COLOURS[check.state]

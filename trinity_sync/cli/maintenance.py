@@ -13,14 +13,14 @@ from trinity_sync.cli.app import (
     Root,
     Step,
     app,
-    existing,
+    format_size,
     output,
     print_json,
     read_settings,
-    size,
-    step_in,
+    require_existing,
+    resolve_step_argument,
 )
-from trinity_sync.cli.progress import bar
+from trinity_sync.cli.progress import progress_bar
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number
 
@@ -72,20 +72,20 @@ def verify(
         if sample or seed is not None:
             raise ConfigError("of a store, name --step or --newest; samples are of a job's folder")
         _verify_in_store(root, step, newest or 1, as_json=as_json)
-    from trinity_sync.storage.verify import check, choose, judge
+    from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
     if step is None and not sample:
         newest = newest or 1
-    files = choose(
-        existing(Path(root)),
-        step=None if step is None else step_in(Path(root), step),
+    files = choose_files(
+        require_existing(Path(root)),
+        step=None if step is None else resolve_step_argument(Path(root), step),
         newest=newest or 0,
         sample_bytes=bytes_of(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
-    with bar("reading") as on_progress:
-        checked = check(files, on_progress=on_progress)
-    verdicts = judge(checked)
+    with progress_bar("reading") as on_progress:
+        checked = check_files(files, on_progress=on_progress)
+    verdicts = judge_steps(checked)
     if as_json:
         print_json([asdict(verdict) for verdict in verdicts])
     elif not verdicts:
@@ -97,7 +97,7 @@ def verify(
         for verdict in verdicts:
             speed = f"{verdict.nbytes / verdict.seconds / 1e9:.2f}" if verdict.seconds else ""
             state = f"{verdict.state}: {verdict.wrong}" if verdict.wrong else verdict.state
-            row = (str(verdict.step), str(verdict.files), size(verdict.nbytes), speed, state)
+            row = (str(verdict.step), str(verdict.files), format_size(verdict.nbytes), speed, state)
             table.add_row(*row)
         output().print(table)
     raise typer.Exit(1 if any(verdict.state == "corrupted" for verdict in verdicts) else 0)
@@ -106,12 +106,12 @@ def verify(
 def _verify_by_loading(root: Path, *, as_json: bool) -> None:
     from trinity_sync.storage.verify_load import load_newest
 
-    done = load_newest(existing(root))
+    done = load_newest(require_existing(root))
     if as_json:
         print_json(asdict(done) if done else None)
     elif done:
         typer.echo(
-            f"step {done.step} loads: {done.files} files, {size(done.nbytes)}, in "
+            f"step {done.step} loads: {done.files} files, {format_size(done.nbytes)}, in "
             f"{done.seconds:.1f} s" + ", without digests" * (not done.checked)
         )
     else:
@@ -134,7 +134,7 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
             f"step {step} is not committed at {remote.url}; see: trinity-sync ls {url}"
         )
     verdicts = []
-    with bar("reading") as on_progress:
+    with progress_bar("reading") as on_progress:
         whole = sum(manifest.nbytes for manifest in known[-newest:])
         for manifest in known[-newest:]:
             found = {
@@ -174,7 +174,7 @@ def reconcile(
     """Mend what a crash left half done, here and now; safe at any time. Says what it did."""
     import asyncio
 
-    found = asyncio.run(_reconciled(existing(root).resolve(), grace))
+    found = asyncio.run(_reconciled(require_existing(root).resolve(), grace))
     if as_json:
         print_json([asdict(finding) for finding in found])
         return
@@ -229,8 +229,8 @@ def export(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from trinity_sync.formats.hf_export import export_step
 
-    number = step_in(root, step)
-    with bar("exporting") as on_progress:
+    number = resolve_step_argument(root, step)
+    with progress_bar("exporting") as on_progress:
         done = export_step(
             root,
             number,
@@ -244,7 +244,7 @@ def export(
     if as_json:
         print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
     else:
-        typer.echo(f"{done.folder}: {len(done.files)} files, {size(done.nbytes)}")
+        typer.echo(f"{done.folder}: {len(done.files)} files, {format_size(done.nbytes)}")
 
 
 def bytes_of(text: str) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from trinity_sync.cli.app import size, when
+from trinity_sync.cli.app import format_size, format_time
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.prefect_queries import RunFacts
@@ -77,7 +77,7 @@ def _figures(job: "JobFacts", failed: "list[RunFacts]") -> str:
     figures = {
         "newest step": str(newest[1]) if newest else "none",
         "committed steps": str(len(loadable)),
-        "on disk": size(nbytes),
+        "on disk": format_size(nbytes),
         "last commit": _time(last) if last else "never",
         "median flow run": median,
         "failed runs": str(len(failed)) if not job.no_server else "unknown",
@@ -108,7 +108,8 @@ def _timeline(steps: "list[StepFacts]") -> str:
         radius = 3 + 12 * (manifest.nbytes / largest) ** 0.5
         kind = "checkpoint" if "checkpoint" in manifest.kinds else "state_dict"
         name = kind if step.state in ("valid", "superseded") else "corrupted"
-        title = f"step {step.step}, {kind}, {size(manifest.nbytes)}, {_time(manifest.committed_at)}"
+        size, committed = format_size(manifest.nbytes), _time(manifest.committed_at)
+        title = f"step {step.step}, {kind}, {size}, {committed}"
         shapes.append(
             f"<circle class='{name}' data-step='{step.step}' cx='{x:.1f}' cy='{y}' "
             f"r='{radius:.1f}'><title>{escape(title)}</title></circle>"
@@ -137,13 +138,15 @@ def _steps(job: "JobFacts") -> str:
             for run in runs
         )
         receipts = manifest.receipts if manifest else ()
-        parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in step.by_component.items())
+        parts = ", ".join(
+            f"{name} {format_size(nbytes)}" for name, nbytes in step.by_component.items()
+        )
         rows.append(
             (
                 str(step.step),
                 str(manifest.run) if manifest else "",
                 ", ".join(manifest.kinds) if manifest else "",
-                size(manifest.nbytes) if manifest else "",
+                format_size(manifest.nbytes) if manifest else "",
                 parts,
                 _time(manifest.committed_at) if manifest else "",
                 seconds,
@@ -223,7 +226,7 @@ def _cell(value: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return when(seconds).replace("T", " ")
+    return format_time(seconds).replace("T", " ")
 
 
 def _since(value: object) -> str:

@@ -11,7 +11,7 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 
 
 @contextmanager
-def bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
+def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
     """Show how far it is; the block hands the callback to whoever does the work.
 
     Args:

@@ -6,8 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, Root, app, existing, print_json, size, step_in
-from trinity_sync.cli.progress import bar
+from trinity_sync.cli.app import (
+    AsJson,
+    Root,
+    app,
+    format_size,
+    print_json,
+    require_existing,
+    resolve_step_argument,
+)
+from trinity_sync.cli.progress import progress_bar
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number
 
@@ -44,13 +52,13 @@ def replicate(
     if newest == (step is not None):
         raise ConfigError("say which step: --step STEP or --newest, one of the two")
     if step is None:
-        manifest = newest_in(existing(root))
+        manifest = newest_in(require_existing(root))
         if manifest is None:
             raise CommitError(f"no checkpoint is committed in {root}")
         number = manifest.step
     else:
-        number = step_in(root, step)
-    with bar("sending") as on_progress:
+        number = resolve_step_argument(root, step)
+    with progress_bar("sending") as on_progress:
         done = carry_out(
             root, url, number, keep_last=keep_last, read_back=read_back, on_progress=on_progress
         )
@@ -58,8 +66,8 @@ def replicate(
         print_json(asdict(done))
         return
     typer.echo(
-        f"step {number} is at {done.url}: {done.uploaded} files, {size(done.nbytes)} sent in "
-        f"{done.seconds:.1f} s"
+        f"step {number} is at {done.url}: {done.uploaded} files, {format_size(done.nbytes)} sent "
+        f"in {done.seconds:.1f} s"
     )
     if done.removed:
         typer.echo(f"removed there: steps {', '.join(map(str, done.removed))}")
@@ -81,9 +89,9 @@ def fetch(
     number = parse_number(step)
     if step != "newest" and number is None:
         raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
-    with bar("fetching") as on_progress:
+    with progress_bar("fetching") as on_progress:
         manifest, fetched = carry_out(url, number, root, on_progress=on_progress)
     if fetched:
-        typer.echo(f"step {manifest.step}, {size(manifest.nbytes)}, is committed in {root}")
+        typer.echo(f"step {manifest.step}, {format_size(manifest.nbytes)}, is committed in {root}")
     else:
         typer.echo(f"step {manifest.step} is in {root} already")

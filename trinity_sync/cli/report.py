@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import Root, app, existing, read_settings
+from trinity_sync.cli.app import Root, app, read_settings, require_existing
 from trinity_sync.cli.page import render
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
@@ -28,7 +28,7 @@ def report(
 
     if output.is_dir():
         raise ConfigError(f"{output} is a folder; pass the name of a file as --output")
-    page = render(gather(read_settings(), existing(root)))
+    page = render(gather(read_settings(), require_existing(root)))
     try:
         replace_file(output, page, sync=False)
     except OSError as error:

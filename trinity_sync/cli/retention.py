@@ -11,12 +11,12 @@ from trinity_sync.cli.app import (
     Root,
     Step,
     app,
-    existing,
+    format_size,
     output,
     print_json,
     read_settings,
-    size,
-    step_in,
+    require_existing,
+    resolve_step_argument,
 )
 
 
@@ -63,7 +63,7 @@ def prune(
         quarantine=quarantine,
     )
     done = prune_root(
-        existing(root),
+        require_existing(root),
         rules,
         time.time(),
         spool=settings.spool,
@@ -89,10 +89,10 @@ def prune(
     table = Table("step", "size", "state", "why")
     table.columns[0].justify = table.columns[1].justify = "right"
     for each in found:
-        table.add_row(str(each.step.step), size(each.step.nbytes), each.state, each.why)
+        table.add_row(str(each.step.step), format_size(each.step.nbytes), each.state, each.why)
     console = output()
     console.print(table if found else f"nothing is committed in {root}")
-    console.print(f"{size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
+    console.print(f"{format_size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
     for name in done.quarantine:
         what = f"{name} in quarantine {'would be' if dry_run else 'is'} removed"
         console.print(what, highlight=False)
@@ -111,7 +111,7 @@ def pin(
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
-    made = pins.pin(root, step_in(root, step), reason)
+    made = pins.pin(root, resolve_step_argument(root, step), reason)
     try_mirror(read_settings(), root, [])
     typer.echo(f"step {made.step} is pinned")
 
@@ -124,7 +124,7 @@ def unpin(root: Root, step: Step) -> None:
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
-    number = step_in(root, step)
+    number = resolve_step_argument(root, step)
     pinned = pins.unpin(root, number)
     try_mirror(read_settings(), root, [])
     typer.echo(f"step {number} {'is not pinned any more' if pinned else 'was not pinned'}")

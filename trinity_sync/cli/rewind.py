@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, Root, app, print_json, read_settings, step_in
+from trinity_sync.cli.app import AsJson, Root, app, print_json, read_settings, resolve_step_argument
 
 
 @app.command(
@@ -23,11 +23,11 @@ def rewind(
 ) -> None:
     """Make an earlier step the newest; newer ones are quarantined, and nothing is deleted."""
     from trinity_sync.catalog.mirror import try_mirror
-    from trinity_sync.storage.rewind import newer_steps
+    from trinity_sync.storage.rewind import list_newer_steps
     from trinity_sync.storage.rewind import rewind as carry_out
 
-    step = step_in(root, to)
-    newer = newer_steps(root, step)
+    step = resolve_step_argument(root, to)
+    newer = list_newer_steps(root, step)
     if not yes:
         what = f"quarantine {len(newer)} newer steps ({_listed(newer)})" if newer else "point at it"
         typer.confirm(f"rewind {root} to step {step}: {what}?", abort=True, err=True)

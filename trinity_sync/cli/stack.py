@@ -115,14 +115,14 @@ def run(
 @app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
 def down() -> None:
     """Stop what up has started. Database, logs and images in memory stay."""
-    from trinity_sync.snapshot.spool import job_spools
+    from trinity_sync.snapshot.spool import list_job_spools
     from trinity_sync.stack import embedded
 
     settings = read_settings()
     ended = embedded.down(settings)
     typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
     with suppress(SpoolError, OSError):  # doctor says what is wrong with it
-        for job in job_spools(settings.spool):
+        for job in list_job_spools(settings.spool):
             if (megabytes := job.bytes_used / 1e6) >= 1:
                 sealed, torn = job.tickets()
                 waiting = len(sealed) + len(torn)
@@ -191,13 +191,15 @@ def worker() -> None:
     ):
         if not named:
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
-    if not services.accepts(state.ray_address):  # Ray itself asks for minutes; a server may be away
+    if not services.accepts_connections(
+        state.ray_address
+    ):  # Ray itself asks for minutes; a server may be away
         raise StackError(
             f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
             "correct it; the stack's own is started by: trinity-sync up"
         )
     env = services.environment(settings, state)
-    services.own_home(settings.home)
+    services.make_home(settings.home)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 

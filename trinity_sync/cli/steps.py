@@ -12,12 +12,12 @@ from trinity_sync.cli.app import (
     Root,
     Step,
     app,
-    existing,
+    format_size,
+    format_time,
     output,
     print_json,
-    size,
-    step_in,
-    when,
+    require_existing,
+    resolve_step_argument,
 )
 from trinity_sync.errors import FormatError
 
@@ -54,7 +54,7 @@ def list_steps(
     if "://" in root:
         left_out, rows = _without(_remote_steps(root), shown)
     else:
-        left_out, steps = _without(steps_on_disk(existing(Path(root))), shown)
+        left_out, steps = _without(steps_on_disk(require_existing(Path(root))), shown)
         rows = _steps(Path(root), steps)
     in_store = any(row["stored"] is not None for row in rows)
     why = [row.pop("why") for row in rows]
@@ -76,7 +76,7 @@ def list_steps(
             str(row["run"] or ""),
             ", ".join(row["kinds"]),
             str(row["files"] or ""),
-            size(row["bytes"]) if row["kinds"] else "",
+            format_size(row["bytes"]) if row["kinds"] else "",
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
             ", ".join(row["in_use"]),
@@ -104,7 +104,7 @@ def show(
     from trinity_sync.storage.discovery import step_state
     from trinity_sync.storage.pins import list_tags
 
-    number = step_in(root, step)
+    number = resolve_step_argument(root, step)
     found = step_state(root, number)
     manifest = found.manifest or found.require_loadable()
     folder = step_folder(root, number)
@@ -116,10 +116,10 @@ def show(
         more = {"bytes": manifest.nbytes, "state": found.state, "corrupted": bad, "tags": tagged}
         print_json({**asdict(manifest), **more})
         return
-    console = output()
+    console, committed = output(), format_time(manifest.committed_at).replace("T", " ")
     console.print(
         f"step {number} of run {manifest.run}, {found.state}: {', '.join(manifest.kinds)}, "
-        f"committed {when(manifest.committed_at).replace('T', ' ')}, {manifest.nbytes:,} bytes"
+        f"committed {committed}, {manifest.nbytes:,} bytes"
         + "".join(f", tagged {name}" for name in tagged),
         highlight=False,
     )
@@ -204,7 +204,7 @@ def _summary(manifest: "Manifest | None") -> dict[str, Any]:
         "kinds": list(manifest.kinds),
         "files": len(manifest.files),
         "bytes": manifest.nbytes,
-        "committed": when(manifest.committed_at),
+        "committed": format_time(manifest.committed_at),
     }
 
 

@@ -10,12 +10,12 @@ from trinity_sync.cli.app import (
     AsJson,
     Root,
     app,
-    existing,
+    format_time,
     output,
     print_json,
     read_settings,
-    step_in,
-    when,
+    require_existing,
+    resolve_step_argument,
 )
 from trinity_sync.errors import ConfigError
 
@@ -48,7 +48,7 @@ def tag(
     if listed:
         if step is not None:
             raise ConfigError("say either which step to tag, STEP NAME, or --list")
-        found = pins.list_tags(existing(root))
+        found = pins.list_tags(require_existing(root))
         if as_json:
             print_json([asdict(each) for each in found.values()])
         elif not found:
@@ -57,13 +57,13 @@ def tag(
             table = Table("tag", "step", "reason", "tagged")
             table.columns[1].justify = "right"
             for each in found.values():
-                tagged = when(each.pinned_at).replace("T", " ")
+                tagged = format_time(each.pinned_at).replace("T", " ")
                 table.add_row(each.name, str(each.step), each.reason, tagged)
             output().print(table)
         return
     if step is None or name is None:
         raise ConfigError("say which step and what name, STEP NAME, or --list to see the tags")
-    made = pins.tag(root, step_in(root, step), name, reason, force=force)
+    made = pins.tag(root, resolve_step_argument(root, step), name, reason, force=force)
     try_mirror(read_settings(), root, [])
     if as_json:
         print_json(asdict(made))
@@ -80,7 +80,7 @@ def untag(root: Root, name: Annotated[str, typer.Argument(help="The tag.")]) -> 
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
-    if name.isdecimal() or not pins.unpin(existing(root), name):
+    if name.isdecimal() or not pins.unpin(require_existing(root), name):
         raise ConfigError(
             f"no step in {root} is tagged {name}; see: trinity-sync tag {root} --list"
         )

@@ -6,7 +6,15 @@ from dataclasses import asdict
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, Root, app, existing, output, print_json, when
+from trinity_sync.cli.app import (
+    AsJson,
+    Root,
+    app,
+    format_time,
+    output,
+    print_json,
+    require_existing,
+)
 
 LIVES = {True: "runs", False: "not reachable", None: "on another host"}
 
@@ -20,7 +28,7 @@ def weights(root: Root, as_json: AsJson = False) -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
     from trinity_sync.weights.report import report
 
-    found = report(existing(root), time.time())
+    found = report(require_existing(root), time.time())
     if as_json:
         print_json(asdict(found) if found else None)
         return
@@ -36,7 +44,7 @@ def weights(root: Root, as_json: AsJson = False) -> None:
     console.print(f"newest version: {version}", highlight=False)
     console.print(
         f"trainer: {found.trainer}; Synchronizer: {LIVES[found.lives]}, "
-        f"last change {when(found.written_at).replace('T', ' ')}",
+        f"last change {format_time(found.written_at).replace('T', ' ')}",
         highlight=False,
     )
     if found.lives is False:
@@ -53,7 +61,7 @@ def weights(root: Root, as_json: AsJson = False) -> None:
             reader.name,
             str(reader.step),
             str(reader.run),
-            when(reader.since).replace("T", " "),
+            format_time(reader.since).replace("T", " "),
             str(reader.behind),
             f"{reader.stale_s:.0f} s",
         )

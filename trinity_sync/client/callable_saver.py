@@ -15,7 +15,7 @@ from typing import Any
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.fs.atomic import REMOVED_PREFIX, TEMPORARY_SUFFIX
 from trinity_sync.layout import CORRUPTION_MARK, FULL_CHECKPOINT_MARK, MANIFEST, step_folder
-from trinity_sync.snapshot.callable_status import Receipt, write_receipt
+from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.spool import JobSpool
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ class CallableSaver:
         self._threads: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
 
-    def start(self, name: str, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+    def start(self, name: str, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
         """Run ``save_fn`` in a thread, after an earlier one of the same name."""
-        write_receipt(self._spool, receipt)
+        write_status(self._spool, receipt)
         previous = self._threads.get(name)
 
         def run() -> None:
@@ -50,9 +50,9 @@ class CallableSaver:
         self._threads[name] = thread
         thread.start()
 
-    def call(self, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+    def call(self, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
         """Run ``save_fn`` in the calling thread; its errors are the caller's, too."""
-        write_receipt(self._spool, receipt)
+        write_status(self._spool, receipt)
         self._run(save_fn, receipt)
 
     def wait(self, deadline: float | None) -> list[str]:
@@ -71,7 +71,7 @@ class CallableSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def _run(self, save_fn: Callable[[], Any], receipt: Receipt) -> None:
+    def _run(self, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
         folder = step_folder(self._root, receipt.step)
         try:
             before = _files_below(folder)
@@ -81,9 +81,9 @@ class CallableSaver:
             after = _files_below(folder)
             changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
             finished = replace(receipt, state="finished", seconds=seconds, files=changed)
-            write_receipt(self._spool, finished)
+            write_status(self._spool, finished)
         except BaseException as error:
-            write_receipt(self._spool, replace(receipt, state="failed", error=repr(error)))
+            write_status(self._spool, replace(receipt, state="failed", error=repr(error)))
             raise
 
 

@@ -27,15 +27,15 @@ from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import CommitError, FormatError, ManifestError, SaveTimeoutError
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
-from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, run_of
+from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
 from trinity_sync.storage.required_remote import is_sent, required_remote_of
-from trinity_sync.storage.runs import all_runs, find_superseding_run
+from trinity_sync.storage.runs import find_superseding_run, list_runs
 from trinity_sync.storage.save import Save
 
 logger = logging.getLogger(__name__)
@@ -440,7 +440,7 @@ class CommitWatcher:
             return outcome
         return None
 
-    def _settle(self, request: SaveRequest, images: Sequence[Sealed]) -> bool:
+    def _settle(self, request: SaveRequest, images: Sequence[SealedImage]) -> bool:
         """Compare images with the commit that was made without them; whether there are any.
 
         A worker of this node does it, too, but a node need not have one.
@@ -452,7 +452,7 @@ class CommitWatcher:
             )
         return bool(images)
 
-    def _late(self, save: _Pending) -> list[Sealed]:
+    def _late(self, save: _Pending) -> list[SealedImage]:
         """Images of this process that wait in the spool and that the commit was made without.
 
         Those that it was made with are freed, also where the step has been removed since.
@@ -518,7 +518,7 @@ class CommitWatcher:
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
 
 
-def _why_failed(sealed: Sealed) -> str:
+def _why_failed(sealed: SealedImage) -> str:
     with suppress(OSError):
         return failure_path(sealed.slot).read_text()
     return f"{sealed.ticket.what} was evicted"
@@ -539,9 +539,9 @@ def _superseded(request: SaveRequest) -> bool:
     Retention removes a step only where there is a newer one of its kind.
     """
     root, run, step = request.root, request.run, request.step
-    if run_of(root, step) == run:
+    if read_run_number(root, step) == run:
         return False
     best = newest(root, request.kind)
     if best is not None and (best.run, best.step) > (run, step):
         return True
-    return find_superseding_run(all_runs(root), run, step) is not None
+    return find_superseding_run(list_runs(root), run, step) is not None

@@ -19,7 +19,7 @@ from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.callable_saver import CallableSaver
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.emergency_save import EmergencySave, run_emergency_save
-from trinity_sync.client.init_root import folder_of, open_root, open_together
+from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import Preemption, noticed_by_any
 from trinity_sync.client.run_context import RunContext, own_run_key
 from trinity_sync.client.save_submitter import SaveSubmitter
@@ -36,14 +36,14 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.ticket import Export
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
-from trinity_sync.storage.placement import Place, places_of
+from trinity_sync.storage.placement import NodeRanks, group_by_node
 
 
 class CheckpointCoordinator:
@@ -91,7 +91,7 @@ class CheckpointCoordinator:
         *,
         rank: int = 0,
         world_size: int = 1,
-        places: Sequence[Place] = (),
+        places: Sequence[NodeRanks] = (),
         run_key: str | None = None,
         roles: Sequence[str] | None = None,
         settings: Settings | None = None,
@@ -109,12 +109,12 @@ class CheckpointCoordinator:
         opens = rank == 0 and not places
         if opens and require_stack:
             requests.require_stack()
-        self.root = open_root(root, self.settings) if opens else folder_of(root)
+        self.root = open_root(root, self.settings) if opens else resolve_root(root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
         here = (self.settings.node, str(self.spool.folder.absolute()))
-        self._places = tuple(places) or places_of([here] * world_size)
+        self._places = tuple(places) or group_by_node([here] * world_size)
         self._run = RunContext(self.root, run_key or own_run_key())
         self._attachments = Attachments(self.root, rank)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, world_size=world_size)
@@ -409,7 +409,7 @@ class CheckpointCoordinator:
 
     def upload(
         self, step: int, collect: Callable[[], Any], *, role: str = "actor"
-    ) -> tuple[Published | None, Staged]:
+    ) -> tuple[VersionTag | None, Staged]:
         """Publish the model of a step to readers on this node, in shared memory; nothing is saved.
 
         Every rank calls it with the same ``step``. Where the step was saved before, readers get its
@@ -687,9 +687,9 @@ class CheckpointCoordinator:
                 "coordinator of its own here, with another root."
             )
 
-    def _status_of(self, name: str, step: int, is_state_dict: bool) -> Receipt:
+    def _status_of(self, name: str, step: int, is_state_dict: bool) -> CallableStatus:
         self._require_own_process()
-        return Receipt(
+        return CallableStatus(
             name=check_name("name of a save", name),
             run=self._run.get().number,
             step=check_number("step", step),

@@ -24,7 +24,7 @@ from trinity_sync.fs.locks import file_lock, file_lock_if_free
 from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
-from trinity_sync.storage.placement import Place, places_of
+from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.required_remote import required_remote_of
 
 VISIBLE_S = 30.0
@@ -49,7 +49,7 @@ class _Rank:
     """Of rank 0: the file that the other nodes look for."""
 
 
-def folder_of(root: str | Path) -> Path:
+def resolve_root(root: str | Path) -> Path:
     """The full path of a job's root, made if it is missing.
 
     Raises:
@@ -75,7 +75,7 @@ def open_root(root: str | Path, settings: Settings) -> Path:
         RemoteError: the store cannot be read and written.
         CommitError: another step has the place of the store's newest.
     """
-    folder = folder_of(root)
+    folder = resolve_root(root)
     require_capabilities(folder)
     if url := settings.remote_of(folder) * settings.remote_required or required_remote_of(folder):
         from trinity_sync.remote.required import init_required_remote  # fsspec, for who needs it
@@ -86,7 +86,7 @@ def open_root(root: str | Path, settings: Settings) -> Path:
 
 def open_together(
     root: str | Path, settings: Settings, key: str, *, check: Callable[[], None] | None = None
-) -> tuple[tuple[Place, ...], str]:
+) -> tuple[tuple[NodeRanks, ...], str]:
     """As `open_root`, by all ranks of the default process group.
 
     Args:
@@ -123,7 +123,7 @@ def open_together(
                     f"rank {other} on node {each.node} names {each.root} as the root of its job, "
                     f"and rank 0 names {first.root}; give all ranks the same full path"
                 )
-        places = places_of([(each.node, each.spool) for each in everyone])
+        places = group_by_node([(each.node, each.spool) for each in everyone])
         if len(places) > 1 and first.proof:
             looks = any(place.ranks[0] == rank for place in places[1:])  # one of each node
             why = _why_another(first.proof, first.node, settings.node) if looks else ""

@@ -30,7 +30,7 @@ from trinity_sync.client.save_trigger import Outcome, State
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, list_uncached, make_folder
 from trinity_sync.fs.locks import LockFile, is_locked
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
-from trinity_sync.snapshot.safe_load import open_file
+from trinity_sync.snapshot.safe_load import open_no_follow
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class OutcomeLogs:
         for path in list_uncached(self._folder, self._pattern):
             seen = self._files.setdefault(path, _File())
             try:
-                with open_file(path) as file:  # which asks an NFS server for its size
+                with open_no_follow(path) as file:  # which asks an NFS server for its size
                     file.seek(seen.offset)
                     whole = file.read().rpartition(b"\n")[0]
             except OSError:

@@ -15,9 +15,9 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.manifest import is_committed, run_of
+from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.runs import Run, newest_run, note_resume, open_run
+from trinity_sync.storage.runs import Run, newest_run, open_run, record_resume
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RunContext:
         if self._run is None:
             run = open_run(self._root, self._key, step)
             if run.resumed_from != step:  # the process that began it had nothing to load
-                run = note_resume(self._root, run, step)
+                run = record_resume(self._root, run, step)
             self._run = run
 
     def require_can_begin_at(self, step: int) -> None:
@@ -122,7 +122,9 @@ class RunContext:
             )
 
     def _has_committed(self, run: Run) -> bool:
-        return any(run_of(self._root, step) == run.number for step in steps_on_disk(self._root))
+        return any(
+            read_run_number(self._root, step) == run.number for step in steps_on_disk(self._root)
+        )
 
 
 def own_run_key() -> str:

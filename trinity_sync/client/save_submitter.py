@@ -19,8 +19,8 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Origin, Staged
-from trinity_sync.snapshot.ticket import Export, components_of
-from trinity_sync.storage.placement import Place, note_placement, placement
+from trinity_sync.snapshot.ticket import Export, list_components
+from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 
 
 class SaveSubmitter:
@@ -50,7 +50,7 @@ class SaveSubmitter:
         rank: int,
         world_size: int,
         roles: Sequence[str],
-        places: Sequence[Place],
+        places: Sequence[NodeRanks],
         strategy: SaveStrategy,
     ) -> None:
         self._root = root
@@ -92,7 +92,7 @@ class SaveSubmitter:
         """Write the nodes of a role's ranks into the root, once a run and before it saves."""
         if role not in self._placed:
             run = self._run.get()
-            note_placement(self._root, run.number, run.key, role, self._places)
+            write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
 
     def check_components(
@@ -159,11 +159,11 @@ class SaveSubmitter:
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         roles = mine[0].roles if mine else self._roles
         for role in roles:
-            if placement(self._root, run.number, run.key, role) is None:  # save functions only
+            if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
                 self.write_placement(role)
         keep = max((ticket.keep for ticket in mine), default=0)
         request = self._request(
-            step, kind, roles, components_of(mine), keep=keep, expected=expected
+            step, kind, roles, list_components(mine), keep=keep, expected=expected
         )
         self._watcher.follow(request, submit=True)
 

@@ -27,10 +27,10 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.run_lock import run_lock_if_free
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.run_lock import try_run_lock
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.placement import placement
+from trinity_sync.storage.placement import read_placement
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class SaveTrigger:
             heard = self._crashed.setdefault((run.id, run.since), time.monotonic())
             if time.monotonic() - heard <= CRASH_GRACE_S:
                 return Outcome("pending", message, run.page)
-            with run_lock_if_free(self._settings.spool, run.id) as ended:
+            with try_run_lock(self._settings.spool, run.id) as ended:
                 # of a server that was away: the run goes on here, and ends as what it reports
                 return Outcome("failed" if ended else "running", message, run.page)
         if run.state in ("FAILED", "CANCELLED", "CANCELLING"):
@@ -186,7 +186,7 @@ class SaveTrigger:
         A save without components has no images. Nothing is said of what cannot be read, nor of a
         save of several nodes: its flow run fails at once, and that is what the other ranks hear.
         """
-        jobs: dict[str, tuple[list[Sealed], list[TicketError | FormatError]]] = {}
+        jobs: dict[str, tuple[list[SealedImage], list[TicketError | FormatError]]] = {}
         found = {}
         for request in requests:
             spool = JobSpool(self._settings.spool / request.job)
@@ -234,5 +234,5 @@ def _on_several_nodes(request: SaveRequest) -> bool:
     Raises:
         OSError, CommitError: the root cannot tell.
     """
-    found = [placement(request.root, request.run, request.run_key, r) for r in request.roles]
+    found = [read_placement(request.root, request.run, request.run_key, r) for r in request.roles]
     return len({place.node for places in found for place in places or ()}) > 1

@@ -23,7 +23,7 @@ from trinity_sync.snapshot.stager import (
     StagingHandle,
     pack_folder,
 )
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.version_tag import VersionTag
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ class StateSaver:
         self._overlapping = submitted
         return Staged(handle.components, handle.nbytes, handle.stall_s, 0.0)
 
-    def upload(self, origin: Origin, collect: Callable[[], Any]) -> tuple[Published | None, Staged]:
+    def upload(
+        self, origin: Origin, collect: Callable[[], Any]
+    ) -> tuple[VersionTag | None, Staged]:
         """Stage the model, unless the step's save did, and let readers have it; save nothing.
 
         Returns:

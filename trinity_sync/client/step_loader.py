@@ -14,7 +14,7 @@ from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
-from trinity_sync.storage.placement import Place
+from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
 POLL_S = 0.05
@@ -41,7 +41,7 @@ class StepLoader:
         *,
         rank: int,
         world_size: int,
-        places: Sequence[Place],
+        places: Sequence[NodeRanks],
     ) -> None:
         self._root = root
         self._spool = spool

@@ -21,7 +21,7 @@ from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
 from trinity_sync.storage.persist import identity_of, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
 from trinity_sync.storage.save import Save, Written, discard
@@ -156,7 +156,7 @@ def _small_files(folder: Path) -> dict[str, bytes]:
 
 def _tidy(save: Save, written: Sequence[Written]) -> None:
     """Remove what was not committed; after a commit that is nothing."""
-    if own_manifest(save.root, save.run, save.step):
+    if read_own_manifest(save.root, save.run, save.step):
         return
     discard(written)
     for file in written:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ConfigError, ExportError
-from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_file
+from trinity_sync.snapshot.safe_load import TRUSTED, is_trusted, open_no_follow
 
 Tensors = dict[str, torch.Tensor]
 
@@ -108,7 +108,7 @@ def _copy_code(folder: Path, to: Path) -> None:
     for path in [folder / "config.json", *folder.rglob("*.py")]:
         copy = to / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with open_file(path) as file:
+        with open_no_follow(path) as file:
             if not is_trusted(file.fileno()):
                 raise ConfigError(
                     f"{path} is not this user's alone, so no code of the model is imported. If you "

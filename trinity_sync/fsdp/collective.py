@@ -11,7 +11,7 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
 
 
-def claim_step(role_folder: Path, claim: ExitStack) -> Manifest:
+def lease_step_on_all_ranks(role_folder: Path, claim: ExitStack) -> Manifest:
     """Return the manifest of the step to load; rank 0 also takes a lease on it.
 
     Args:

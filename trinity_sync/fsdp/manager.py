@@ -19,7 +19,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 from trinity_sync.client.collective import run_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.fsdp.collective import claim_step
+from trinity_sync.fsdp.collective import lease_step_on_all_ranks
 from trinity_sync.fsdp.metadata import metadata_folder
 from trinity_sync.fsdp.reshard import load_resharded
 from trinity_sync.fsdp.state_dict import (
@@ -33,7 +33,7 @@ from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.restore import Restored, load_shards
+from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -183,7 +183,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
     def get_model_state(self) -> dict[str, Any]:
         """This rank's shards of what a save of the model holds: all weights, or the adapter's.
 
-        Under FSDP2 they are the parameters themselves, to be staged; see `Undetached`.
+        Under FSDP2 they are the parameters themselves, to be staged; see `UndetachedStateDict`.
         """
         state = get_model_state_to_stage(self.model)
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
@@ -312,14 +312,14 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         # the model's state is copied into the live one; the optimizer keeps what it is given
         borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
         with ExitStack() as claim:
-            manifest = run_on_all_ranks(folder, lambda: claim_step(folder, claim))
+            manifest = run_on_all_ranks(folder, lambda: lease_step_on_all_ranks(folder, claim))
             shards = load_shards(root, step, files, spool=spool, borrow=borrow)
             with closing(shards), use_sharded_state_dicts(self.model):
                 for component in components:
                     self._load_next(folder, component, shards)
             run_on_all_ranks(folder, lambda: require_unreplaced(root, manifest))
 
-    def _load_next(self, folder: Path, component: str, shards: Iterator[Restored]) -> None:
+    def _load_next(self, folder: Path, component: str, shards: Iterator[RestoredShard]) -> None:
         state = run_on_all_ranks(folder, lambda: next(shards).state)
         run_on_all_ranks(folder, lambda: self._take_over(component, state))
 

@@ -27,7 +27,7 @@ from trinity_sync.client.collective import run_on_all_ranks
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.fs.direct_io import digest_of
-from trinity_sync.fsdp.collective import claim_step
+from trinity_sync.fsdp.collective import lease_step_on_all_ranks
 from trinity_sync.fsdp.state_dict import get_model_state, has_only_adapters
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
 from trinity_sync.snapshot.dtensor_shards import compute_chunk
@@ -71,7 +71,9 @@ def load_resharded(
     with ExitStack() as claim:
         committed = (role_folder.parent / MANIFEST).exists()
         if committed:
-            manifest = run_on_all_ranks(role_folder, lambda: claim_step(role_folder, claim))
+            manifest = run_on_all_ranks(
+                role_folder, lambda: lease_step_on_all_ranks(role_folder, claim)
+            )
             run_on_all_ranks(role_folder, lambda: _verify(role_folder, saved_by, components))
         for component in components:
             if component == "model":

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.snapshot.layout_key import Undetached
+from trinity_sync.snapshot.layout_key import UndetachedStateDict
 from trinity_sync.snapshot.torch_private import (
     FSDP1_WRAPPED,
     get_fsdp1_handle,
@@ -46,7 +46,7 @@ def get_model_state_to_stage(model: Any) -> dict[str, Any]:
     if fsdp_version(model) != 2:
         return get_model_state(model)
     with torch.no_grad():
-        return Undetached(model.state_dict(keep_vars=True))
+        return UndetachedStateDict(model.state_dict(keep_vars=True))
 
 
 def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:

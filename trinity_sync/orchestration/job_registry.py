@@ -14,7 +14,7 @@ from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
 
 
-def note_root(settings: Settings, root: str | Path) -> None:
+def register_job(settings: Settings, root: str | Path) -> None:
     """Remember the root of a job that has committed something; again is harmless and costs a stat.
 
     Raises:
@@ -26,7 +26,7 @@ def note_root(settings: Settings, root: str | Path) -> None:
         create_file(note, json.dumps({"root": str(Path(root).resolve())}))
 
 
-def known_roots(settings: Settings) -> list[Path]:
+def list_known_roots(settings: Settings) -> list[Path]:
     """The roots to look after, by name.
 
     Those that are no folder at the moment are left out, as are those that were noted and are not
@@ -36,7 +36,7 @@ def known_roots(settings: Settings) -> list[Path]:
     return [root for root in settings.maintain or noted if root.is_dir()]
 
 
-def forget_root(settings: Settings, root: str | Path) -> bool:
+def unregister_job(settings: Settings, root: str | Path) -> bool:
     """Forget a root that was removed for good; whether it was noted."""
     try:
         (_folder(settings) / f"{job_id(root)}.json").unlink()
@@ -45,14 +45,14 @@ def forget_root(settings: Settings, root: str | Path) -> bool:
     return True
 
 
-def roots_of(root: str | None, settings: Settings) -> list[Path]:
+def select_roots(root: str | None, settings: Settings) -> list[Path]:
     """The root that was named, or all that are known.
 
     Raises:
         ConfigError: the one that was named is not an absolute path of a folder, or not allowed.
     """
     if root is None:
-        return known_roots(settings)
+        return list_known_roots(settings)
     require_allowed(settings, root)
     if not Path(root).is_absolute() or not Path(root).is_dir():
         raise ConfigError(

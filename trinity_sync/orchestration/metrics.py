@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
-from trinity_sync.orchestration.job_registry import known_roots
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import newest
 from trinity_sync.storage.save import Persisted
@@ -110,7 +110,7 @@ class WorkerMetrics:
         return int(server.server_port)
 
     def _look_up(self, settings: Settings) -> None:
-        for root in known_roots(settings):
+        for root in list_known_roots(settings):
             try:
                 for kind in KINDS:
                     if best := newest(root, kind):

@@ -51,7 +51,7 @@ from trinity_sync.orchestration.recovery.images import allow_eviction, warn_once
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.run_lock import run_lock_if_free
+from trinity_sync.snapshot.run_lock import try_run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class TrinitySyncWorker(
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
         self._locks: dict[UUID, ExitStack] = {}
-        """Of the runs that this worker has taken, see `run_lock_if_free`."""
+        """Of the runs that this worker has taken, see `try_run_lock`."""
         self._queues: dict[UUID, UUID] = {}
         """Work queues of the runs that this worker is busy with."""
         self._postponed = False
@@ -200,7 +200,7 @@ class TrinitySyncWorker(
         """Acquire the run's lock, unless a process of this node executes the run."""
         for wait_s in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):  # whoever repairs a run has it for so long
             lock = ExitStack()
-            if lock.enter_context(run_lock_if_free(self._trinity.spool, flow_run_id)):
+            if lock.enter_context(try_run_lock(self._trinity.spool, flow_run_id)):
                 self._locks[flow_run_id] = lock
                 return True
             lock.close()

@@ -27,12 +27,12 @@ from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
     read_manifest,
-    run_of,
+    read_run_number,
     write_manifest_into,
 )
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.replace import exchange_folders
-from trinity_sync.storage.runs import Run, know_run
+from trinity_sync.storage.runs import Run, add_run
 
 
 def fetch(
@@ -118,9 +118,15 @@ def _is_here(root: Path, manifest: Manifest, replace: bool) -> bool:
     try:
         if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
             return True
-        why, gives_way = "is not the step of the store", run_of(root, manifest.step) < manifest.run
+        why, gives_way = (
+            "is not the step of the store",
+            read_run_number(root, manifest.step) < manifest.run,
+        )
     except CommitError as error:
-        why, gives_way = f"cannot be used: {error}", run_of(root, manifest.step) <= manifest.run
+        why, gives_way = (
+            f"cannot be used: {error}",
+            read_run_number(root, manifest.step) <= manifest.run,
+        )
     if replace and gives_way:
         return False
     raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")
@@ -161,7 +167,7 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
     with one_change_at_a_time(root) as lock:
         if not _is_here(root, manifest, replace):
             lock.require_ours()
-            know_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
+            add_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
             if place.exists():
                 exchange_folders(folder, place)
             else:

@@ -43,7 +43,7 @@ from trinity_sync.storage.required_remote import (
     note_sent,
     write_required_remote,
 )
-from trinity_sync.storage.runs import Run, all_runs, find_superseding_run, know_run, lineage
+from trinity_sync.storage.runs import Run, add_run, build_lineage, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     One whose bytes are not those of its manifest is passed over, as a corrupted one in a root is.
     """
     for run in remote.runs():
-        know_run(root, run)  # the next run here gets a number that is free there
+        add_run(root, run)  # the next run here gets a number that is free there
     for manifest in remote.newest_first():
         if "checkpoint" not in manifest.kinds:
             continue
@@ -149,7 +149,7 @@ def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ..
         return ()  # without a look
     remote, held = Remote(url), steps_in_use(root)
     there = {manifest.step: manifest for manifest in remote.committed()}
-    line = lineage(all_runs(root), lambda step: there[step].run if step in there else 0)
+    line = build_lineage(list_runs(root), lambda step: there[step].run if step in there else 0)
     infos = [
         describe_step(each, held=held.get(step, ()), superseded_by=line.supersedes(each.run))
         for step, each in there.items()
@@ -169,7 +169,7 @@ def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ..
 def _claim(root: Path, remote: Remote, manifest: Manifest) -> None:
     """See that no other training has the store, and let none have this run's number."""
     number, step = manifest.run, manifest.step
-    run = next((run for run in all_runs(root) if run.number == number), Run(number, "", 0))
+    run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))
     theirs = remote.claim_run(run)
     if theirs != run:
         raise SupersededError(

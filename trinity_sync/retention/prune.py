@@ -40,18 +40,24 @@ from trinity_sync.retention.planner import (
 )
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.retention.quarantine import prune_quarantine
-from trinity_sync.snapshot.callable_status import receipts_of
+from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
 from trinity_sync.storage.discovery import committed_steps, manifest_state, require_committed
 from trinity_sync.storage.export_requests import remove_export_files, steps_awaiting_export
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.leases import removal_lock
-from trinity_sync.storage.manifest import read_manifest, run_of
-from trinity_sync.storage.metrics import forget_metrics, read_metrics
+from trinity_sync.storage.manifest import read_manifest, read_run_number
+from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.pins import steps_in_use
 from trinity_sync.storage.required_remote import must_be_sent
-from trinity_sync.storage.runs import Lineage, all_runs, lineage, newest_run, refuse_superseded
+from trinity_sync.storage.runs import (
+    Lineage,
+    build_lineage,
+    list_runs,
+    newest_run,
+    refuse_superseded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +134,7 @@ def survey(root: str | Path) -> list[StepInfo]:
     """Return all steps with a manifest that can be read, oldest first; others are not removed."""
     held = _held(root)
     try:
-        line = lineage(all_runs(root), partial(run_of, root))
+        line = build_lineage(list_runs(root), partial(read_run_number, root))
     except FormatError:  # holds all steps, see `_held`
         line = Lineage(frozenset())
     found = []
@@ -198,7 +204,7 @@ def remove_steps(
     largest = max((each.nbytes for each in plan.newest.values()), default=0)
     _empty_trash(Path(root), keep=largest if recycle else 0)
     for each in done.removed:
-        forget_metrics(root, each.step)
+        remove_metrics(root, each.step)
         remove_export_files(root, each.step)
     return done
 
@@ -218,7 +224,7 @@ def _held(root: str | Path) -> dict[int, list[str]]:
             held[step].append(str(error))
         return held
     pointed = read_iteration(root, "checkpoint")
-    at = 0 if pointed is None else run_of(root, pointed)
+    at = 0 if pointed is None else read_run_number(root, pointed)
     if run and run.resumed_from and at < run.number:
         held[run.resumed_from].append(f"run {run.number} resumed from it and has no checkpoint yet")
     return held
@@ -286,7 +292,7 @@ def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> st
     try:
         for run in runs:
             for kind in KINDS:
-                receipts = receipts_of(spool, run, planned.step, kind)
+                receipts = read_statuses(spool, run, planned.step, kind)
                 if any(receipt.state != "failed" for receipt in receipts):
                     return SAVING
     except SpoolError as error:

@@ -21,7 +21,7 @@ State = Literal["started", "finished", "failed"]
 
 
 @dataclass(frozen=True)
-class Receipt(Record, format=SPOOL_FORMAT, writer=TRAINER):
+class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """One call of a save function, by name, for one step."""
 
     name: str
@@ -38,21 +38,21 @@ class Receipt(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """Paths below the step's folder that the function wrote."""
 
     @property
-    def settled(self) -> "Receipt":
+    def settled(self) -> "CallableStatus":
         """This receipt, failed if it was started by a process that is gone."""
         if self.state == "started" and not process_lives(self.process):
             return replace(self, state="failed", error="the process died before it had ended")
         return self
 
 
-def write_receipt(spool: JobSpool, receipt: Receipt) -> None:
+def write_status(spool: JobSpool, receipt: CallableStatus) -> None:
     """Put the receipt into the spool, in the place of an earlier state of it."""
     spool.make()
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
     replace_file(_path(spool, receipt), encode_record(receipt), sync=False)
 
 
-def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Receipt]:
+def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
     """The receipts of one save, settled.
 
     Raises:
@@ -61,7 +61,7 @@ def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Re
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
-            receipt = decode_record(Receipt, path.read_bytes(), path)
+            receipt = decode_record(CallableStatus, path.read_bytes(), path)
             if path != _path(spool, receipt):
                 raise ValueError("it is that of another save")
         except FileNotFoundError:
@@ -74,13 +74,13 @@ def receipts_of(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[Re
         yield receipt.settled
 
 
-def forget_receipts(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
     """Remove the receipts of a save whose commit lists them."""
     for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
         path.unlink(missing_ok=True)
 
 
-def _path(spool: JobSpool, receipt: Receipt) -> Path:
+def _path(spool: JobSpool, receipt: CallableStatus) -> Path:
     name = check_name("name of a save", receipt.name)
     save = f"{receipt.run}.{receipt.step}.{receipt.kind}"
     return spool.receipts / f"{save}.{name}.rank{receipt.rank}.json"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.safe_load import only_plain
+from trinity_sync.snapshot.safe_load import restrict_to_plain
 from trinity_sync.snapshot.torch_private import (
     FakeTensorMode,
     get_file_offset,
@@ -30,21 +30,21 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
     """Load the state in the bytes of a file; tensors and plain values only unless it is trusted.
 
     Args:
-        image: as in `state_of`.
+        image: as in `deserialize`.
         path: for messages.
         trusted: result of `safe_load.is_trusted` for the open file that the bytes were read from.
 
     Raises:
         CommitError: the file is not trusted, and holds more than tensors and plain values.
-        ImageError: as `state_of`.
+        ImageError: as `deserialize`.
     """
     if trusted:
-        return state_of(image)
-    with only_plain(path):
-        return state_of(image, plain=True)
+        return deserialize(image)
+    with restrict_to_plain(path):
+        return deserialize(image, plain=True)
 
 
-def state_of(image: memoryview, *, plain: bool = False) -> Any:
+def deserialize(image: memoryview, *, plain: bool = False) -> Any:
     """Load bytes as ``torch.load(..., map_location="cpu", weights_only=plain)`` would.
 
     Without ``plain`` it runs code that the bytes name, as veRL's loading does: see `safe_load`.
@@ -52,7 +52,7 @@ def state_of(image: memoryview, *, plain: bool = False) -> Any:
     Args:
         image: a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
             state, on the CPU, are views of this memory and keep it alive.
-        plain: load tensors and plain values only, by a copy; call it within `only_plain`.
+        plain: load tensors and plain values only, by a copy; call it within `restrict_to_plain`.
 
     Raises:
         ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one.
@@ -75,14 +75,14 @@ def state_of(image: memoryview, *, plain: bool = False) -> Any:
     )
 
 
-def outline_of(image: memoryview) -> Any:
+def deserialize_outline(image: memoryview) -> Any:
     """Return the state in these bytes with tensors that have no data, only an offset in ``image``.
 
     Only tensors and plain values are unpickled (``weights_only``), and DTensors need no process
-    group. `place_of` gives the offsets.
+    group. `get_byte_offset` gives the offsets.
 
     Raises:
-        ImageError: as `state_of`, or the bytes hold more than tensors and plain values.
+        ImageError: as `deserialize`, or the bytes hold more than tensors and plain values.
     """
     meshes = logging.getLogger("torch.distributed.device_mesh")
     meshes.addFilter(_no_warning)  # it warns of process groups, which a reader does not need
@@ -97,8 +97,8 @@ def outline_of(image: memoryview) -> Any:
         meshes.removeFilter(_no_warning)
 
 
-def place_of(tensor: torch.Tensor) -> int:
-    """Return the offset in bytes of the first element of a tensor of `outline_of`."""
+def get_byte_offset(tensor: torch.Tensor) -> int:
+    """Return the offset in bytes of the first element of a tensor of `deserialize_outline`."""
     start = get_file_offset(tensor.untyped_storage())
     return int(start + tensor.storage_offset() * tensor.element_size())
 

@@ -29,9 +29,9 @@ import torch
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.layout_key import Read, Structure, Undetached, structure_of
-from trinity_sync.snapshot.memcpy import Computed, bytes_of, copy_into
-from trinity_sync.snapshot.recording_pickler import Noting, path_of_failure
+from trinity_sync.snapshot.layout_key import LayoutKey, StateWalk, UndetachedStateDict, walk_state
+from trinity_sync.snapshot.memcpy import ComputedEvents, copy_into, view_bytes
+from trinity_sync.snapshot.recording_pickler import RecordingPickle, find_unpicklable
 
 ALIGNMENT = 4096
 
@@ -62,9 +62,9 @@ class Layout:
     nbytes: int
     extents: list[tuple[int, bytes]]
     holes: list[tuple[int, int]]
-    structure: Structure | None = None
+    structure: LayoutKey | None = None
     floats: bytes = b""
-    """Values of the plain floats, as `Read` has them."""
+    """Values of the plain floats, as `StateWalk` has them."""
     places: _Floats | None = None
     """None where they are not known."""
 
@@ -102,8 +102,8 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
 
     Args:
         state: anything ``torch.save`` accepts. Tensors may be of any dtype, device and layout,
-            DTensors included; other values are taken here and now, by value. Of an `Undetached`,
-            what it gives detached.
+            DTensors included; other values are copied now. Of an `UndetachedStateDict`, what it
+            gives detached.
         known: a layout to use again if it is that of ``state``.
 
     Returns:
@@ -113,16 +113,16 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
         ImageError: the state cannot be pickled, and the message names the key; or this version of
             torch lays files out in a way that is not understood.
     """
-    read = structure_of(state)
+    read = walk_state(state)
     if read and known and read.structure == known.structure:
         if read.floats == known.floats:
             return known, read.storages
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
-    saved = state.detached() if type(state) is Undetached else state
+    saved = state.detached() if type(state) is UndetachedStateDict else state
     with _aligned(), ExitStack() as writing:
         sink = _Sink()
-        noting = Noting(lambda: writing.enter_context(torch.serialization.skip_data()))
+        noting = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
         try:
             torch.save(saved, sink, pickle_module=noting)  # type: ignore[arg-type]
             return _planned(sink, noting, read)
@@ -130,14 +130,16 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
             raise
         except Exception as error:  # whatever the state's own objects raise
             raise ImageError(
-                f"{path_of_failure(saved) or 'it'} cannot be pickled, {type(error).__name__}: "
+                f"{find_unpicklable(saved) or 'it'} cannot be pickled, {type(error).__name__}: "
                 f"{error}. Leave it out of the state, or put its own state there."
             ) from error
         finally:
             noting.forget()
 
 
-def _planned(sink: "_Sink", noting: Noting, read: Read | None) -> tuple[Layout, Storages]:
+def _planned(
+    sink: "_Sink", noting: RecordingPickle, read: StateWalk | None
+) -> tuple[Layout, Storages]:
     """What was written, with what was noted and read meanwhile."""
     storages = [storage for storage in noting.storages.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
@@ -157,14 +159,14 @@ def _planned(sink: "_Sink", noting: Noting, read: Read | None) -> tuple[Layout, 
             holes.append(hole)
             own.append(storage)
         else:  # a tensor inside of a device mesh, which is part of the structure
-            content = bytes_of(storage).cpu().numpy().tobytes()
+            content = view_bytes(storage).cpu().numpy().tobytes()
             extents.insert(-1, (hole[0], content))
     same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in read.storages]
     structure = read.structure if same_order else None
     return Layout(sink.size, extents, holes, structure, read.floats, places), own
 
 
-def _places(extents: Sequence[tuple[int, bytes]], noting: Noting) -> _Floats | None:
+def _places(extents: Sequence[tuple[int, bytes]], noting: RecordingPickle) -> _Floats | None:
     """Where the floats and the checksums of the pickle are; None if that is not understood."""
     first, last = extents[0][1], extents[-1][1]
     start = first.find(noting.content)
@@ -196,7 +198,7 @@ def fill(
     storages: Storages,
     *,
     there: Layout | None = None,
-    computed: Computed | None = None,
+    computed: ComputedEvents | None = None,
     threads: int = 0,
     file: int | None = None,
 ) -> None:

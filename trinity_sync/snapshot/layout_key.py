@@ -23,7 +23,7 @@ from trinity_sync.snapshot.torch_private import (
 )
 
 
-class Undetached(dict[str, Any]):
+class UndetachedStateDict(dict[str, Any]):
     """A ``state_dict(keep_vars=True)`` that is laid out and staged as ``state_dict()`` is.
 
     Detaching a DTensor takes 10 µs. Only the first layout needs tensors without gradients and
@@ -38,22 +38,22 @@ class Undetached(dict[str, Any]):
         }
 
 
-Structure = list[Any]
+LayoutKey = list[Any]
 """Everything that determines the headers except the floats' values, flat, in pickle order."""
 
 
 @dataclass(frozen=True)
-class Read:
+class StateWalk:
     """The result of a walk over a state."""
 
-    structure: Structure
+    structure: LayoutKey
     floats: bytes
-    """`packed`, in pickle order."""
+    """`pack_floats`, in pickle order."""
     storages: list[torch.UntypedStorage]
     """Non-empty storages, each once."""
 
 
-def packed(floats: Sequence[float]) -> bytes:
+def pack_floats(floats: Sequence[float]) -> bytes:
     """Return floats as a pickle has them, eight bytes each; nan equals nan, -0.0 is not 0.0."""
     return struct.pack(f">{len(floats)}d", *floats)
 
@@ -62,14 +62,14 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _SPECIAL = _COMPLEX | _QUANTIZED
 _PLAIN = frozenset((int, str, bytes, bool, type(None)))
-_CONTAINERS = frozenset((dict, OrderedDict, Undetached, list, tuple))
+_CONTAINERS = frozenset((dict, OrderedDict, UndetachedStateDict, list, tuple))
 
 
 _ARRAY = 16 << 10
 """Largest NumPy array in bytes that is compared; a random state has 2.5 KB."""
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a ``torch.Tensor`` is a strided view of a storage and nothing more."""
     return (
         (tensor.is_cpu or tensor.is_cuda)
@@ -87,9 +87,9 @@ class _NotComparable(Exception):
     """The state has a value whose equality does not imply an equal pickle."""
 
 
-def structure_of(state: Any) -> Read | None:
+def walk_state(state: Any) -> StateWalk | None:
     """Walk over ``state`` and return its key; None if it has to be laid out again."""
-    found: Structure = []
+    found: LayoutKey = []
     floats: list[float] = []
     live: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
@@ -97,7 +97,7 @@ def structure_of(state: Any) -> Read | None:
     # local names: this walk is the whole cost of a known state
     note, note_all = found.append, found.extend
     strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
-    attributes_count = type(state) is not Undetached
+    attributes_count = type(state) is not UndetachedStateDict
 
     def walk(value: Any) -> None:
         kind = type(value)
@@ -175,4 +175,4 @@ def structure_of(state: Any) -> Read | None:
         return None
     finally:
         visit = note  # a function that refers to itself would live until a garbage collection
-    return Read(found, packed(floats), live)
+    return StateWalk(found, pack_floats(floats), live)

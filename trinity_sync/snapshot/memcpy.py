@@ -30,11 +30,11 @@ Copy = Callable[[int, int, int], object]
 """Copies one `Piece`."""
 
 
-Computed = Mapping[torch.device, torch.Event]
+ComputedEvents = Mapping[torch.device, torch.Event]
 """For each GPU, the event after which the storages to copy are computed."""
 
 
-def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
+def record_computed(storages: Iterable[torch.UntypedStorage]) -> ComputedEvents:
     """Record an event on the current stream of each GPU that holds one of the storages."""
     return {
         device: torch.accelerator.current_stream(device).record_event()
@@ -43,7 +43,7 @@ def computed_now(storages: Iterable[torch.UntypedStorage]) -> Computed:
     }
 
 
-def on_device(computed: Computed) -> AbstractContextManager[object]:
+def use_device(computed: ComputedEvents) -> AbstractContextManager[object]:
     """Return a context that makes the GPU with the storages this thread's current device.
 
     The current device of a new thread is the first GPU, where CUDA would create a context of
@@ -54,7 +54,7 @@ def on_device(computed: Computed) -> AbstractContextManager[object]:
 
 
 @cache
-def staging_stream(device: torch.device) -> torch.Stream:
+def get_staging_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which a GPU's storages are copied, always the same.
 
     torch hands out some 32 streams in turn, so another stream would be shared with collectives.
@@ -66,7 +66,7 @@ def copy_into(
     image: torch.Tensor,
     parts: Sequence[tuple[int, int, torch.UntypedStorage]],
     *,
-    computed: Computed | None = None,
+    computed: ComputedEvents | None = None,
     threads: int = 0,
     file: int | None = None,
 ) -> None:
@@ -91,18 +91,18 @@ def copy_into(
     streams = set[torch.Stream]()
     base = image.data_ptr()
     if computed is None:
-        computed = computed_now(storage for *_, storage in parts)
+        computed = record_computed(storage for *_, storage in parts)
     copy = _copy if file is None else _writing_to(file, base)
     try:
         for offset, nbytes, storage in parts:
             if computed and (device := storage.device) in computed:
-                stream = staging_stream(device)
+                stream = get_staging_stream(device)
                 if stream not in streams:
                     stream.wait_event(computed[device])
                     streams.add(stream)
                 with stream:
                     target = image[offset : offset + nbytes]
-                    target.copy_(bytes_of(storage), non_blocking=True)
+                    target.copy_(view_bytes(storage), non_blocking=True)
                 continue
             _cut(pieces, small, (base + offset, storage.data_ptr(), nbytes))
         _copy_all(pieces, small, threads, copy)
@@ -184,7 +184,7 @@ def equal_bytes(
     return not found
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the storage as a ``uint8`` tensor, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -198,7 +198,7 @@ def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:
         copy(*piece)
 
 
-def memory_at(address: int, nbytes: int) -> Any:
+def view_memory(address: int, nbytes: int) -> Any:
     """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped."""
     return (ctypes.c_char * nbytes).from_address(address)
 
@@ -209,7 +209,7 @@ def _writing_to(file: int, base: int) -> Copy:
     def copy(target: int, source: int, nbytes: int) -> None:
         done = 0
         while done < nbytes:
-            memory = memory_at(source + done, nbytes - done)
+            memory = view_memory(source + done, nbytes - done)
             try:
                 done += os.pwrite(file, memory, target - base + done)
             except OSError as error:

@@ -23,7 +23,7 @@ import xxhash
 
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import Layout, Storages, fill
-from trinity_sync.snapshot.memcpy import bytes_of, memory_at, staging_stream
+from trinity_sync.snapshot.memcpy import get_staging_stream, view_bytes, view_memory
 from trinity_sync.snapshot.torch_private import get_change_count, get_shard, get_storage_id
 
 SMALL = 64 << 10
@@ -38,7 +38,7 @@ _WAY_OUT = (
 )
 
 
-class Watch:
+class MutationGuard:
     """The tensors of a state, watched between the call and the end of the copy.
 
     Args:
@@ -53,7 +53,7 @@ class Watch:
         large = {get_storage_id(storage) for storage in storages if storage.nbytes() > SMALL}
         watched = set[int]()
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
-        for name, tensor in named_tensors(state):
+        for name, tensor in list_named_tensors(state):
             address = _storage_of(tensor)
             if address is not None and address in large and not tensor.is_inference():
                 self._tensors.append((name, tensor, get_change_count(tensor)))
@@ -68,7 +68,7 @@ class Watch:
         devices = {storage.device for storage in kept}
         self._samples = [_Samples([s for s in kept if s.device == device]) for device in devices]
         self._layout = layout
-        self._digests = [_digest(bytes_of(storage.cpu())) for storage in kept] if check else []
+        self._digests = [_digest(view_bytes(storage.cpu())) for storage in kept] if check else []
 
     def fill(self, image: torch.Tensor, file: int, what: str, **how: Any) -> None:
         """Fill ``image``, a mapping of ``file``, with the state as it was at the call.
@@ -148,8 +148,8 @@ class _Samples:
                 now = self._taken(read)
             same = [a == b for a, b in zip(self._at_the_call, now, strict=True)]
         else:
-            with staging_stream(self._device):
-                same = rows_equal(self._at_the_call, self._taken(_read))
+            with get_staging_stream(self._device):
+                same = compare_rows(self._at_the_call, self._taken(_read))
         return [
             storage for storage, is_same in zip(self._storages, same, strict=True) if not is_same
         ]
@@ -157,7 +157,7 @@ class _Samples:
     def _taken(self, read: Callable[[int], bytes]) -> Any:
         if self._device.type == "cpu":
             return [read(s.data_ptr() + s.nbytes() // 2) for s in self._storages]
-        return sampled(self._storages)
+        return sample_storages(self._storages)
 
 
 def _read(address: int) -> bytes:
@@ -171,7 +171,7 @@ def _surviving() -> Iterator[Callable[[int], bytes]]:
 
     def read(address: int) -> bytes:
         try:
-            return os.read(source, os.write(sink, memory_at(address, SAMPLE)))
+            return os.read(source, os.write(sink, view_memory(address, SAMPLE)))
         except OSError:
             return b""
 
@@ -182,18 +182,18 @@ def _surviving() -> Iterator[Callable[[int], bytes]]:
         os.close(sink)
 
 
-def sampled(storages: Storages) -> torch.Tensor:
+def sample_storages(storages: Storages) -> torch.Tensor:
     """Return a ``[len(storages), SAMPLE]`` tensor of bytes of the storages, on their device."""
-    middles = ((bytes_of(s), s.nbytes() // 2) for s in storages)
+    middles = ((view_bytes(s), s.nbytes() // 2) for s in storages)
     return torch.cat([content[at : at + SAMPLE] for content, at in middles]).view(-1, SAMPLE)
 
 
-def rows_equal(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
+def compare_rows(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
     """Return for each row whether it is equal; synchronizes the current stream once."""
     return (before == now).all(1).tolist()
 
 
-def named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
+def list_named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in nested dicts, lists and tuples with their paths; a DTensor's shard."""
     found: list[tuple[str, torch.Tensor]] = []
     entered = set[int]()

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.layout_key import is_plain, packed
+from trinity_sync.snapshot.layout_key import is_plain_tensor, pack_floats
 from trinity_sync.snapshot.torch_private import (
     HASHED,
     get_new_dtypes,
@@ -39,7 +39,7 @@ _MARK = struct.unpack(">d", b"\x3f" + secrets.token_bytes(7))[0]
 _MARKED = pickle.BINFLOAT + struct.pack(">d", _MARK) + pickle.BINPERSID
 
 
-class Noting:
+class RecordingPickle:
     """A pickle module for one ``torch.save``, and what was noted meanwhile.
 
     Args:
@@ -57,7 +57,7 @@ class Noting:
         """By the key that torch gives them, in the order of their numbers."""
         self.content = b""
         self.floats = b""
-        """All that are in ``content``, in the order of their places, `packed`."""
+        """All that are in ``content``, in the order of their places, `pack_floats`."""
         self.places: list[int] = []
         self.Pickler = _pickler(self)
 
@@ -70,7 +70,7 @@ class Noting:
         first, *rest = marked.split(_MARKED)
         if len(rest) != len(floats):
             raise ImageError("the state happens to hold bytes that mark floats; save it again")
-        self.floats = packed(floats)
+        self.floats = pack_floats(floats)
         content = bytearray(first)
         for number, after in enumerate(rest):
             self.places.append(len(content) + 1)
@@ -83,7 +83,7 @@ class Noting:
         vars(self).clear()
 
 
-def _pickler(noted: Noting) -> type[pickle.Pickler]:
+def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
     newer = get_new_dtypes()  # float8 and the like have another form
 
     class NotingPickler(pickle.Pickler):
@@ -116,7 +116,7 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
             noted.pickled()
 
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain(obj):
+            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain_tensor(obj):
                 return reduce_plain_tensor(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
                 return OrderedDict, ()
@@ -135,7 +135,7 @@ def _pickler(noted: Noting) -> type[pickle.Pickler]:
     return NotingPickler
 
 
-def path_of_failure(state: Any) -> str:
+def find_unpicklable(state: Any) -> str:
     """Path of the innermost value in nested dicts, lists and tuples that cannot be pickled.
 
     Empty if that is ``state`` itself, or if no single item fails.

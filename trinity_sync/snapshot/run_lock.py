@@ -9,11 +9,11 @@ from pathlib import Path
 from uuid import UUID
 
 from trinity_sync.fs.locks import open_lock_file
-from trinity_sync.snapshot.spool import own_folder
+from trinity_sync.snapshot.spool import make_own_folder
 
 
 @contextmanager
-def run_lock_if_free(spool: Path, run_id: UUID) -> Iterator[bool]:
+def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
     """Acquire the lock of a flow run on this node without waiting; yields whether it was free.
 
     The worker that executes a run holds its lock from before it takes the run until the run's end
@@ -27,7 +27,7 @@ def run_lock_if_free(spool: Path, run_id: UUID) -> Iterator[bool]:
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.
     """
-    own_folder(spool)
+    make_own_folder(spool)
     with open_lock_file(spool / ".runs.lock") as lock:
         # one byte of one file for each run: unlike a file for each, a process that is killed
         # leaves nothing behind. The lock is the descriptor's (OFD), not the process's as in lockf.

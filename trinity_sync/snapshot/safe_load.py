@@ -22,7 +22,7 @@ from trinity_sync.errors import CommitError
 TRUSTED = "TRINITY_SYNC_TRUSTED"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_no_follow(path: Path) -> BinaryIO:
     """Open a file of an unknown owner: no link is followed, and no pipe is waited for.
 
     Raises:
@@ -49,7 +49,7 @@ def is_trusted(fd: int) -> bool:
 
 
 @contextmanager
-def only_plain(path: Path) -> Iterator[None]:
+def restrict_to_plain(path: Path) -> Iterator[None]:
     """Let ``torch.load(weights_only=True)`` load NumPy's arrays as well within the block.
 
     Args:
@@ -81,16 +81,16 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
         mmap: map the file instead of reading it.
 
     Raises:
-        CommitError: as `only_plain`.
-        OSError: as `open_file`.
+        CommitError: as `restrict_to_plain`.
+        OSError: as `open_no_follow`.
     """
     import torch
 
-    with open_file(path) as file:
+    with open_no_follow(path) as file:
         opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps files by name only
         if is_trusted(file.fileno()):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=False)
-        with only_plain(path):
+        with restrict_to_plain(path):
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=True)
 
 

@@ -29,9 +29,9 @@ import torch
 from trinity_sync.errors import SpoolFullError
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.snapshot.image import Layout
-from trinity_sync.snapshot.slot_cache import forget
+from trinity_sync.snapshot.slot_cache import remove_cached_file
 from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path
-from trinity_sync.snapshot.version_tag import published_path, withdraw
+from trinity_sync.snapshot.version_tag import remove_version_tag, version_tag_path
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Slot:
     @property
     def published(self) -> bool:
         """Whether the slot holds a published version of the weights."""
-        return published_path(self.path).exists()
+        return version_tag_path(self.path).exists()
 
     @property
     def failed(self) -> bool:
@@ -155,8 +155,8 @@ class Slot:
 
     def _take_back(self) -> None:
         """Remove the records of what the bytes are."""
-        forget(self.path)
-        withdraw(self.path)
+        remove_cached_file(self.path)
+        remove_version_tag(self.path)
 
     def image(self, nbytes: int) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
@@ -167,7 +167,7 @@ class Slot:
         fd = self._file.fd
         size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
         if len(self._image) != size:
-            allocate(fd, self.path, size)
+            allocate_slot(fd, self.path, size)
             self._unmap()
             # a mapping lives as long as its last view
             memory = self._file.map(size, writable=True, populate=True)
@@ -248,7 +248,7 @@ def _keep(file: LockFile, how: int) -> bool:
     return True
 
 
-def allocate(fd: int, path: Path, size: int) -> None:
+def allocate_slot(fd: int, path: Path, size: int) -> None:
     """Reserve memory for the slot, so that touching it cannot fail later.
 
     Args:

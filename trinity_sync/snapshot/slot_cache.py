@@ -17,7 +17,7 @@ KEPT_SUFFIX = ".kept"
 
 
 @dataclass(frozen=True)
-class Kept(Record, format=SPOOL_FORMAT, writer=STACK):
+class CachedFile(Record, format=SPOOL_FORMAT, writer=STACK):
     """What the bytes of a free slot are."""
 
     step: Count
@@ -28,25 +28,25 @@ class Kept(Record, format=SPOOL_FORMAT, writer=STACK):
     """As in the step's manifest."""
 
 
-def kept_path(slot: Path) -> Path:
+def cached_file_path(slot: Path) -> Path:
     """Where the note of ``slot`` is, or will be."""
     return slot.with_name(slot.name + KEPT_SUFFIX)
 
 
-def keep(slot: Path, kept: Kept) -> None:
+def write_cached_file(slot: Path, kept: CachedFile) -> None:
     """Leave the note; call it under the slot's lock."""
-    replace_file(kept_path(slot), encode_record(kept), sync=False, own_name=False)
+    replace_file(cached_file_path(slot), encode_record(kept), sync=False, own_name=False)
 
 
-def kept_in(slot: Path) -> Kept | None:
+def read_cached_file(slot: Path) -> CachedFile | None:
     """What the slot's note says; None without one, and with one that is torn or altered.
 
     Raises:
         FormatError: another release has written it.
     """
-    return read_spool_record(Kept, kept_path(slot))
+    return read_spool_record(CachedFile, cached_file_path(slot))
 
 
-def forget(slot: Path) -> None:
+def remove_cached_file(slot: Path) -> None:
     """Remove the note; call it under the slot's lock, before the bytes change."""
-    kept_path(slot).unlink(missing_ok=True)
+    cached_file_path(slot).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.snapshot.slot_cache import Kept, keep
+from trinity_sync.snapshot.slot_cache import CachedFile, write_cached_file
 from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
 
 FILL_S = 600.0
@@ -22,7 +22,7 @@ FILL_S = 600.0
 
 
 @contextmanager
-def held(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
+def hold_slot(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
     """Yield a descriptor of a slot's file, whose bytes cannot change within the block.
 
     Args:
@@ -38,8 +38,8 @@ def held(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of a slot, read-only; waits and raises as `held`."""
+def lock_slot(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a slot, read-only; waits and raises as `hold_slot`."""
     with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
         size = os.fstat(lock.fd).st_size
         # unmapped with the last view of it: a slice may outlive the block, the lock does not
@@ -47,7 +47,7 @@ def locked(path: Path) -> Iterator[memoryview]:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def lock_image(path: Path) -> Iterator[None]:
     """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
 
     Waits for another holder without a limit. The image may have been evicted meanwhile: read its
@@ -70,7 +70,7 @@ def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFil
         lock.close()
 
 
-def release(path: Path, image: str, digest: str = "") -> None:
+def free_slot(path: Path, image: str, digest: str = "") -> None:
     """Free the slot at ``path`` if it still holds ``image``.
 
     Args:
@@ -80,12 +80,14 @@ def release(path: Path, image: str, digest: str = "") -> None:
             from the slot until another image fills it.
     """
     try:
-        with claimed(path), held(path):
+        with lock_image(path), hold_slot(path):
             ticket = read_ticket(path)
             if ticket and ticket.image == image:
                 if digest and ticket.form == "file":
                     with suppress(OSError):  # without the record, the file is read from disk
-                        keep(path, Kept(ticket.step, ticket.path, ticket.nbytes, digest))
+                        write_cached_file(
+                            path, CachedFile(ticket.step, ticket.path, ticket.nbytes, digest)
+                        )
                 ticket_path(path).unlink(missing_ok=True)
                 failure_path(path).unlink(missing_ok=True)
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from trinity_sync.layout import Kind, SaveStrategy
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket, ticket_path
-from trinity_sync.snapshot.version_tag import published_in
+from trinity_sync.snapshot.version_tag import read_version_tag
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Origin:
     """Write concurrency."""
 
 
-class Slots:
+class SlotPool:
     """The slots of one process, by role, component and rank; kept mapped between saves.
 
     Args:
@@ -198,7 +198,7 @@ class Slots:
 def _published_last(slot: Slot) -> tuple[int, int]:
     """Return a sort key of free slots: the one with the newest published version comes last."""
     try:
-        published = published_in(slot.path) if slot.published else None
+        published = read_version_tag(slot.path) if slot.published else None
     except FormatError as error:
         return error.run or 0, error.step or 0
     return (published.run, published.step) if published else (0, 0)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.snapshot.version_tag import Published, published_in
+from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 
 
-class MappedSlot:
+class SlotReader:
     """The file at ``path``, mapped read-only at the first read."""
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class MappedSlot:
         self._readings: list[LockFile] = []
         """The file of each read in progress; reads may nest."""
 
-    def try_lock(self, image: str) -> Published | None:
+    def try_lock(self, image: str) -> VersionTag | None:
         """Acquire the shared lock if the slot holds ``image``; return its version tag, or None.
 
         Raises:
@@ -43,7 +43,7 @@ class MappedSlot:
         self._readings.append(file)
         published = None
         try:
-            published = published_in(self.path)
+            published = read_version_tag(self.path)
             if published and (published.image != image or not self._map(file, published.nbytes)):
                 published = None
         finally:
@@ -80,11 +80,11 @@ class MappedSlot:
         if size < nbytes:  # truncated: reading a mapping beyond the end is a bus error
             return False
         if len(self.memory) < nbytes:
-            self.memory = read_only(memoryview(file.map(size, populate=True)))
+            self.memory = view_read_only(memoryview(file.map(size, populate=True)))
         return True
 
 
-def read_only(content: memoryview) -> torch.Tensor:
+def view_read_only(content: memoryview) -> torch.Tensor:
     """Return read-only bytes as a ``uint8`` tensor, without a copy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the tensor is not writable

@@ -25,14 +25,14 @@ from pathlib import Path
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.layout import check_name, job_id
-from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, kept_in
+from trinity_sync.snapshot.slot_cache import KEPT_SUFFIX, read_cached_file
 from trinity_sync.snapshot.ticket import (
     TICKET_SUFFIX,
     Ticket,
     failure_path,
     read_ticket,
 )
-from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX, Published, published_in
+from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX, VersionTag, read_version_tag
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ ROOT_NOTE = "root"
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealedImage:
     """A slot and the ticket that was found beside it."""
 
     slot: Path
@@ -68,10 +68,10 @@ class JobSpool:
         RemoveIPC, a cleaner of temporary files.
 
         Raises:
-            SpoolError: as `own_folder`.
+            SpoolError: as `make_own_folder`.
         """
-        own_folder(self.folder.parent)
-        own_folder(self.folder)
+        make_own_folder(self.folder.parent)
+        make_own_folder(self.folder)
         note = self.folder / ROOT_NOTE
         if self.of and not note.exists():
             replace_file(note, os.fsencode(self.of), sync=False)
@@ -105,9 +105,9 @@ class JobSpool:
         """Folder of the receipts of saves by a function."""
         return self.folder / "receipts"
 
-    def tickets(self) -> tuple[list[Sealed], list[TicketError | FormatError]]:
+    def tickets(self) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
         """Return the job's sealed images on this node, and the errors of unreadable tickets."""
-        good: list[Sealed] = []
+        good: list[SealedImage] = []
         bad: list[TicketError | FormatError] = []
         for path in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{TICKET_SUFFIX}")):
             slot = path.with_name(path.name.removesuffix(TICKET_SUFFIX))
@@ -117,10 +117,12 @@ class JobSpool:
                 bad.append(error)
                 continue
             if ticket:
-                good.append(Sealed(slot, ticket))
+                good.append(SealedImage(slot, ticket))
         return good, bad
 
-    def of_step(self, run: int, step: int) -> tuple[list[Sealed], list[TicketError | FormatError]]:
+    def of_step(
+        self, run: int, step: int
+    ) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
         """Return what `tickets` does, for one step of one run."""
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
@@ -130,14 +132,14 @@ class JobSpool:
         for note in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
             slot = note.with_name(note.name.removesuffix(KEPT_SUFFIX))
             try:
-                kept = kept_in(slot)
+                kept = read_cached_file(slot)
             except FormatError as error:
                 logger.warning("%s", error)
                 continue
             if kept and kept.file_digest == digest:
                 yield slot
 
-    def published(self, role: str, run: int, step: int) -> dict[Path, Published]:
+    def published(self, role: str, run: int, step: int) -> dict[Path, VersionTag]:
         """Return the slots that hold a version of the weights with their tags, in order of ranks.
 
         Args:
@@ -150,7 +152,7 @@ class JobSpool:
         found = {}
         for slot in self._published_slots(role):
             try:
-                said = published_in(slot)
+                said = read_version_tag(slot)
             except FormatError as error:
                 if (error.run, error.step) == (run, step):
                     raise
@@ -159,14 +161,14 @@ class JobSpool:
                 found[slot] = said
         return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
-    def all_published(self, role: str) -> Iterator[tuple[Path, Published]]:
+    def all_published(self, role: str) -> Iterator[tuple[Path, VersionTag]]:
         """Yield all slots that hold a version of a role's weights, with their tags.
 
         Tags that another release has written are skipped.
         """
         for slot in self._published_slots(role):
             with contextlib.suppress(FormatError):
-                said = published_in(slot)
+                said = read_version_tag(slot)
                 if said and said.role == role:
                     yield slot, said
 
@@ -231,14 +233,14 @@ def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
     return job
 
 
-def job_spools(spool: Path) -> Iterator[JobSpool]:
+def list_job_spools(spool: Path) -> Iterator[JobSpool]:
     """Yield the folders of all jobs on this node."""
     if spool.is_dir():
-        own_folder(spool)
+        make_own_folder(spool)
         yield from (JobSpool(entry) for entry in sorted(spool.iterdir()) if entry.is_dir())
 
 
-def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
+def get_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
     """Return the folder of the job at ``root``, named by a flow parameter that is not trusted.
 
     Args:
@@ -252,7 +254,7 @@ def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
     spool = JobSpool(Path(folder))
     if spool.folder.exists():
         for each in (spool.folder.parent, spool.folder):
-            require_own(each)
+            require_own_folder(each)
         if spool.root != Path(root):
             raise SpoolError(
                 f"spool folder {folder} is that of the job at {spool.root}, not of {root}; start "
@@ -261,7 +263,7 @@ def known_job_spool(folder: str | Path, root: str | Path) -> JobSpool:
     return spool
 
 
-def own_folder(folder: Path) -> None:
+def make_own_folder(folder: Path) -> None:
     """Create ``folder`` if it is missing.
 
     Raises:
@@ -274,10 +276,10 @@ def own_folder(folder: Path) -> None:
             f"cannot make the spool folder {folder}: {error.strerror}. Set TRINITY_SYNC_SPOOL to "
             "a folder in memory that this user may write."
         ) from error
-    require_own(folder)
+    require_own_folder(folder)
 
 
-def require_own(folder: Path) -> None:
+def require_own_folder(folder: Path) -> None:
     """Check that a folder belongs to this user alone.
 
     Raises:

@@ -22,14 +22,14 @@ import torch
 from trinity_sync.errors import ImageError, SpoolError
 from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
-from trinity_sync.snapshot.memcpy import Computed, computed_now, equal_bytes, on_device
-from trinity_sync.snapshot.mutation_guard import SAMPLE, Watch
+from trinity_sync.snapshot.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
+from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import Origin as Origin
-from trinity_sync.snapshot.slot_pool import Slots
+from trinity_sync.snapshot.slot_pool import SlotPool
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket, seal, ticket_path
-from trinity_sync.snapshot.version_tag import Published, publish
+from trinity_sync.snapshot.version_tag import VersionTag, write_version_tag
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Part:
     form: Literal["file", "folder"]
     layout: Layout
     storages: Storages
-    watch: Watch | None
+    watch: MutationGuard | None
     staged_in: Slot | None = None
     """Slot that holds the image already, not sealed yet; locked until the save is."""
 
@@ -72,7 +72,7 @@ class _Plan:
     origin: Origin
     components: tuple[str, ...]
     parts: Sequence[_Part]
-    computed: Computed
+    computed: ComputedEvents
     began: float
     seals: bool
     locks: ExitStack
@@ -126,7 +126,7 @@ class Stager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._slots = Slots(spool, slots, slot_wait_s, clock)
+        self._slots = SlotPool(spool, slots, slot_wait_s, clock)
         self._layouts: dict[tuple[str, str, int], Layout] = {}
         self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
@@ -155,8 +155,8 @@ class Stager:
             metadata: a folder of small files, as packed by `pack_folder`.
             attachments: files of the step itself, as packed by `pack`.
             overlap: copy in a thread while training goes on, and detect tensors that change.
-            check: as in `Watch`.
-            seals: False for images that are not saved, see `publish`.
+            check: as in `MutationGuard`.
+            seals: False for images that are not saved, see `write_version_tag`.
 
         Returns:
             A handle, which is done already unless the copy overlaps.
@@ -210,7 +210,7 @@ class Stager:
                         continue
                     staged.unlock()
                 with _naming(origin, component):
-                    watch = Watch(state, storages, layout, check=check) if overlap else None
+                    watch = MutationGuard(state, storages, layout, check=check) if overlap else None
                 storages = watch.storages if watch else storages
                 parts.append(_Part(component, path, "file", layout, storages, watch))
             own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
@@ -224,7 +224,7 @@ class Stager:
                 origin=origin,
                 components=(*dict.fromkeys(named),),
                 parts=parts,
-                computed=computed_now(storage for part in parts for storage in part.storages),
+                computed=record_computed(storage for part in parts for storage in part.storages),
                 began=began,
                 seals=seals,
                 locks=locks.pop_all(),
@@ -232,7 +232,7 @@ class Stager:
 
     def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
         """Copy what was laid out and seal it; by ``threads``, or as many as torch uses for 0."""
-        with plan.locks, on_device(plan.computed):
+        with plan.locks, use_device(plan.computed):
             return self._fill_all(plan, threads)
 
     def _fill_all(self, plan: _Plan, threads: int) -> Staged:
@@ -302,7 +302,7 @@ class Stager:
         finally:
             slot.unlock()
 
-    def publish(self, origin: Origin, component: str) -> Published | None:
+    def publish(self, origin: Origin, component: str) -> VersionTag | None:
         """Tell readers that the step's image is that of a version; None if none is at hand.
 
         Raises:
@@ -316,7 +316,7 @@ class Stager:
                 lock.callback(slot.unlock)
                 if slot.holds is None or slot.laid_out is None:
                     return None
-                published = Published(
+                published = VersionTag(
                     image=slot.holds.image,
                     run=origin.run,
                     step=origin.step,
@@ -326,7 +326,7 @@ class Stager:
                     nbytes=slot.holds.nbytes,
                     layout=slot.laid_out.digest,
                 )
-                publish(slot.path, published)
+                write_version_tag(slot.path, published)
         except OSError as error:
             raise _cannot_write(origin, error) from error
         return published

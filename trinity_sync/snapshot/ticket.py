@@ -96,7 +96,7 @@ class Ticket(Record, format=SPOOL_FORMAT, writer=TRAINER):
         return now - self.monotonic_s if now >= self.monotonic_s else math.inf
 
 
-def components_of(tickets: Collection[Ticket]) -> tuple[Component, ...]:
+def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
     """What a save consists of, as far as its tickets on one node tell.
 
     Only rank 0 knows who hands small files over. Where it is on another node these are named in

@@ -23,7 +23,7 @@ PUBLISHED_SUFFIX = ".published"
 
 
 @dataclass(frozen=True)
-class Published(Record, format=SPOOL_FORMAT, writer=TRAINER):
+class VersionTag(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """What the bytes of a slot are."""
 
     image: str
@@ -39,25 +39,25 @@ class Published(Record, format=SPOOL_FORMAT, writer=TRAINER):
     places."""
 
 
-def published_path(slot: Path) -> Path:
+def version_tag_path(slot: Path) -> Path:
     """Where the note of ``slot`` is, or will be."""
     return slot.with_name(slot.name + PUBLISHED_SUFFIX)
 
 
-def publish(slot: Path, published: Published) -> None:
+def write_version_tag(slot: Path, published: VersionTag) -> None:
     """Leave the note; call it while the bytes cannot change."""
-    replace_file(published_path(slot), encode_record(published), sync=False, own_name=False)
+    replace_file(version_tag_path(slot), encode_record(published), sync=False, own_name=False)
 
 
-def published_in(slot: Path) -> Published | None:
+def read_version_tag(slot: Path) -> VersionTag | None:
     """What the slot's note says; None without one, and with one that is torn or altered.
 
     Raises:
         FormatError: another release has written it, so this one cannot read the image either.
     """
-    return read_spool_record(Published, published_path(slot))
+    return read_spool_record(VersionTag, version_tag_path(slot))
 
 
-def withdraw(slot: Path) -> None:
+def remove_version_tag(slot: Path) -> None:
     """Remove the note; call it under the slot's exclusive lock, before the bytes change."""
-    published_path(slot).unlink(missing_ok=True)
+    version_tag_path(slot).unlink(missing_ok=True)

@@ -22,9 +22,9 @@ from trinity_sync.fs.mounts import mount_of
 from trinity_sync.orchestration.deploy import deployments
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool, job_spools
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.stack import embedded, services
-from trinity_sync.stack.doctor_job import Check, examine_root
+from trinity_sync.stack.doctor_job import Check, check_root
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -43,7 +43,7 @@ REMOVES_IPC = [
 """Prints the setting of the running systemd-logind, whose default a distribution may change."""
 
 
-def examine(
+def run_checks(
     settings: Settings, root: Path | None = None, *, clock: Callable[[], float] = time.time
 ) -> Iterator[Check]:
     """All checks, each as soon as it is known.
@@ -59,7 +59,7 @@ def examine(
     yield _ray(settings)
     yield from _spool(settings.spool, clock)
     if root is not None:
-        yield from examine_root(root, settings)
+        yield from check_root(root, settings)
 
 
 # -------------------------------------------------------------------- this process
@@ -216,7 +216,7 @@ def _ray(settings: Settings) -> Check:
     address = settings.ray_address or (state.ray_address if state else "")
     if not address:
         return Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
-    if not services.accepts(address):
+    if not services.accepts_connections(address):
         todo = "start it there, or correct TRINITY_SYNC_RAY_ADDRESS"
         return Check("ray", "fail", f"nothing answers at {address}", todo)
     return Check("ray", "ok", f"something listens at {address}")
@@ -253,7 +253,7 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
     )
     if check := logout_check(spool, os.getuid()):
         yield check
-    yield from (_tickets(job, clock) for job in job_spools(spool))
+    yield from (_tickets(job, clock) for job in list_job_spools(spool))
 
 
 def logout_check(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | None:

@@ -27,7 +27,7 @@ from trinity_sync.storage.discovery import (
     step_state,
 )
 from trinity_sync.storage.latest_pointer import read_iteration
-from trinity_sync.storage.placement import placement
+from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.required_remote import must_be_sent, required_remote_of
 from trinity_sync.storage.runs import newest_run
 
@@ -44,7 +44,7 @@ class Check:
     todo: str = ""
 
 
-def examine_root(root: Path, settings: Settings) -> Iterator[Check]:
+def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     """All checks of a job, each as soon as it is known."""
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         found = f"{root} cannot be read and written by this user"
@@ -168,7 +168,7 @@ def _share_of_ranks(root: Path, settings: Settings) -> float:
         run = newest_run(root)
         if run is None:
             return 1.0
-        found = [placement(root, run.number, run.key, role) or () for role in settings.roles]
+        found = [read_placement(root, run.number, run.key, role) or () for role in settings.roles]
     except FormatError:  # said elsewhere
         return 1.0
     places = [place for of_role in found for place in of_role]

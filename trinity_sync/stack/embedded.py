@@ -283,7 +283,7 @@ def _join_ray(
 ) -> StackState:
     """Start a Ray node of another machine's cluster, unless it runs."""
     for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
-        if not services.accepts(there):
+        if not services.accepts_connections(there):
             raise StackError(
                 f"the {what} of the stack that this machine has joined does not answer at {there}. "
                 f"Start that stack, or leave it (trinity-sync down) and join with its {INVITATION} "
@@ -393,7 +393,7 @@ def _given(
         )
     if not value or own:
         return None
-    if not services.accepts(value):
+    if not services.accepts_connections(value):
         raise StackError(
             f"nothing answers at {variable}={value}. Start it there, or unset {variable} to have "
             "one started here."
@@ -419,7 +419,7 @@ def _part(name: str, process: Daemon | None, url: str) -> Part:
         return Part(name, "running" if process.lives else "dead", url, process.pid, process.log)
     if not url:
         return Part(name, "absent")
-    return Part(name, "external" if services.accepts(url) else "away", url)
+    return Part(name, "external" if services.accepts_connections(url) else "away", url)
 
 
 def _note(home: Path, state: StackState) -> None:

@@ -89,7 +89,7 @@ class StackState:
         return state
 
 
-def own_home(home: Path) -> None:
+def make_home(home: Path) -> None:
     """Make the home of a stack, and let nobody else write there.
 
     It is where its processes are started, so Python looks there first for what they import.
@@ -268,7 +268,7 @@ def _one_authority(settings: Settings) -> Path:
     return path
 
 
-def accepts(address: str) -> bool:
+def accepts_connections(address: str) -> bool:
     """Whether something listens at ``host:port`` or at a URL's; True if there is no telling."""
     try:
         parsed = urlsplit(address if "//" in address else f"//{address}")

@@ -18,7 +18,7 @@ from trinity_sync.fs.locks import file_lock
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.safe_load import is_own
 from trinity_sync.stack.daemon import Daemon
-from trinity_sync.stack.services import StackState, own_home
+from trinity_sync.stack.services import StackState, make_home
 
 INVITATION = "join.json"
 """Next to the state file."""
@@ -36,7 +36,7 @@ def lock_home(home: Path) -> Iterator[None]:
         StackError: the home cannot be used.
     """
     try:
-        own_home(home)
+        make_home(home)
         with file_lock(home / "stack.lock"):
             yield
     except OSError as error:

@@ -32,7 +32,7 @@ from trinity_sync.layout import (
     job_id,
     step_folder,
 )
-from trinity_sync.snapshot.callable_status import Receipt
+from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.storage.corruption import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
@@ -43,7 +43,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.persist import image_of_temporary
-from trinity_sync.storage.placement import named
+from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.receipts import list_function_files
 from trinity_sync.storage.replace import (
     inherit_exports_and_metrics,
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 def commit(
     save: Save,
     written: Sequence[Written],
-    receipts: Sequence[Receipt] = (),
+    receipts: Sequence[CallableStatus] = (),
     *,
     recycle: bool = True,
     clock: Callable[[], float] = time.time,
@@ -174,7 +174,9 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
         advance_latest_pointer(root, kind, manifest.run, manifest.step)
 
 
-def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[Receipt]) -> None:
+def _check_complete(
+    save: Save, written: Sequence[Written], receipts: Sequence[CallableStatus]
+) -> None:
     problems = [] if written or receipts else ["nothing was handed over"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
@@ -188,7 +190,9 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
             have[file.record.component].add(file.record.rank)
             submissions[file.record.rank] |= {file.sealed_s} - {0.0}
         if mixed := [rank for rank, found in submissions.items() if len(found) > 1]:
-            problems.append(f"role {role} mixes what {named(mixed)} submitted at two times")
+            problems.append(
+                f"role {role} mixes what {describe_ranks(mixed)} submitted at two times"
+            )
         for component in {name for file in files for name in file.components}:
             ranks: Iterable[int] = range(max(sizes, default=1))
             if component == "metadata":
@@ -197,7 +201,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
                 ranks = sorted({f.record.rank for f in files if component in f.components})
             absent = [rank for rank in ranks if rank not in have[component]]
             if absent:
-                problems.append(f"role {role} lacks {component} of {named(absent)}")
+                problems.append(f"role {role} lacks {component} of {describe_ranks(absent)}")
     if problems:
         raise MissingShardsError(
             f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
@@ -206,7 +210,7 @@ def _check_complete(save: Save, written: Sequence[Written], receipts: Sequence[R
 
 
 def served_kinds(
-    kind: Kind, files: Iterable[FileRecord], receipts: Sequence[Receipt]
+    kind: Kind, files: Iterable[FileRecord], receipts: Sequence[CallableStatus]
 ) -> tuple[Kind, ...]:
     """Return the kinds that a save serves as: a checkpoint is also a sync if it holds weights.
 

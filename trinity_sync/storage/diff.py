@@ -27,7 +27,7 @@ PIECE = 1 << 20
 
 
 @dataclass
-class Change:
+class TensorChange:
     """How one tensor of the later step differs from that of the earlier one."""
 
     name: str
@@ -65,7 +65,7 @@ def diff(
     role: str = "actor",
     component: str = "model",
     on_progress: OnProgress = no_progress,
-) -> list[Change]:
+) -> list[TensorChange]:
     """Compare a component of two committed steps of one job; the greatest change comes first.
 
     Files of others are unpickled as far as they are plain, see ``snapshot.safe_load``. Progress
@@ -87,14 +87,14 @@ def diff(
                 f"{len(new)} at step {after}; shards of different cuts cannot be compared. Merge "
                 "both (python -m verl.model_merger), and compare what comes out."
             )
-        changes: dict[str, Change] = {}
+        changes: dict[str, TensorChange] = {}
         whole = sum(record.nbytes for record in new.values())
         for rank in sorted(old):
             same_file = old[rank].digest == new[rank].digest
             a = dict(_tensors(_load(step_folder(root, before) / old[rank].path)))
             b = dict(_tensors(_load(step_folder(root, after) / new[rank].path)))
             for name in {**a, **b}:
-                change = changes.setdefault(name, Change(name))
+                change = changes.setdefault(name, TensorChange(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
                 on_progress(_local(b[name]).nbytes if name in b else 0, whole)
         for manifest in manifests:
@@ -140,7 +140,7 @@ def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(
-    change: Change, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
+    change: TensorChange, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
 ) -> None:
     """Add one shard of a tensor to what is known of its change."""
     shapes = [str(list(tensor.shape)) for tensor in (a, b) if tensor is not None]
@@ -163,12 +163,12 @@ def _compare(
         change.state = "changed"
 
 
-def _compare_piece(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+def _compare_piece(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> None:
     if not _compare_narrow(change, x, y):
         _compare_wide(change, x, y)
 
 
-def _compare_narrow(change: Change, x: torch.Tensor, y: torch.Tensor) -> bool:
+def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> bool:
     """In 32 bits, some six times as fast; False where that could overflow, lose or hide a thing."""
     if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
         return False
@@ -185,7 +185,7 @@ def _compare_narrow(change: Change, x: torch.Tensor, y: torch.Tensor) -> bool:
     return True
 
 
-def _compare_wide(change: Change, x: torch.Tensor, y: torch.Tensor) -> None:
+def _compare_wide(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> None:
     """In 64 bits, whatever the values are."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
@@ -210,6 +210,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 _ORDER = {"missing": 0, "new": 1, "reshaped": 2, "retyped": 3, "changed": 4, "same": 5}
 
 
-def _by_change(change: Change) -> tuple[int, bool, float, str]:
+def _by_change(change: TensorChange) -> tuple[int, bool, float, str]:
     size = change.relative_l2
     return _ORDER[change.state], not math.isnan(size), -size, change.name

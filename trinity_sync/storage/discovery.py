@@ -30,7 +30,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.runs import Run, all_runs, find_superseding_run
+from trinity_sync.storage.runs import Run, find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def manifest_state(
 def known_runs(root: str | Path) -> list[Run]:
     """Return the runs of a job; none if a record of them cannot be read, which is logged."""
     try:
-        return all_runs(root)
+        return list_runs(root)
     except (CommitError, FormatError) as error:
         logger.warning("superseded steps of %s are unknown: %s", root, error)
         return []

@@ -17,7 +17,7 @@ from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
-from trinity_sync.snapshot.safe_load import is_own, open_file
+from trinity_sync.snapshot.safe_load import is_own, open_no_follow
 from trinity_sync.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def is_exported(manifest: Manifest | None, role: str) -> bool:
 
 
 def _read(path: Path) -> ExportRequest:
-    with open_file(path) as file:
+    with open_no_follow(path) as file:
         own = is_own(file.fileno())
         request = decode_record(ExportRequest, file.read(), path)
     return replace(request, trust_remote_code=request.trust_remote_code and own)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import FormatError, MissingShardsError, TicketError
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import FileRecord, Manifest, own_manifest
-from trinity_sync.storage.placement import Share, named
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
+from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Save, Written
 
 
 def gather_images(
-    share: Share, save: Save, component: str, gather_s: float, clock: Callable[[], float]
-) -> tuple[list[Sealed], list[Written]]:
+    share: NodeShards, save: Save, component: str, gather_s: float, clock: Callable[[], float]
+) -> tuple[list[SealedImage], list[Written]]:
     """Return the images to write, and the files that a commit of the same step has already.
 
     Args:
@@ -44,7 +44,7 @@ def gather_images(
             if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
                 raise error
         sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
-        manifest = own_manifest(save.root, save.run, save.step)
+        manifest = read_own_manifest(save.root, save.run, save.step)
         known = manifest.images if manifest else frozenset()
         uncommitted = {
             image.ticket.image
@@ -55,10 +55,10 @@ def gather_images(
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline
-        by_rank: dict[tuple[str, int], list[Sealed]] = defaultdict(list)
+        by_rank: dict[tuple[str, int], list[SealedImage]] = defaultdict(list)
         for image in sealed:
             by_rank[image.ticket.role, image.ticket.rank].append(image)
-        images: list[Sealed] = []
+        images: list[SealedImage] = []
         committed: list[Written] = []
         missing: dict[str, list[int]] = defaultdict(list)
         awaited: set[tuple[str, int]] = set()
@@ -101,7 +101,9 @@ def gather_images(
                     continue
                 if error.component == component and error.rank in missing.get(error.role, ()):
                     raise error
-            lacking = ", ".join(f"role {role} {named(ranks)}" for role, ranks in missing.items())
+            lacking = ", ".join(
+                f"role {role} {describe_ranks(ranks)}" for role, ranks in missing.items()
+            )
             raise MissingShardsError(
                 f"{save} is not committed: {component} of {lacking} was not handed over on node "
                 f"{share.node} within {gather_s:g} s. Did that process die, or did its "
@@ -123,7 +125,7 @@ def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
 
 
 def _refuse_evicted(
-    share: Share,
+    share: NodeShards,
     save: Save,
     component: str,
     missing: Mapping[str, Sequence[int]],
@@ -140,7 +142,9 @@ def _refuse_evicted(
     """
     evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
     if any(evicted.values()):
-        what = ", ".join(f"role {role} {named(ranks)}" for role, ranks in evicted.items() if ranks)
+        what = ", ".join(
+            f"role {role} {describe_ranks(ranks)}" for role, ranks in evicted.items() if ranks
+        )
         raise MissingShardsError(
             f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
             f"node {share.node}, where later steps wait. The next save goes on without this one."

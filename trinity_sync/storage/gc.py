@@ -26,14 +26,14 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.snapshot.slot_lock import held
+from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.export_requests import exported_steps, exports_of, remove_export_files
 from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
-from trinity_sync.storage.manifest import run_of
+from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import image_of_temporary
 from trinity_sync.storage.quarantine import (
     clear_replaced,
@@ -215,14 +215,15 @@ def _all_alone(slots: list[Path]) -> Iterator[bool]:
     if not slots:
         yield True
         return
-    with held(slots[0]), _all_alone(slots[1:]) as alone:
+    with hold_slot(slots[0]), _all_alone(slots[1:]) as alone:
         yield alone and not ticket_path(slots[0]).exists()
 
 
 def _is_committed(folder: Path) -> bool:
     root = folder.parent
     return any(
-        folder == step_folder(root, step) and run_of(root, step) for step in steps_on_disk(root)
+        folder == step_folder(root, step) and read_run_number(root, step)
+        for step in steps_on_disk(root)
     )
 
 

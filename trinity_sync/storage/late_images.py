@@ -9,12 +9,12 @@ from trinity_sync.fs.locks import one_change_at_a_time
 from trinity_sync.layout import (
     SERVES_AS,
 )
-from trinity_sync.snapshot.callable_status import forget_receipts
-from trinity_sync.snapshot.slot_lock import locked, release
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.callable_status import remove_statuses
+from trinity_sync.snapshot.slot_lock import free_slot, lock_slot
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.manifest import (
-    own_manifest,
+    read_own_manifest,
     write_manifest,
 )
 from trinity_sync.storage.persist import files_in
@@ -38,13 +38,13 @@ def free_committed_slots(spool: JobSpool, save: Save, written: Sequence[Written]
         if sealed.ticket.kind not in SERVES_AS[save.kind]:
             continue  # the checkpoint's, which may be sealed in the image of its sync
         if sealed.ticket.image in digests:
-            release(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
+            free_slot(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
         elif save.owns(sealed.ticket):
             resolve_late_image(save, sealed)
-    forget_receipts(spool, save.run, save.step, save.kind)
+    remove_statuses(spool, save.run, save.step, save.kind)
 
 
-def resolve_late_image(save: Save, sealed: Sealed) -> None:
+def resolve_late_image(save: Save, sealed: SealedImage) -> None:
     """Free an image whose save is committed, or say that it is not part of it.
 
     One that holds what is committed, byte for byte, joins the manifest: a state that was submitted
@@ -58,7 +58,7 @@ def resolve_late_image(save: Save, sealed: Sealed) -> None:
         return
     ticket = sealed.ticket
     try:
-        with locked(sealed.slot) as content:
+        with lock_slot(sealed.slot) as content:
             now = read_ticket(sealed.slot)
             if now is None or now.image != ticket.image:
                 return
@@ -67,14 +67,14 @@ def resolve_late_image(save: Save, sealed: Sealed) -> None:
     except FileNotFoundError:
         return
     with one_change_at_a_time(save.root) as lock:
-        manifest = own_manifest(save.root, save.run, save.step)
+        manifest = read_own_manifest(save.root, save.run, save.step)
         records = [manifest.file(path) if manifest else None for path in digests]
         same = [r for r in records if r and r.digest == digests[r.path]]
         if manifest and len(same) == len(digests):
             joined = [replace(r, images=(*r.images, ticket.image)) for r in same]
             lock.require_ours()
             write_manifest(save.root, manifest.joined(replace(manifest, files=tuple(joined))))
-            release(sealed.slot, ticket.image, digests.get(ticket.path, ""))
+            free_slot(sealed.slot, ticket.image, digests.get(ticket.path, ""))
             return
     there = "with another content" if manifest else "and has been removed or replaced since"
     reason = (

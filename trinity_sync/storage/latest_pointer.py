@@ -15,8 +15,8 @@ from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.corruption import read_corruption
 from trinity_sync.storage.discovery import is_foreign, newest_first, require_committed
-from trinity_sync.storage.manifest import Manifest, run_of
-from trinity_sync.storage.runs import began_after, refuse_superseded
+from trinity_sync.storage.manifest import Manifest, read_run_number
+from trinity_sync.storage.runs import refuse_superseded, run_began_after
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,10 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
     if current is None:
         return False
     if is_foreign(step_folder(root, current)):
-        return current >= step and not began_after(root, run, Path(root) / ITERATION_FILES[kind])
-    return (run_of(root, current), current) >= (run, step)
+        return current >= step and not run_began_after(
+            root, run, Path(root) / ITERATION_FILES[kind]
+        )
+    return (read_run_number(root, current), current) >= (run, step)
 
 
 def _best(root: str | Path, kind: Kind) -> Manifest | None:

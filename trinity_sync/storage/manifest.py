@@ -163,7 +163,7 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
     return manifest
 
 
-def run_of(root: str | Path, step: int) -> int:
+def read_run_number(root: str | Path, step: int) -> int:
     """Run that committed ``step``; 0 if none did, as for a checkpoint of another system."""
     try:
         manifest = read_manifest(root, step)
@@ -174,7 +174,7 @@ def run_of(root: str | Path, step: int) -> int:
     return manifest.run if manifest else 0
 
 
-def own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
+def read_own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
     """What this very run has committed of a step; None if that is nothing, or nobody can tell.
 
     Raises:
@@ -195,7 +195,7 @@ def is_committed(
     root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
 ) -> bool:
     """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
-    manifest = own_manifest(root, run, step)
+    manifest = read_own_manifest(root, run, step)
     return manifest is not None and manifest.holds(kind, roles)
 
 

@@ -106,7 +106,7 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     return found.metrics if found and found.run == run else {}
 
 
-def pass_on_metrics(
+def copy_metrics(
     root: str | Path, step: int, run: int, to: int, *, limit_s: float = WRITE_S
 ) -> None:
     """Have the metrics that a run recorded at a step count for a later run, whose step it is now.
@@ -123,7 +123,7 @@ def pass_on_metrics(
             replace_file(path, encode_record(_Recorded(to, found.metrics)))
 
 
-def forget_metrics(root: str | Path, step: int) -> None:
+def remove_metrics(root: str | Path, step: int) -> None:
     """Remove the metrics of a step that is gone."""
     _file(root, step).unlink(missing_ok=True)
 

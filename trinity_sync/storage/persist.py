@@ -21,15 +21,15 @@ from pathlib import Path, PurePosixPath
 from trinity_sync.errors import ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.direct_io import write_file
-from trinity_sync.snapshot.slot_lock import claimed, locked
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
 from trinity_sync.storage.block_reuse import remove_spares, take_spare
 from trinity_sync.storage.gather import gather_images
 from trinity_sync.storage.manifest import FileRecord
-from trinity_sync.storage.placement import Share
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Save, Written, remove_files
-from trinity_sync.storage.write_permits import ones_turn
+from trinity_sync.storage.write_permits import acquire_write_permit
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WriteOptions:
 
 
 def persist(
-    share: Share,
+    share: NodeShards,
     save: Save,
     component: str,
     options: WriteOptions,
@@ -81,10 +81,10 @@ def persist(
 
 
 @contextmanager
-def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
+def _held(save: Save, sealed: SealedImage) -> Iterator[memoryview]:
     """The image's bytes under its locks, seen to be the image that was found."""
     try:
-        with claimed(sealed.slot), locked(sealed.slot) as content:
+        with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
             _check(save, sealed, content)
             yield content[: sealed.ticket.nbytes]
     except FileNotFoundError as error:
@@ -95,18 +95,18 @@ def _held(save: Save, sealed: Sealed) -> Iterator[memoryview]:
 
 
 def _write(
-    share: Share,
+    share: NodeShards,
     save: Save,
     options: WriteOptions,
     attempt: str,
-    sealed: Sealed,
+    sealed: SealedImage,
     image: memoryview,
 ) -> list[Written]:
     ticket = sealed.ticket
     if not Path(save.root).is_dir():
         raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
     try:
-        with ones_turn(JobSpool(Path(share.spool)), ticket):
+        with acquire_write_permit(JobSpool(Path(share.spool)), ticket):
             write = partial(_write_one, share.node, save, sealed, options, attempt)
             return [write(*file) for file in files_in(ticket, image)]
     except OSError as error:
@@ -117,7 +117,7 @@ def _write(
         ) from error
 
 
-def _check(save: Save, sealed: Sealed, content: memoryview) -> None:
+def _check(save: Save, sealed: SealedImage, content: memoryview) -> None:
     """See, under its locks, that the image is still the one that was found."""
     ticket = sealed.ticket
     now = read_ticket(sealed.slot)
@@ -140,7 +140,7 @@ def _gave_way(save: Save, ticket: Ticket) -> ImageError:
 def _write_one(
     node: str,
     save: Save,
-    sealed: Sealed,
+    sealed: SealedImage,
     options: WriteOptions,
     attempt: str,
     path: str,

@@ -24,7 +24,7 @@ _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRanks:
     """A node, and which ranks of a role are there."""
 
     node: str
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShards:
     """What one node holds of a save."""
 
     node: str
@@ -48,7 +48,9 @@ class Share:
         return any(0 in ranks for ranks in self.ranks.values())
 
     def __str__(self) -> str:
-        return ", ".join(f"role {role} {named(ranks)}" for role, ranks in self.ranks.items())
+        return ", ".join(
+            f"role {role} {describe_ranks(ranks)}" for role, ranks in self.ranks.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
     """Ranks by node, by spool."""
 
 
-def places_of(where: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
+def group_by_node(where: Sequence[tuple[str, str]]) -> tuple[NodeRanks, ...]:
     """The nodes of ranks, those of the first ranks first.
 
     Args:
@@ -69,15 +71,15 @@ def places_of(where: Sequence[tuple[str, str]]) -> tuple[Place, ...]:
     ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, place in enumerate(where):
         ranks[place].append(rank)
-    return tuple(Place(*place, tuple(of)) for place, of in ranks.items())
+    return tuple(NodeRanks(*place, tuple(of)) for place, of in ranks.items())
 
 
-def note_placement(
+def write_placement(
     root: str | Path,
     run: int,
     run_key: str,
     role: str,
-    places: Sequence[Place],
+    places: Sequence[NodeRanks],
 ) -> None:
     """Write down where the ranks of a role are in a run; again costs a look.
 
@@ -87,14 +89,14 @@ def note_placement(
     path = _path(root, run, role)
     spools: dict[str, dict[str, str]] = defaultdict(dict)
     for place in places:
-        spools[place.spool][place.node] = ranges(place.ranks)
+        spools[place.spool][place.node] = format_ranks(place.ranks)
     text = encode_record(_Placement(run_key, spools))
     if not path.exists() or path.read_text() != text:
         make_folder(path.parent)
         replace_file(path, text)
 
 
-def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place] | None:
+def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[NodeRanks] | None:
     """Where the ranks of a role are, rank 0's node first; None if nobody has written it down.
 
     Raises:
@@ -105,7 +107,7 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     try:
         written = decode_record(_Placement, read_uncached(path), path)
         places = [
-            Place(node, spool, ranks_in(text))
+            NodeRanks(node, spool, parse_ranks(text))
             for spool, nodes in written.spools.items()
             for node, text in nodes.items()
         ]
@@ -121,7 +123,7 @@ def placement(root: str | Path, run: int, run_key: str, role: str) -> list[Place
     return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
 
 
-def await_shares(
+def await_node_shards(
     root: str | Path,
     run: int,
     run_key: str,
@@ -129,20 +131,20 @@ def await_shares(
     *,
     gather_s: float,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Share]:
+) -> list[NodeShards]:
     """What each node holds of the saves of some roles; the node of the first role's rank 0 first.
 
     Raises:
         MissingShardsError: a role has not said where its ranks are within ``gather_s`` seconds.
         SaveError: the root is gone.
-        CommitError, FormatError: as `placement`.
+        CommitError, FormatError: as `read_placement`.
     """
     deadline = clock() + gather_s
     if not Path(root).is_dir():
         raise SaveError(f"the job's root {root} is gone; make it and retry the flow run")
     shares: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     for role in roles:
-        while (places := placement(root, run, run_key, role)) is None:
+        while (places := read_placement(root, run, run_key, role)) is None:
             if clock() >= deadline:
                 raise MissingShardsError(
                     f"role {role} has handed nothing over in run {run} of {root} within "
@@ -152,10 +154,10 @@ def await_shares(
             time.sleep(0.05)
         for place in places:
             shares[place.node, place.spool][role] = place.ranks
-    return [Share(*where, ranks) for where, ranks in shares.items()]
+    return [NodeShards(*where, ranks) for where, ranks in shares.items()]
 
 
-def ranges(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks in few words: ``0-7,16``."""
     parts = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0]):
@@ -164,8 +166,8 @@ def ranges(ranks: Iterable[int]) -> str:
     return ",".join(parts)
 
 
-def ranks_in(text: str) -> tuple[int, ...]:
-    """What `ranges` has made a text of.
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """What `format_ranks` has made a text of.
 
     Raises:
         ValueError: it is no such text, or names more than a million ranks.
@@ -176,14 +178,14 @@ def ranks_in(text: str) -> tuple[int, ...]:
         if not 0 <= of.start < of.stop <= _MOST_RANKS:
             raise ValueError(f"{text!r} names no ranks")
         ranks += of
-    if ranges(ranks) != text:
+    if format_ranks(ranks) != text:
         raise ValueError(f"{text!r} names ranks in another way than they are written")
     return tuple(ranks)
 
 
-def named(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """Ranks in a sentence: ``rank 3``, ``ranks 0-7``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def _path(root: str | Path, run: int, role: str) -> Path:

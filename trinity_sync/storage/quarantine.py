@@ -21,7 +21,7 @@ from trinity_sync.errors import ManifestError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.block_reuse import remove_folder
-from trinity_sync.storage.manifest import read_manifest, run_of
+from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.runs import fresh_start_time
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def clear_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None
     """
     folder = step_folder(replacing_folder(root), step)
     require_own_release(replacing_folder(root), step)
-    before, now = run_of(replacing_folder(root), step), run_of(root, step)
+    before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
     if 0 < before < now and (began := fresh_start_time(root, now)):
         place = step_folder(_folder_of(root, began), step)
         if not place.exists():

@@ -14,7 +14,7 @@ from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.layout import (
     is_below,
 )
-from trinity_sync.snapshot.callable_status import Receipt, receipts_of
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import (
     FileRecord,
@@ -29,7 +29,7 @@ def await_receipts(
     at_least: int = 0,
     gather_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Receipt]:
+) -> list[CallableStatus]:
     """Wait until the save's functions have ended, and for ``at_least`` of them to have begun.
 
     Raises:
@@ -38,7 +38,7 @@ def await_receipts(
     """
     deadline = clock() + gather_s
     while True:
-        receipts = list(receipts_of(spool, save.run, save.step, save.kind))
+        receipts = list(read_statuses(spool, save.run, save.step, save.kind))
         for receipt in receipts:
             if receipt.state == "failed":
                 raise SaveError(
@@ -55,7 +55,7 @@ def await_receipts(
         time.sleep(0.02)
 
 
-def sync_function_files(save: Save, receipts: Sequence[Receipt]) -> None:
+def sync_function_files(save: Save, receipts: Sequence[CallableStatus]) -> None:
     """Sync the files that save functions wrote on this node, whose page cache may have them.
 
     Args:
@@ -68,7 +68,7 @@ def sync_function_files(save: Save, receipts: Sequence[Receipt]) -> None:
 
 
 def list_function_files(
-    save: Save, receipts: Sequence[Receipt], named: set[str]
+    save: Save, receipts: Sequence[CallableStatus], named: set[str]
 ) -> Iterator[FileRecord]:
     """Yield the files that save functions wrote, digested and synced.
 

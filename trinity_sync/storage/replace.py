@@ -34,7 +34,7 @@ from trinity_sync.storage.manifest import (
     Manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.metrics import pass_on_metrics
+from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.quarantine import clear_replaced, replacing_folder
 from trinity_sync.storage.save import Save, Written
@@ -69,7 +69,7 @@ def inherit_exports_and_metrics(save: Save, earlier: Manifest) -> None:
     """
     inherit_export_requests(save.root, save.step, earlier.run, save.run)
     try:
-        pass_on_metrics(save.root, save.step, earlier.run, save.run)
+        copy_metrics(save.root, save.step, earlier.run, save.run)
     except (FormatError, LockTimeoutError) as error:
         logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
 

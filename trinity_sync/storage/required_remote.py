@@ -18,7 +18,7 @@ from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import all_runs, find_superseding_run
+from trinity_sync.storage.runs import find_superseding_run, list_runs
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def must_be_sent(root: str | Path, manifest: Manifest) -> bool:
     """Whether the required remote lacks a checkpoint that no later run has superseded."""
     if is_sent(root, manifest):
         return False
-    return find_superseding_run(all_runs(root), manifest.run, manifest.step) is None
+    return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
 
 
 def _store(root: str | Path) -> Path:

@@ -20,7 +20,7 @@ from trinity_sync.fs.direct_io import READERS, map_open, opened, read_open
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted
-from trinity_sync.snapshot.slot_lock import held
+from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
@@ -36,7 +36,7 @@ Read = tuple[memoryview, bool]
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredShard:
     """The state in one shard, and where it was read from."""
 
     state: Any
@@ -52,7 +52,7 @@ def load_shards(
     *,
     spool: JobSpool | None = None,
     borrow: Collection[str] = (),
-) -> Generator[Restored, None, None]:
+) -> Generator[RestoredShard, None, None]:
     """The states in shards of a committed step, in order; each is read while those before are used.
 
     Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; from
@@ -143,9 +143,9 @@ def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
     return record
 
 
-def _loaded(path: Path, read: Read, source: Source) -> Restored:
+def _loaded(path: Path, read: Read, source: Source) -> RestoredShard:
     image, trusted = read
-    return Restored(load_image(image, path, trusted=trusted), source, len(image))
+    return RestoredShard(load_image(image, path, trusted=trusted), source, len(image))
 
 
 def _read(
@@ -170,7 +170,7 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
     for slot in spool.kept(record.digest):
         try:
             with ExitStack() as lock:
-                fd = lock.enter_context(held(slot, limit_s=SLOT_S))
+                fd = lock.enter_context(hold_slot(slot, limit_s=SLOT_S))
                 trusted = is_trusted(fd)
                 if locks is None:
                     image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))

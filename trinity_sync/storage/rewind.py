@@ -39,7 +39,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.storage.discovery import committed_steps, require_committed
 from trinity_sync.storage.leases import list_leases, removal_lock
-from trinity_sync.storage.manifest import Manifest, read_manifest, run_of
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.quarantine import make_quarantine_folder
 from trinity_sync.storage.required_remote import required_remote_of
@@ -47,7 +47,7 @@ from trinity_sync.storage.runs import open_run
 
 
 @dataclass(frozen=True)
-class Rewound:
+class RewindResult:
     """What a rewind did."""
 
     step: int
@@ -59,7 +59,7 @@ class Rewound:
     """Where they lie now; None if there were none."""
 
 
-def newer_steps(root: str | Path, step: int) -> list[int]:
+def list_newer_steps(root: str | Path, step: int) -> list[int]:
     """The steps that a rewind to ``step`` quarantines, in that order: the newest first.
 
     Raises:
@@ -67,7 +67,7 @@ def newer_steps(root: str | Path, step: int) -> list[int]:
         FormatError: another release has committed it, or a newer one.
     """
     target = require_committed(root, step)
-    runs = {other: run_of(root, other) for other in steps_on_disk(root)}
+    runs = {other: read_run_number(root, other) for other in steps_on_disk(root)}
     newer = [other for other, run in runs.items() if other > step or run > target.run]
     for other in newer:
         with suppress(ManifestError):
@@ -81,7 +81,7 @@ def rewind(
     *,
     force: bool = False,
     clock: Callable[[], float] = time.time,
-) -> Rewound:
+) -> RewindResult:
     """Make ``step`` the newest one; waits for a commit that is under way.
 
     Stop the training first: if it still runs, it goes on, and its saves beyond the step are refused
@@ -112,7 +112,7 @@ def rewind(
         )
     target = require_committed(base, step)  # before any lock file is made
     with one_change_at_a_time(base) as changes, removal_lock(base) as removal:
-        newer = newer_steps(base, step)
+        newer = list_newer_steps(base, step)
         pinned = _refuse_in_use(base, step, newer, force=force)
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
@@ -129,7 +129,7 @@ def rewind(
             sync_folder(base)
         for pin in pinned:
             unpin(base, pin.name or pin.step)
-    return Rewound(step, run.number, tuple(newer), folder)
+    return RewindResult(step, run.number, tuple(newer), folder)
 
 
 def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:

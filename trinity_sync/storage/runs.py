@@ -46,7 +46,7 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
             return run
 
 
-def note_resume(root: str | Path, run: Run, step: int) -> Run:
+def record_resume(root: str | Path, run: Run, step: int) -> Run:
     """Write down the step that a run resumes from, where a process with nothing to load opened it.
 
     Otherwise it would pass for one that loads nothing, and all steps before it for superseded.
@@ -56,7 +56,7 @@ def note_resume(root: str | Path, run: Run, step: int) -> Run:
     return resumed
 
 
-def all_runs(root: str | Path) -> list[Run]:
+def list_runs(root: str | Path) -> list[Run]:
     """Every run of the job, in no order.
 
     Raises:
@@ -67,7 +67,7 @@ def all_runs(root: str | Path) -> list[Run]:
     return [_read(path) for path in paths if parse_number(path.stem) is not None]
 
 
-def know_run(root: str | Path, run: Run) -> None:
+def add_run(root: str | Path, run: Run) -> None:
     """Write down a run that wrote elsewhere, so that runs begun here get later numbers."""
     newest = newest_run(root)
     if newest is None or newest.number < run.number:
@@ -77,7 +77,7 @@ def know_run(root: str | Path, run: Run) -> None:
 
 def newest_run(root: str | Path) -> Run | None:
     """The run that began last, or None."""
-    runs = all_runs(root)
+    runs = list_runs(root)
     return max(runs, key=lambda run: run.number) if runs else None
 
 
@@ -95,7 +95,7 @@ def fresh_start_time(root: str | Path, number: int) -> float | None:
     return None if run.resumed_from or run.resumed_run else path.stat().st_mtime
 
 
-def began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
+def run_began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
     """Whether a run began after a file was written, by the clock of the root's file system.
 
     Args:
@@ -122,7 +122,7 @@ class Lineage:
         return min(self.runs) if self.runs and run not in self.runs and run < max(self.runs) else 0
 
 
-def lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
+def build_lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
     """The `Lineage` of a job.
 
     Args:
@@ -152,9 +152,9 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
 
     Raises:
         SupersededError: a later run resumed from before ``step``, or the root was recreated.
-        CommitError, FormatError: as `all_runs`.
+        CommitError, FormatError: as `list_runs`.
     """
-    runs = all_runs(root)
+    runs = list_runs(root)
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
         raise SupersededError(
             f"step {step} of run {run} in {root} is superseded: the root was removed and "

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.layout import Kind, step_folder
-from trinity_sync.snapshot.callable_status import Receipt
-from trinity_sync.snapshot.slot_lock import claimed, held
-from trinity_sync.snapshot.spool import JobSpool, Sealed
+from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.slot_lock import hold_slot, lock_image
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
 from trinity_sync.storage.manifest import FileRecord
 
@@ -63,7 +63,7 @@ class Persisted:
     No dataclass: Prefect walks through those, value by value, wherever they are handed on.
     """
 
-    def __init__(self, written: Sequence[Written], receipts: Sequence[Receipt] = ()) -> None:
+    def __init__(self, written: Sequence[Written], receipts: Sequence[CallableStatus] = ()) -> None:
         self.written = tuple(written)
         self.receipts = tuple(receipts)
 
@@ -89,13 +89,13 @@ def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
             mark_image_failed(sealed, reason)
 
 
-def mark_image_failed(sealed: Sealed, reason: str) -> None:
+def mark_image_failed(sealed: SealedImage, reason: str) -> None:
     """Note beside one image why it is not saved, unless its slot holds another one by now.
 
     Raises:
         LockTimeoutError: the trainer that fills the slot hangs.
     """
-    with suppress(FileNotFoundError), claimed(sealed.slot), held(sealed.slot):
+    with suppress(FileNotFoundError), lock_image(sealed.slot), hold_slot(sealed.slot):
         now = read_ticket(sealed.slot)
         if now and now.image == sealed.ticket.image:
             failure_path(sealed.slot).write_text(reason)

@@ -43,7 +43,7 @@ BROKEN = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenFile:
     """One file that is to be read."""
 
     root: str
@@ -53,10 +53,10 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFile:
     """One file that was read."""
 
-    file: Chosen
+    file: ChosenFile
     wrong: str
     """What is wrong with it, to follow its name; empty if it is valid."""
     seconds: float
@@ -78,14 +78,14 @@ class VerifiedStep:
     wrong: str = ""
 
 
-def choose(
+def choose_files(
     root: str | Path,
     *,
     step: int | None = None,
     newest: int = 0,
     sample_bytes: int = 0,
     seed: int = 0,
-) -> list[Chosen]:
+) -> list[ChosenFile]:
     """The files to read.
 
     Args:
@@ -115,14 +115,14 @@ def choose(
     return [file for file in files if file.step in whole or file in sample]
 
 
-def split_evenly(files: Sequence[Chosen], number: int) -> list[list[Chosen]]:
+def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFile]]:
     """Return the files in lists of about the same size, empty ones left out.
 
     Args:
         files: to read.
         number: of lists.
     """
-    lists: list[list[Chosen]] = [[] for _ in range(number)]
+    lists: list[list[ChosenFile]] = [[] for _ in range(number)]
     sizes = [0] * number
     for file in sorted(files, key=lambda file: -file.record.nbytes):
         least = sizes.index(min(sizes))
@@ -131,13 +131,13 @@ def split_evenly(files: Sequence[Chosen], number: int) -> list[list[Chosen]]:
     return [files for files in lists if files]
 
 
-def check(
-    files: Sequence[Chosen],
+def check_files(
+    files: Sequence[ChosenFile],
     *,
     nice: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     on_progress: OnProgress = no_progress,
-) -> list[Checked]:
+) -> list[CheckedFile]:
     """Read files, past the page cache, and compare them with what their manifests say.
 
     Args:
@@ -152,7 +152,7 @@ def check(
     """
     found = []
     whole = sum(file.record.nbytes for file in files)
-    steps: dict[tuple[str, int], list[Chosen]] = {}
+    steps: dict[tuple[str, int], list[ChosenFile]] = {}
     for file in files:
         steps.setdefault((file.root, file.step), []).append(file)
     with ThreadPoolExecutor(1, "verify", initializer=partial(yield_to_others, nice)) as pool:
@@ -165,25 +165,25 @@ def check(
                     wrong = pool.submit(
                         _what_is_wrong, file, lambda n: on_progress(n, whole)
                     ).result()
-                    found.append(Checked(file, wrong, clock() - start))
+                    found.append(CheckedFile(file, wrong, clock() - start))
     return found
 
 
-def judge(
-    checked: Sequence[Checked], *, clock: Callable[[], float] = time.time
+def judge_steps(
+    checked: Sequence[CheckedFile], *, clock: Callable[[], float] = time.time
 ) -> list[VerifiedStep]:
     """Mark corrupted steps, remove the mark of those that are valid again, move the pointers.
 
     Raises:
         OSError: the root cannot be written, so nothing can be marked.
     """
-    steps: dict[tuple[str, int], list[Checked]] = {}
+    steps: dict[tuple[str, int], list[CheckedFile]] = {}
     for one in checked:
         steps.setdefault((one.file.root, one.file.step), []).append(one)
     return [_judge_step(root, step, steps[root, step], clock()) for root, step in sorted(steps)]
 
 
-def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> VerifiedStep:
+def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) -> VerifiedStep:
     nbytes = sum(one.file.record.nbytes for one in checked)
     verdict = partial(
         VerifiedStep,
@@ -221,7 +221,7 @@ def _judge_step(root: str, step: int, checked: list[Checked], now: float) -> Ver
     return verdict(state="restored")
 
 
-def _what_is_wrong(file: Chosen, took: Callable[[int], object]) -> str:
+def _what_is_wrong(file: ChosenFile, took: Callable[[int], object]) -> str:
     folder = step_folder(file.root, file.step)
     path = folder / file.record.path
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -261,15 +261,15 @@ def _manifest(root: str, step: int) -> Manifest | None:
         return None
 
 
-def _is_stale(file: Chosen, manifest: Manifest) -> bool:
+def _is_stale(file: ChosenFile, manifest: Manifest) -> bool:
     return file.run != manifest.run or file.record != manifest.file(file.record.path)
 
 
-def _chosen(root: str | Path, manifest: Manifest, record: FileRecord) -> Chosen:
-    return Chosen(str(Path(root).resolve()), manifest.step, manifest.run, record)
+def _chosen(root: str | Path, manifest: Manifest, record: FileRecord) -> ChosenFile:
+    return ChosenFile(str(Path(root).resolve()), manifest.step, manifest.run, record)
 
 
-def _arc(files: Sequence[Chosen], nbytes: int, seed: int) -> Iterator[Chosen]:
+def _arc(files: Sequence[ChosenFile], nbytes: int, seed: int) -> Iterator[ChosenFile]:
     """The files that begin in the seed's arc of the circle; where none does, the one around it."""
     around = sorted(files, key=_place)
     total = sum(file.record.nbytes for file in around)
@@ -288,5 +288,5 @@ def _arc(files: Sequence[Chosen], nbytes: int, seed: int) -> Iterator[Chosen]:
         yield containing
 
 
-def _place(file: Chosen) -> bytes:
+def _place(file: ChosenFile) -> bytes:
     return hashlib.sha256(f"{file.run}/{file.step}/{file.record.path}".encode()).digest()

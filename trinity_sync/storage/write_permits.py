@@ -26,7 +26,7 @@ from trinity_sync.snapshot.ticket import Ticket
 
 
 @contextmanager
-def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
+def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     """Wait until the strategy of an image's save lets it be written; others wait for the block.
 
     However many write first, it waits; every now and then a warning says for which process.
@@ -35,7 +35,7 @@ def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
         spool: of the job on this node.
         ticket: of the image.
     """
-    path = lock_of(spool, ticket)
+    path = write_permit_path(spool, ticket)
     if path is None:
         yield
         return
@@ -43,7 +43,7 @@ def ones_turn(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
         yield
 
 
-def lock_of(spool: JobSpool, ticket: Ticket) -> Path | None:
+def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:
     """The file whose lock lets an image be written; None where it may be written at once."""
     name = "writing.lock"
     match ticket.strategy:

@@ -20,9 +20,9 @@ from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import JobSpool, require_own
-from trinity_sync.snapshot.version_tag import published_path
-from trinity_sync.storage.runs import Run, all_runs, began_after
+from trinity_sync.snapshot.spool import JobSpool, require_own_folder
+from trinity_sync.snapshot.version_tag import version_tag_path
+from trinity_sync.storage.runs import Run, list_runs, run_began_after
 from trinity_sync.weights.commit_notification import SCAN_S, CommitMark, CommitNotification
 from trinity_sync.weights.delta import Array
 from trinity_sync.weights.object_store import Copy, delta_between
@@ -163,7 +163,7 @@ class FileRegistry:
         return found.st_ino, found.st_mtime_ns
 
     def _read_versions(self, scan: bool = False) -> VersionRegistry:
-        runs, versions = all_runs(self._root), VersionRegistry()
+        runs, versions = list_runs(self._root), VersionRegistry()
         versions.add_runs(runs)
         for version in self._in_memory(runs):
             versions.record(version, 0.0)
@@ -175,7 +175,7 @@ class FileRegistry:
         """Versions of which this node has the images of all ranks."""
         with suppress(FileNotFoundError):
             for folder in (self._spool.folder.parent, self._spool.folder):
-                require_own(folder)
+                require_own_folder(folder)
         known = {run.number for run in runs}
         found: dict[tuple[int, int, int], dict[int, ImageRef]] = defaultdict(dict)
         for slot, said in self._spool.all_published(self._role):
@@ -192,4 +192,4 @@ class FileRegistry:
         if self._behind_s is None:
             is_shared = mount_of(self._root).shared  # its server has a clock of its own
             self._behind_s = file_time(self._root) - time.time() + 1.0 if is_shared else 0.0
-        return began_after(self._root, run, published_path(slot), behind_s=self._behind_s)
+        return run_began_after(self._root, run, version_tag_path(slot), behind_s=self._behind_s)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from trinity_sync.snapshot.slot_lock import locked
-from trinity_sync.snapshot.version_tag import Published, published_in
+from trinity_sync.snapshot.slot_lock import lock_slot
+from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 from trinity_sync.storage.persist import yield_to_others
 from trinity_sync.weights.delta import Array, encode
 from trinity_sync.weights.rounding import Spans
@@ -29,7 +29,7 @@ from trinity_sync.weights.version import Gone, ImageRef, Version
 THREADS = 4
 """That compare two images; as many as write one."""
 
-Copy = tuple[Published, Any]
+Copy = tuple[VersionTag, Any]
 """What an image's note says, and its bytes: an array of ``uint8`` that nobody may write to."""
 
 
@@ -190,7 +190,7 @@ def _remote(task: Any) -> Any:
 def _copy(ref: ImageRef) -> Iterator[Any]:
     """A generator, so that Ray has put the bytes into its store before the lock is given back."""
     try:
-        with locked(Path(ref.slot)) as content:
+        with lock_slot(Path(ref.slot)) as content:
             yield _note(ref)
             yield np.frombuffer(content, np.uint8, ref.nbytes)
     except FileNotFoundError as error:
@@ -203,8 +203,8 @@ def _delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
     return delta_between(base, version, rank, spans, nice=Settings().nice)
 
 
-def _note(ref: ImageRef) -> Published:
-    said = published_in(Path(ref.slot))
+def _note(ref: ImageRef) -> VersionTag:
+    said = read_version_tag(Path(ref.slot))
     if said is None or said.image != ref.image:
         raise Gone(f"the image in {ref.slot} was overwritten")
     return said

@@ -13,7 +13,7 @@ from typing import Any
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray
 from trinity_sync.weights.version import ImageRef, Version
 
@@ -41,7 +41,7 @@ class Publisher:
         self._node = ray.get_runtime_context().get_node_id()
         self._pending: list[tuple[str, Future[None]]] = []
 
-    def publish(self, mine: Published) -> None:
+    def publish(self, mine: VersionTag) -> None:
         """Offer the image of this rank's note; returns at once."""
         what = f"version {mine.step} (run {mine.run}) of {self._root}"
         found = self._spool.published(mine.role, mine.run, mine.step)

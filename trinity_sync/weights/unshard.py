@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.snapshot.deserialize import outline_of, place_of
+from trinity_sync.snapshot.deserialize import deserialize_outline, get_byte_offset
 from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_own_box
 from trinity_sync.snapshot.memcpy import Piece, copy_pieces
 from trinity_sync.snapshot.torch_private import get_shard
@@ -58,7 +58,7 @@ def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
     """
     found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Part]]] = {}
     for number, image in enumerate(images):
-        outline = outline_of(image)
+        outline = deserialize_outline(image)
         if not isinstance(outline, Mapping):
             raise WeightSyncError(f"image {number} holds a {type(outline).__name__} and no weights")
         for name, value in outline.items():
@@ -176,7 +176,7 @@ def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
         )
     if not local.numel():
         return None
-    return Part(number, place_of(local), box.offsets, box.sizes, local.stride())
+    return Part(number, get_byte_offset(local), box.offsets, box.sizes, local.stride())
 
 
 def _copies(

@@ -19,8 +19,8 @@ from torch import nn
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_of_bytes
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.slot_reader import MappedSlot, read_only
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.slot_reader import SlotReader, view_read_only
+from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
@@ -93,7 +93,7 @@ class VersionOpener:
         self._dtype = dtype
         self._node = node
         self._verify = verify
-        self._slots: dict[str, MappedSlot] = {}
+        self._slots: dict[str, SlotReader] = {}
         self._plans: OrderedDict[tuple[str, ...], tuple[Whole, ...]] = OrderedDict()
 
     @contextmanager
@@ -110,14 +110,14 @@ class VersionOpener:
                 f"{_what(version)} was given as a dict; get it by get_model_state_dict, or have "
                 "the trainer upload it"
             )
-        notes: dict[int, Published] = {}
+        notes: dict[int, VersionTag] = {}
         memories: dict[int, torch.Tensor] = {}
         away = [ref.rank for ref in refs if self._node not in (None, ref.node)]
         with ExitStack() as locks:
             for ref in refs:
                 if ref.rank in away:
                     continue
-                slot = self._slots.setdefault(ref.slot, MappedSlot(Path(ref.slot)))
+                slot = self._slots.setdefault(ref.slot, SlotReader(Path(ref.slot)))
                 said = slot.try_lock(ref.image)
                 if said is None:
                     raise Gone(f"{_what(version)}: the image in {ref.slot} was overwritten")
@@ -125,7 +125,7 @@ class VersionOpener:
                 notes[ref.rank], memories[ref.rank] = said, slot.memory[: ref.nbytes]
             if away:
                 for rank, (said, content) in zip(away, fetch(away), strict=True):
-                    notes[rank], memories[rank] = said, read_only(memoryview(content))
+                    notes[rank], memories[rank] = said, view_read_only(memoryview(content))
             for rank, ref in enumerate(refs):
                 said = notes[ref.rank]
                 found = (said.run, said.step, said.role, said.rank)
@@ -177,7 +177,7 @@ class VersionOpener:
             if self._verify:
                 for content, record in zip(mapped, records, strict=True):
                     _check(content, step_folder(root, step) / record.path, record)
-            memories = [read_only(content) for content in mapped]
+            memories = [view_read_only(content) for content in mapped]
             yield VersionView(version, self.plan(memories, None), memories, self._dtype)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.placement import await_shares
+from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.receipts import await_receipts
 
 
@@ -99,11 +99,11 @@ def _in_environment(binaries: str) -> Callable[[SaveRequest], None]:
 
 def _save_step(request: SaveRequest) -> None:
     from tasks.commit import write_export_requests
-    from tasks.persist import persist_component, save_of
+    from tasks.persist import make_save, persist_component
     from tasks.prune import prune_after_commit
 
-    save = save_of(request)
-    (share,) = await_shares(save.root, save.run, save.run_key, save.roles, gather_s=60)
+    save = make_save(request)
+    (share,) = await_node_shards(save.root, save.run, save.run_key, save.roles, gather_s=60)
     spool = JobSpool(Path(share.spool))
     parts = [persist_component(request, component, share) for component in request.components]
     written = [file for part in parts for file in part.written]

@@ -30,7 +30,7 @@ from trinity_sync import (
     use_trinity_sync,
 )
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.slot_lock import locked
+from trinity_sync.snapshot.slot_lock import lock_slot
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry
@@ -127,7 +127,7 @@ def test_a_sync_that_could_not_be_staged_is_not_said_to_be_handed_over(
         sync(1)
         saves.wait_all()
         (slot,) = saves.spool.folder.glob("actor.model.*.slot")
-        with locked(slot):
+        with lock_slot(slot):
             sync(2)
         with pytest.raises(SaveFailedError, match="step 2"):
             saves.wait_all()

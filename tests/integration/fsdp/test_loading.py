@@ -10,7 +10,7 @@ from tests.integration.fsdp.models import Trained, copied, differences
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync import CommitError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 STEP = 3
 
@@ -71,7 +71,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     plain = copied(new_run().load(STEP))
     found["plain"] = (differences(expected, plain), len(said))
 
-    runs = len(all_runs(root))
+    runs = len(list_runs(root))
     dist.barrier()
     if dist.get_rank() == 1:
         with (Path(folder) / "optim_world_size_2_rank_1.pt").open("r+b") as shard:
@@ -81,7 +81,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
     try:
         manager_of(restarted, new_run()).load_checkpoint(folder)
     except CommitError as error:
-        found["corrupted"] = (str(error).partition(":")[0], len(all_runs(root)) - runs)
+        found["corrupted"] = (str(error).partition(":")[0], len(list_runs(root)) - runs)
     return found
 
 

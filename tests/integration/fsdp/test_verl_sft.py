@@ -29,7 +29,7 @@ from trinity_sync.integrations.verl.sft import (
 )
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.latest_pointer import read_iteration
-from trinity_sync.storage.runs import all_runs
+from trinity_sync.storage.runs import list_runs
 
 
 class Handler(CheckpointHandler):
@@ -149,7 +149,7 @@ def test_a_training_that_verl_began_alone_goes_on_with_us(
         assert next(iter(handler.train_dataloader)).item() == 2
         train_to(handler, 4)
         end()
-    assert all_runs(root)[-1].resumed_from == 2
+    assert list_runs(root)[-1].resumed_from == 2
     assert read_iteration(root, "checkpoint") == 4
 
 

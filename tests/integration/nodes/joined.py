@@ -16,7 +16,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.placement import places_of
+from trinity_sync.storage.placement import group_by_node
 
 MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 
@@ -64,7 +64,7 @@ def kill(node: Daemon) -> None:
 def a_rank_on_each(root: Path, nodes: Sequence[Settings]) -> Iterator[list[CheckpointCoordinator]]:
     """Coordinators of a job, all in this process."""
     where = [(node.node, str(open_job_spool(node.spool, root).folder)) for node in nodes]
-    places, world_size = places_of(where), len(nodes)
+    places, world_size = group_by_node(where), len(nodes)
     with ExitStack() as closing:
         ranks = []
         for rank, settings in enumerate(nodes):

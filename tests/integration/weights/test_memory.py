@@ -14,7 +14,7 @@ from tests.unit.weights import digest, first, train, upload
 from tests.waiting import until
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.version_tag import Published
+from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.object_store import fetch_deltas
 from trinity_sync.weights.publisher import Publisher
@@ -35,7 +35,7 @@ def state(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {f"of_rank{rank}": torch.full((1000,), float(step))}
 
 
-def note_of(job: Job, step: int, rank: int = 0) -> Published:
+def note_of(job: Job, step: int, rank: int = 0) -> VersionTag:
     """Stage what a rank has at a step, as an upload does."""
     stager, origin = job.stager(rank), job.origin(step, rank=rank)
     stager.stage(origin, {"model": state(rank, step)}, seals=False).result()

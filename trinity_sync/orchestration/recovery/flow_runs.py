@@ -8,7 +8,7 @@ workers.
 Which process owns a run is told by the message of the Pending state with which it was acquired.
 That is one call, which either happened or did not; the run's ``infrastructure_pid`` is set by a
 later one. Whether a process of this node still executes it is told by the run's lock
-(`run_lock_if_free`), and by nothing that the server says: a server that was away shows runs as
+(`try_run_lock`), and by nothing that the server says: a server that was away shows runs as
 crashed that are still executed.
 """
 
@@ -43,7 +43,7 @@ from trinity_sync.orchestration.prefect_queries import (
     read_server_time,
 )
 from trinity_sync.orchestration.recovery.images import allow_eviction
-from trinity_sync.snapshot.run_lock import run_lock_if_free
+from trinity_sync.snapshot.run_lock import try_run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ async def recover_zombie(client: PrefectClient, run: FlowRun, here: str, *, spoo
         here: this process, as ``node/pid/start time``.
         spool: this node's spool.
     """
-    with run_lock_if_free(spool, run.id) as free:
+    with try_run_lock(spool, run.id) as free:
         if free:
             await _recover_zombie(client, run, here, spool)
 
@@ -111,7 +111,7 @@ async def retry_crashed(client: PrefectClient, run_id: UUID, here: str, *, spool
         here: this process, as ``node/pid/start time``.
         spool: this node's spool.
     """
-    with run_lock_if_free(spool, run_id) as free:
+    with try_run_lock(spool, run_id) as free:
         if free:
             await _retry_crashed(client, run_id, here)
 

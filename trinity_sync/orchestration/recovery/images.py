@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import Kind
-from trinity_sync.snapshot.slot_lock import release
-from trinity_sync.snapshot.spool import JobSpool, Sealed, job_spools
-from trinity_sync.snapshot.ticket import components_of
+from trinity_sync.snapshot.slot_lock import free_slot
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, list_job_spools
+from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.late_images import resolve_late_image
-from trinity_sync.storage.manifest import Manifest, own_manifest
+from trinity_sync.storage.manifest import Manifest, read_own_manifest
 from trinity_sync.storage.save import Save, mark_failed
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def find_orphaned_saves(
         clock: seconds since the epoch.
     """
     requests: list[SaveRequest] = []
-    for job in job_spools(spool):
+    for job in list_job_spools(spool):
         try:
             requests += _find_in_job(job, grace_s, clock() - grace_s)
         except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
@@ -60,14 +60,14 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
     for error in bad:
         warn_once(str(error))
     now = time.monotonic()
-    saves: dict[tuple[str, int, int, Kind, tuple[str, ...]], list[Sealed]] = defaultdict(list)
+    saves: dict[tuple[str, int, int, Kind, tuple[str, ...]], list[SealedImage]] = defaultdict(list)
     for image in sealed:
         ticket = image.ticket
         saves[ticket.root, ticket.run, ticket.step, ticket.kind, ticket.roles].append(image)
     for (root, run, step, kind, roles), images in saves.items():
         save = Save(root, run, step, kind, roles, images[0].ticket.run_key)
         try:
-            manifest = own_manifest(root, run, step)
+            manifest = read_own_manifest(root, run, step)
         except FormatError as error:
             warn_once(str(error))
             continue
@@ -123,7 +123,9 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
         warn_once(f"images of {save} cannot be compared with its commit: {error}")
 
 
-def _finish_commit(save: Save, manifest: Manifest, images: list[Sealed], before: float) -> None:
+def _finish_commit(
+    save: Save, manifest: Manifest, images: list[SealedImage], before: float
+) -> None:
     """Release the images that are part of a commit, and mark those that are not."""
     if manifest.committed_at >= before:
         return  # the committing process releases the slots, and notes what they hold
@@ -136,14 +138,16 @@ def _finish_commit(save: Save, manifest: Manifest, images: list[Sealed], before:
         finish_interrupted(save)
         for image in remaining:
             if image.ticket.image in digests:
-                release(image.slot, image.ticket.image, digests[image.ticket.image])
+                free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
             else:
                 resolve_late_image(save, image)
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
-def _make_request(root: str, run: int, step: int, kind: Kind, images: list[Sealed]) -> SaveRequest:
+def _make_request(
+    root: str, run: int, step: int, kind: Kind, images: list[SealedImage]
+) -> SaveRequest:
     return SaveRequest(
         root=root,
         step=step,
@@ -151,6 +155,6 @@ def _make_request(root: str, run: int, step: int, kind: Kind, images: list[Seale
         run_key=images[0].ticket.run_key,
         kind=kind,
         roles=images[0].ticket.roles,
-        components=components_of([image.ticket for image in images]),
+        components=list_components([image.ticket for image in images]),
         keep=max(image.ticket.keep for image in images),
     )

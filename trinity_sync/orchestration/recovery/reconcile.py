@@ -19,18 +19,18 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 
-from trinity_sync.catalog.database import opened, url_of
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
 from trinity_sync.fs.clock import file_time
 from trinity_sync.fs.process import process_name
-from trinity_sync.orchestration.job_registry import known_roots
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import job_spools
+from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
@@ -89,7 +89,7 @@ def repair_known_roots(settings: Settings) -> list[Finding]:
     Returns:
         What was repaired and what was left, which is logged as well.
     """
-    found = [finding for root in known_roots(settings) for finding in _repair_pointers(root)]
+    found = [finding for root in list_known_roots(settings) for finding in _repair_pointers(root)]
     for finding in found:
         logger.warning("%s: %s %s: %s", finding.where, finding.state, finding.what, finding.why)
     return found
@@ -154,7 +154,7 @@ def _repair_files(
     grace_s: float,
     clock: Callable[[], float] | None,
 ) -> Iterator[Finding]:
-    jobs = list(job_spools(settings.spool))
+    jobs = list(list_job_spools(settings.spool))
     found = [(job, *job.tickets()) for job in jobs]
     sealed = [image for _, good, _ in found for image in good]
     for job, _, bad in found:
@@ -211,7 +211,7 @@ def _repair_pointers(root: Path) -> Iterator[Finding]:
 def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write while the catalog was away."""
     try:
-        with opened(url_of(settings)) as engine:
+        with open_catalog(get_catalog_url(settings)) as engine:
             note_versions(engine, root)
             try:
                 missed = differences(engine, root, claims=False)

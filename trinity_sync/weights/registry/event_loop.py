@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
-from trinity_sync.storage.runs import Run, all_runs
+from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import read_state, write_state
@@ -207,7 +207,7 @@ class AsyncVersionRegistry:
 
     def _runs(self) -> list[Run]:
         try:
-            return all_runs(self.root)
+            return list_runs(self.root)
         except (TrinitySyncError, OSError) as error:
             logger.warning("%s", error)
             return []
