@@ -72,13 +72,14 @@ class Trainer:
     """One rank in this process."""
 
     def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int, share: float) -> None:
+        from trinity_sync.snapshot.save_id import Origin
         from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.snapshot.stager import Origin, Stager
+        from trinity_sync.snapshot.stager import Stager
         from trinity_sync.weights.publisher import Publisher
 
         job = open_job_spool(spool, root)
         self._origin = lambda step: Origin(
-            str(root), 1, "", step, "state_dict", "actor", ("actor",), 0, 1
+            str(root), 1, "", step, "state_dict", ("actor",), "actor", 0, 1
         )
         self._stager, self._publisher = Stager(job), Publisher(synchronizer, root, job)
         self._state, self._share = weights(mib), share

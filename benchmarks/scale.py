@@ -176,9 +176,7 @@ def save_without_prefect(job: Job, step: int) -> str:
 
     request = job.stage(step)
     save = make_save(request)
-    shares = await_node_shards(
-        request.root, request.run, request.run_key, request.roles, gather_s=60
-    )
+    shares = await_node_shards(save, gather_s=60)
     times = [time.process_time()]
     written = [
         file

@@ -49,12 +49,7 @@ async def save_step(request: SaveRequest) -> None:
     settings, shares, parts = Settings(), list[NodeShards](), list[list[Persisted]]()
     try:
         shares = await asyncio.to_thread(
-            await_node_shards,
-            request.root,
-            request.run,
-            request.run_key,
-            request.roles,
-            gather_s=settings.gather_s,
+            await_node_shards, request.save, gather_s=settings.gather_s
         )
         parts, failure = await _persist(request, shares)
         if failure:

@@ -14,6 +14,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit
@@ -26,7 +27,7 @@ from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest, read_own_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.receipts import await_receipts
-from trinity_sync.storage.save import Persisted, Save, Written, discard, mark_failed
+from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: NodeShar
     return bool(list_export_requests(request.root, step=request.step))
 
 
-def write_export_requests(save: Save, written: Sequence[Written]) -> None:
+def write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
     """Note which models the trainer wants to have exported; a retry finds it, whatever dies."""
     asked = {(file.record.role, file.export) for file in written if file.export}
     for role, export in asked:

@@ -9,11 +9,12 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Component
 from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.receipts import await_receipts, sync_function_files
-from trinity_sync.storage.save import Persisted, Save
+from trinity_sync.storage.save import Persisted
 
 TASK_NAMES: dict[Component | None, str] = {
     "model": "model",
@@ -25,16 +26,14 @@ TASK_NAMES: dict[Component | None, str] = {
 }
 
 
-def make_save(request: SaveRequest) -> Save:
-    """The request as files know it.
+def make_save(request: SaveRequest) -> SaveId:
+    """Return the save of a request, once this node's settings allow flows to work on its root.
 
     Raises:
         ConfigError: this node's settings do not allow flows to work there.
     """
     require_allowed(Settings(), request.root)
-    return Save(
-        request.root, request.run, request.step, request.kind, request.roles, request.run_key
-    )
+    return request.save
 
 
 def persist_component(

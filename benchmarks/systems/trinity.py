@@ -17,12 +17,12 @@ from benchmarks.writing import write_out
 from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import shard_file, step_folder
+from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import Origin, Stager
+from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_shards
-from trinity_sync.storage.save import Save
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
@@ -95,7 +95,7 @@ class Trinity(Committed):
     def save(self, step: int) -> None:
         """Stage; rank 0 has the step written as soon as its images are sealed."""
         root, rank, ranks = str(self.folder), self.training.rank, self.training.size.ranks
-        origin = Origin(root, 1, "", step, "checkpoint", ROLES[0], ROLES, rank, ranks)
+        origin = Origin(root, 1, "", step, "checkpoint", ROLES, ROLES[0], rank, ranks)
         self._states.save(
             origin, self.training.state(get_model_state_to_stage), overlap=self.overlaps
         )
@@ -106,7 +106,7 @@ class Trinity(Committed):
 
     def _write(self, step: int) -> None:
         if self._writer:
-            save = Save(str(self.folder), 1, step, "checkpoint", ROLES)
+            save = SaveId(str(self.folder), 1, "", step, "checkpoint", ROLES)
             ranks = {ROLES[0]: tuple(range(self.training.size.ranks))}
             share = NodeShards("here", str(self.spool.folder), ranks)
             self._saving = self._writer.submit(write_out, share, save, COMPONENTS)

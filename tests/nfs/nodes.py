@@ -38,6 +38,7 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import newest, require_committed
@@ -53,7 +54,7 @@ from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.storage.save import Save, Written
+from trinity_sync.storage.save import Written
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.commit_notification import CommitNotification
 from trinity_sync.weights.version import Version
@@ -119,8 +120,8 @@ def write_shard(
         job.stagers[rank].close()
 
 
-def save_of(root: Path, step: int, run: int = 1) -> Save:
-    return Save(str(root), run, step, "checkpoint", ("actor",))
+def save_of(root: Path, step: int, run: int = 1) -> SaveId:
+    return SaveId(str(root), run, "", step, "checkpoint", ("actor",))
 
 
 def assert_holds(root: Path, step: int, *fills: float) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import Origin, Staged, Stager, pack_folder
+from trinity_sync.snapshot.stager import Staged, Stager, pack_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement
-from trinity_sync.storage.save import Save, Written
+from trinity_sync.storage.save import Written
 
 
 @contextmanager
@@ -82,8 +83,8 @@ class Job:
         write_placement(self.root, origin.run, origin.run_key, origin.role, places)
         return self.stager(rank).stage(origin, states, also=also, metadata=packed).result()
 
-    def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> Save:
-        return Save(str(self.root), run, step, kind, self.roles)
+    def save(self, step: int, *, run: int = 1, kind: Any = "checkpoint") -> SaveId:
+        return SaveId(str(self.root), run, "", step, kind, self.roles)
 
     @property
     def share(self) -> NodeShards:

@@ -44,9 +44,7 @@ def save_step(request: SaveRequest) -> Iterator[str]:
     parts: list[Persisted] = []
     failures: list[Exception] = []
     try:
-        shares = await_node_shards(
-            request.root, request.run, request.run_key, request.roles, gather_s=GATHER_S
-        )
+        shares = await_node_shards(request.save, gather_s=GATHER_S)
         yield "began"
         for share in shares:
             for component in request.components:

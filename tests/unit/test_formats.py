@@ -488,8 +488,8 @@ def test_placements_of_another_release_fail_the_save_and_no_other(job: Job, chan
         job.stage(run, STATE, run=run)
     of_another_release(job.root / ".trinity_sync/placements/1.actor.json", change)
     with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
-        await_node_shards(job.root, 1, "", ("actor",), gather_s=3600)
-    assert await_node_shards(job.root, 2, "", ("actor",), gather_s=0)
+        await_node_shards(job.save(1), gather_s=3600)
+    assert await_node_shards(job.save(2, run=2), gather_s=0)
 
 
 # ---------------------------------------------------------------- retention and care

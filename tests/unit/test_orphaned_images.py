@@ -32,10 +32,10 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from pathlib import Path
         from trinity_sync.snapshot.spool import JobSpool
         from trinity_sync.storage import commit as commits
-        from trinity_sync.storage.save import Save
+        from trinity_sync.snapshot.save_id import SaveId
         from trinity_sync.storage.persist import WriteOptions, persist
         from trinity_sync.storage.placement import NodeShards
-        save = Save({str(job.root)!r}, 1, {step}, "checkpoint", ("actor",))
+        save = SaveId({str(job.root)!r}, 1, "", {step}, "checkpoint", ("actor",))
         spool = JobSpool(Path({str(job.spool.folder)!r}))
         share = NodeShards("here", str(spool.folder), {{"actor": (0,)}})
         written = persist(share, save, "model", WriteOptions())

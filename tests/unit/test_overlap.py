@@ -21,8 +21,9 @@ from trinity_sync.snapshot.mutation_guard import (
     list_named_tensors,
     sample_storages,
 )
+from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.snapshot.stager import Origin, Staged, Stager
+from trinity_sync.snapshot.stager import Staged, Stager
 
 BIG = SMALL  # elements of float32: four times the bytes that are copied at the call
 
@@ -52,7 +53,7 @@ class Saves:
         )
 
     def save(self, step: int, state: object, overlap: bool = True) -> Staged:
-        origin = Origin(str(self.root), 1, "", step, "checkpoint", "actor", ("actor",), 0, 1)
+        origin = Origin(str(self.root), 1, "", step, "checkpoint", ("actor",), "actor", 0, 1)
         return self.states.save(origin, {"model": state}, overlap=overlap)
 
     def copied(self) -> float:

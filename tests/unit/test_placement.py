@@ -22,6 +22,7 @@ from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import read_statuses
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
@@ -80,6 +81,10 @@ def shares_of(jobs: list[Job]) -> list[NodeShards]:
     ]
 
 
+def save_of(root: Path, run_key: str, *roles: str) -> SaveId:
+    return SaveId(str(root), 1, run_key, 4, "checkpoint", roles)
+
+
 @given(st.sets(st.integers(0, 5000), min_size=1))
 def test_ranks_in_few_words_are_the_same_ranks(ranks: set[int]) -> None:
     assert parse_ranks(format_ranks(ranks)) == tuple(sorted(ranks))
@@ -107,7 +112,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
         (request,) = trigger.requests
         sizes.append(len(json.dumps(request.flow_run["parameters"])))
     assert sizes[0] == sizes[1] < 1000
-    shares = await_node_shards(root, 1, "one", ["actor"], gather_s=0)
+    shares = await_node_shards(request.save, gather_s=0)
     assert [share.node for share in shares] == names
     assert shares[511].ranks == {"actor": tuple(range(4088, 4096))}
     assert len(pickle.dumps(shares[511])) < 1000  # what each task is given besides
@@ -118,7 +123,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
 def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> None:
     for role, nodes in (("actor", "ab"), ("critic", "bc")):
         write_placement(root, 1, "key", role, group_by_node([(node, "/s") for node in nodes]))
-    shares = await_node_shards(root, 1, "key", ["actor", "critic"], gather_s=0)
+    shares = await_node_shards(save_of(root, "key", "actor", "critic"), gather_s=0)
     assert [(share.node, share.ranks) for share in shares] == [
         ("a", {"actor": (0,)}),
         ("b", {"actor": (1,), "critic": (0,)}),
@@ -130,14 +135,14 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
     write_placement(root, 1, "key", "actor", [NodeRanks("a", "/s", (0,))])
     with pytest.raises(MissingShardsError, match=r"role critic has handed nothing over in run 1"):
-        await_node_shards(root, 1, "key", ["actor", "critic"], gather_s=0)
+        await_node_shards(save_of(root, "key", "actor", "critic"), gather_s=0)
     assert read_placement(root, 1, "another life of the root", "actor") is None
     (file,) = root.glob(".trinity_sync/placements/*")
     file.write_text("{")
     with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
         read_placement(root, 1, "key", "actor")
     with pytest.raises(SaveError, match="is gone; make it and retry"):
-        await_node_shards(root / "gone", 1, "key", ["actor"], gather_s=0)
+        await_node_shards(save_of(root / "gone", "key", "actor"), gather_s=0)
 
 
 def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job]) -> None:
@@ -252,7 +257,7 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
     (request,) = trigger.requests
     assert request.components == ()
-    (share,) = await_node_shards(root, 1, "one", ["actor"], gather_s=0)
+    (share,) = await_node_shards(request.save, gather_s=0)
     part = persist_component(request, None, share, True)
     manifest = commit(make_save(request), part.written, part.receipts)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]

@@ -36,7 +36,6 @@ from trinity_sync.storage.latest_pointer import latest_pointer_covers
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
 from trinity_sync.storage.required_remote import is_sent, required_remote_of
 from trinity_sync.storage.runs import find_superseding_run, list_runs
-from trinity_sync.storage.save import Save
 
 logger = logging.getLogger(__name__)
 
@@ -445,11 +444,8 @@ class CommitWatcher:
 
         A worker of this node does it, too, but a node need not have one.
         """
-        root, run, step = request.root, request.run, request.step
         for image in images:
-            resolve_late_image(
-                Save(root, run, step, request.kind, request.roles, request.run_key), image
-            )
+            resolve_late_image(request.save, image)
         return bool(images)
 
     def _late(self, save: _Pending) -> list[SealedImage]:

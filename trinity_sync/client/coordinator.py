@@ -37,9 +37,9 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
-from trinity_sync.snapshot.ticket import Export
 from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog

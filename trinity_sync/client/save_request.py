@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from trinity_sync.errors import FormatError
 from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, job_id
+from trinity_sync.snapshot.save_id import SaveId
 
 SAVE_DEPLOYMENT = "save-step/save-step"
 QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
@@ -83,6 +84,11 @@ class SaveRequest(BaseModel):
     @classmethod
     def _names(cls, roles: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(check_name("role", role) for role in roles)
+
+    @property
+    def save(self) -> SaveId:
+        """The save, as tickets and commits name it."""
+        return SaveId(self.root, self.run, self.run_key, self.step, self.kind, self.roles)
 
     @property
     def job(self) -> str:

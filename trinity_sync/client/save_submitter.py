@@ -17,9 +17,10 @@ from trinity_sync.layout import (
     SaveStrategy,
     check_name,
 )
+from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.stager import Origin, Staged
-from trinity_sync.snapshot.ticket import Export, list_components
+from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 
 
@@ -72,15 +73,10 @@ class SaveSubmitter:
         self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
     ) -> Origin:
         """Return what the tickets of this rank's images say of a save."""
-        run = self._run.get()
+        roles = self._roles if kind == "checkpoint" else (role,)
         return Origin(
-            root=str(self._root),
-            run=run.number,
-            run_key=run.key,
-            step=step,
-            kind=kind,
+            **vars(self._save_id(step, kind, roles)),
             role=check_name("role", role),
-            roles=self._roles if kind == "checkpoint" else (role,),
             rank=self._rank,
             world_size=self._world_size,
             keep=keep,
@@ -134,9 +130,7 @@ class SaveSubmitter:
             self._attachments.discard(origin.step)
         if len(origin.roles) > 1:  # the first role's request counts, and others may have more
             components = COMPONENTS
-        request = self._request(
-            origin.step, origin.kind, origin.roles, components, keep=origin.keep
-        )
+        request = _request(origin.save, components, keep=origin.keep)
         self._watcher.follow(
             request,
             images=staged.images,
@@ -162,31 +156,17 @@ class SaveSubmitter:
             if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
                 self.write_placement(role)
         keep = max((ticket.keep for ticket in mine), default=0)
-        request = self._request(
-            step, kind, roles, list_components(mine), keep=keep, expected=expected
-        )
+        save = self._save_id(step, kind, roles)
+        request = _request(save, list_components(mine), keep=keep, expected=expected)
         self._watcher.follow(request, submit=True)
 
-    def _request(
-        self,
-        step: int,
-        kind: Kind,
-        roles: Sequence[str],
-        components: Sequence[str],
-        *,
-        keep: int,
-        expected: int = 0,
-    ) -> SaveRequest:
-        known: list[Component] = [name for name in COMPONENTS if name in components]
+    def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         run = self._run.get()
-        return SaveRequest(
-            root=str(self._root),
-            step=step,
-            run=run.number,
-            run_key=run.key,
-            kind=kind,
-            roles=tuple(roles),
-            components=tuple(known),
-            expected=expected,
-            keep=keep,
-        )
+        return SaveId(str(self._root), run.number, run.key, step, kind, roles)
+
+
+def _request(
+    save: SaveId, components: Sequence[str], *, keep: int, expected: int = 0
+) -> SaveRequest:
+    known: list[Component] = [name for name in COMPONENTS if name in components]
+    return SaveRequest(**vars(save), components=tuple(known), expected=expected, keep=keep)

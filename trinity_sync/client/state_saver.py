@@ -15,9 +15,9 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, ImageError, TrinitySyncError
 from trinity_sync.layout import Component, Kind
+from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.stager import (
     METADATA,
-    Origin,
     Staged,
     Stager,
     StagingHandle,

@@ -20,11 +20,12 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_of
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
 from trinity_sync.storage.persist import identity_of, temporary_name
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.storage.save import Save, Written, discard
+from trinity_sync.storage.save import Written, discard
 
 
 def from_dcp(
@@ -87,7 +88,7 @@ def from_dcp(
         )
     make_folder(base)
     run = newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
-    save = Save(str(base), run.number, step, "checkpoint", (role,), run.key)
+    save = SaveId(str(base), run.number, run.key, step, "checkpoint", (role,))
     shares = [(name, rank) for name in parts for rank in range(world_size)]
     small = _small_files(Path(metadata)) if metadata else {}
     components = (*parts, *(["metadata"] if small else []))
@@ -112,7 +113,7 @@ def from_dcp(
         _tidy(save, written)
 
 
-def _write(save: Save, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
+def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
     """Write a state, or bytes, under a temporary name, durably."""
     final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
     make_folder(final.parent)
@@ -154,7 +155,7 @@ def _small_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _tidy(save: Save, written: Sequence[Written]) -> None:
+def _tidy(save: SaveId, written: Sequence[Written]) -> None:
     """Remove what was not committed; after a commit that is nothing."""
     if read_own_manifest(save.root, save.run, save.step):
         return

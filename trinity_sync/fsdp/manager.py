@@ -30,8 +30,8 @@ from trinity_sync.fsdp.state_dict import (
 )
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
+from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.stager import Staged
-from trinity_sync.snapshot.ticket import Export
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.weights.publisher import Publisher

@@ -11,36 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
-from trinity_sync.layout import Kind, SaveStrategy
+from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket, ticket_path
+from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket, ticket_path
 from trinity_sync.snapshot.version_tag import read_version_tag
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The part of a ticket that all images of one save share."""
-
-    root: str
-    run: int
-    run_key: str
-    step: int
-    kind: Kind
-    role: str
-    roles: tuple[str, ...]
-    rank: int
-    world_size: int
-    keep: int = 0
-    """Number of checkpoints to keep once this one is committed; 0 for all."""
-    export: Export = ""
-    strategy: SaveStrategy = "unrestricted"
-    """Write concurrency."""
 
 
 class SlotPool:
@@ -206,8 +185,5 @@ def _published_last(slot: Slot) -> tuple[int, int]:
 
 def _is_of(image: Ticket | None, origin: Origin) -> bool:
     """Return whether an image is of this run and step."""
-    return image is not None and (image.run, image.run_key, image.step) == (
-        origin.run,
-        origin.run_key,
-        origin.step,
-    )
+    wanted = (origin.run, origin.run_key, origin.step)
+    return image is not None and (image.run, image.run_key, image.step) == wanted

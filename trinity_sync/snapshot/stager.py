@@ -24,8 +24,8 @@ from trinity_sync.layout import Component, shard_file
 from trinity_sync.snapshot.image import Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
 from trinity_sync.snapshot.mutation_guard import SAMPLE, MutationGuard
+from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_pool import Origin as Origin
 from trinity_sync.snapshot.slot_pool import SlotPool
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket, seal, ticket_path

@@ -29,11 +29,10 @@ from trinity_sync.layout import (
     FOLDERS,
     SPOOL_FORMAT,
     Component,
-    Kind,
-    SaveStrategy,
     is_below,
     is_path,
 )
+from trinity_sync.snapshot.save_id import Origin
 
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"
@@ -42,29 +41,16 @@ _SLOT = re.compile(
     + re.escape(TICKET_SUFFIX)
 )
 
-Export = Literal["", "hf_model", "hf_model with remote code"]
-"""Whether this role's model is exported once the step is committed."""
 
-
-@dataclass(frozen=True)
-class Ticket(Record, format=SPOOL_FORMAT, writer=TRAINER):
+@dataclass(frozen=True, kw_only=True)
+class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
     """What an image is and where it belongs."""
 
     image: str
     """Random name of this image: tells it from every other that used the slot."""
-    root: str
-    run: Count
-    run_key: str
-    step: Count
-    kind: Kind
-    role: str
     component: str
-    rank: Count
-    world_size: Count
     components: tuple[str, ...]
-    """What this rank hands over for this role in this save."""
-    roles: tuple[str, ...]
-    """Roles that the save is made of."""
+    """Components that this rank submits for this role in this save."""
     path: str
     """File below the step's folder, or the folder that a packed image unfolds into."""
     form: Literal["file", "folder"]
@@ -74,11 +60,6 @@ class Ticket(Record, format=SPOOL_FORMAT, writer=TRAINER):
     """Seconds since the epoch."""
     monotonic_s: Seconds
     """The same moment by the node's monotonic clock, which all its processes share."""
-    keep: Count = 0
-    """Checkpoints that are left once this one is committed; 0 for all."""
-    export: Export = ""
-    strategy: SaveStrategy = "unrestricted"
-    """The trainer's, so that whoever writes images of the job takes turns by the same rule."""
 
     @property
     def what(self) -> str:

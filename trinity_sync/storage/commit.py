@@ -33,6 +33,7 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.corruption import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
@@ -54,13 +55,13 @@ from trinity_sync.storage.replace import (
     vanished_error,
 )
 from trinity_sync.storage.runs import refuse_superseded
-from trinity_sync.storage.save import Save, Written, discard, remove_files
+from trinity_sync.storage.save import Written, discard, remove_files
 
 logger = logging.getLogger(__name__)
 
 
 def commit(
-    save: Save,
+    save: SaveId,
     written: Sequence[Written],
     receipts: Sequence[CallableStatus] = (),
     *,
@@ -138,7 +139,7 @@ def commit(
     return manifest
 
 
-def finish_interrupted(save: Save) -> None:
+def finish_interrupted(save: SaveId) -> None:
     """Do what follows the manifest, for a commit whose process may have died right after it.
 
     Nothing is done if the step is not committed, or if a later run has left it behind. Waits while
@@ -175,7 +176,7 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
 
 
 def _check_complete(
-    save: Save, written: Sequence[Written], receipts: Sequence[CallableStatus]
+    save: SaveId, written: Sequence[Written], receipts: Sequence[CallableStatus]
 ) -> None:
     problems = [] if written or receipts else ["nothing was handed over"]
     for role in save.roles:
@@ -226,7 +227,7 @@ def served_kinds(
 
 
 def _refuse_other_content(
-    save: Save, written: Sequence[Written], committed: Mapping[str, FileRecord]
+    save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
 ) -> None:
     """See that nothing is submitted again with another content.
 
@@ -242,7 +243,7 @@ def _refuse_other_content(
             )
 
 
-def _remove_other_attempts(save: Save, written: Sequence[Written]) -> None:
+def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
     """Remove what other attempts to save the same images have written, or died at."""
     images = {image for file in written for image in file.record.images}
     for folder in {(save.folder / file.record.path).parent for file in written}:
@@ -250,7 +251,7 @@ def _remove_other_attempts(save: Save, written: Sequence[Written]) -> None:
         remove_files(folder / name for name in names if image_of_temporary(name) in images)
 
 
-def _earlier(save: Save) -> Manifest | None:
+def _earlier(save: SaveId) -> Manifest | None:
     try:
         return read_manifest(save.root, save.step)
     except ManifestError as error:

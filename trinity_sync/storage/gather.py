@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trinity_sync.errors import FormatError, MissingShardsError, TicketError
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
-from trinity_sync.storage.save import Save, Written
+from trinity_sync.storage.save import Written
 
 
 def gather_images(
-    share: NodeShards, save: Save, component: str, gather_s: float, clock: Callable[[], float]
+    share: NodeShards, save: SaveId, component: str, gather_s: float, clock: Callable[[], float]
 ) -> tuple[list[SealedImage], list[Written]]:
     """Return the images to write, and the files that a commit of the same step has already.
 
@@ -113,7 +114,7 @@ def gather_images(
         time.sleep(0.01)
 
 
-def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
+def _past_it(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
     """Roles and ranks that have sealed a later step since this one was begun on this node.
 
     Images of an earlier start of the same run are older than this save, and prove nothing.
@@ -126,7 +127,7 @@ def _past_it(save: Save, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
 
 def _refuse_evicted(
     share: NodeShards,
-    save: Save,
+    save: SaveId,
     component: str,
     missing: Mapping[str, Sequence[int]],
     later: Collection[tuple[str, int]],

@@ -10,6 +10,7 @@ from trinity_sync.layout import (
     SERVES_AS,
 )
 from trinity_sync.snapshot.callable_status import remove_statuses
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import read_ticket
@@ -18,12 +19,12 @@ from trinity_sync.storage.manifest import (
     write_manifest,
 )
 from trinity_sync.storage.persist import files_in
-from trinity_sync.storage.save import Save, Written, mark_image_failed
+from trinity_sync.storage.save import Written, mark_image_failed
 
 logger = logging.getLogger(__name__)
 
 
-def free_committed_slots(spool: JobSpool, save: Save, written: Sequence[Written]) -> None:
+def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:
     """Free this node's slots of a committed save.
 
     Until the next save fills a slot, `load_shards` finds the committed file there.
@@ -44,7 +45,7 @@ def free_committed_slots(spool: JobSpool, save: Save, written: Sequence[Written]
     remove_statuses(spool, save.run, save.step, save.kind)
 
 
-def resolve_late_image(save: Save, sealed: SealedImage) -> None:
+def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
     """Free an image whose save is committed, or say that it is not part of it.
 
     One that holds what is committed, byte for byte, joins the manifest: a state that was submitted

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from trinity_sync.errors import ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.direct_io import write_file
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
@@ -28,7 +29,7 @@ from trinity_sync.storage.block_reuse import remove_spares, take_spare
 from trinity_sync.storage.gather import gather_images
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Save, Written, remove_files
+from trinity_sync.storage.save import Written, remove_files
 from trinity_sync.storage.write_permits import acquire_write_permit
 
 
@@ -47,7 +48,7 @@ class WriteOptions:
 
 def persist(
     share: NodeShards,
-    save: Save,
+    save: SaveId,
     component: str,
     options: WriteOptions,
     *,
@@ -81,7 +82,7 @@ def persist(
 
 
 @contextmanager
-def _held(save: Save, sealed: SealedImage) -> Iterator[memoryview]:
+def _held(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
     """The image's bytes under its locks, seen to be the image that was found."""
     try:
         with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
@@ -96,7 +97,7 @@ def _held(save: Save, sealed: SealedImage) -> Iterator[memoryview]:
 
 def _write(
     share: NodeShards,
-    save: Save,
+    save: SaveId,
     options: WriteOptions,
     attempt: str,
     sealed: SealedImage,
@@ -117,7 +118,7 @@ def _write(
         ) from error
 
 
-def _check(save: Save, sealed: SealedImage, content: memoryview) -> None:
+def _check(save: SaveId, sealed: SealedImage, content: memoryview) -> None:
     """See, under its locks, that the image is still the one that was found."""
     ticket = sealed.ticket
     now = read_ticket(sealed.slot)
@@ -130,7 +131,7 @@ def _check(save: Save, sealed: SealedImage, content: memoryview) -> None:
         )
 
 
-def _gave_way(save: Save, ticket: Ticket) -> ImageError:
+def _gave_way(save: SaveId, ticket: Ticket) -> ImageError:
     return ImageError(
         f"{save}: the image of {ticket.what} gave way to a later step and cannot be saved any "
         "more; cancel this flow run."
@@ -139,7 +140,7 @@ def _gave_way(save: Save, ticket: Ticket) -> ImageError:
 
 def _write_one(
     node: str,
-    save: Save,
+    save: SaveId,
     sealed: SealedImage,
     options: WriteOptions,
     attempt: str,

@@ -19,6 +19,7 @@ from trinity_sync.errors import CommitError, MissingShardsError, SaveError
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import TRAINER, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, is_path
+from trinity_sync.snapshot.save_id import SaveId
 
 _MOST_RANKS = 1 << 20
 
@@ -124,15 +125,14 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
 
 
 def await_node_shards(
-    root: str | Path,
-    run: int,
-    run_key: str,
-    roles: Iterable[str],
-    *,
-    gather_s: float,
-    clock: Callable[[], float] = time.monotonic,
+    save: SaveId, *, gather_s: float, clock: Callable[[], float] = time.monotonic
 ) -> list[NodeShards]:
-    """What each node holds of the saves of some roles; the node of the first role's rank 0 first.
+    """Return what each node holds of a save; the node of the first role's rank 0 comes first.
+
+    Args:
+        save: the save.
+        gather_s: seconds to wait for the placements of its roles.
+        clock: monotonic seconds.
 
     Raises:
         MissingShardsError: a role has not said where its ranks are within ``gather_s`` seconds.
@@ -140,16 +140,17 @@ def await_node_shards(
         CommitError, FormatError: as `read_placement`.
     """
     deadline = clock() + gather_s
-    if not Path(root).is_dir():
-        raise SaveError(f"the job's root {root} is gone; make it and retry the flow run")
+    if not Path(save.root).is_dir():
+        raise SaveError(f"the job's root {save.root} is gone; make it and retry the flow run")
     shares: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for role in roles:
-        while (places := read_placement(root, run, run_key, role)) is None:
+    for role in save.roles:
+        while (places := read_placement(save.root, save.run, save.run_key, role)) is None:
             if clock() >= deadline:
                 raise MissingShardsError(
-                    f"role {role} has handed nothing over in run {run} of {root} within "
-                    f"{gather_s:g} s: there is no {_path(root, run, role)}. Does its training run, "
-                    "and do all nodes see this root? The next save goes on without this one."
+                    f"role {role} has handed nothing over in run {save.run} of {save.root} within "
+                    f"{gather_s:g} s: there is no {_path(save.root, save.run, role)}. Does its "
+                    "training run, and do all nodes see this root? The next save goes on without "
+                    "this one."
                 )
             time.sleep(0.05)
         for place in places:

@@ -15,16 +15,16 @@ from trinity_sync.layout import (
     is_below,
 )
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import (
     FileRecord,
 )
-from trinity_sync.storage.save import Save
 
 
 def await_receipts(
     spool: JobSpool,
-    save: Save,
+    save: SaveId,
     *,
     at_least: int = 0,
     gather_s: float = 60.0,
@@ -55,7 +55,7 @@ def await_receipts(
         time.sleep(0.02)
 
 
-def sync_function_files(save: Save, receipts: Sequence[CallableStatus]) -> None:
+def sync_function_files(save: SaveId, receipts: Sequence[CallableStatus]) -> None:
     """Sync the files that save functions wrote on this node, whose page cache may have them.
 
     Args:
@@ -68,7 +68,7 @@ def sync_function_files(save: Save, receipts: Sequence[CallableStatus]) -> None:
 
 
 def list_function_files(
-    save: Save, receipts: Sequence[CallableStatus], named: set[str]
+    save: SaveId, receipts: Sequence[CallableStatus], named: set[str]
 ) -> Iterator[FileRecord]:
     """Yield the files that save functions wrote, digested and synced.
 

@@ -28,6 +28,7 @@ from trinity_sync.layout import (
     MANIFEST,
     step_folder,
 )
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.discovery import manifest_state, newest
 from trinity_sync.storage.export_requests import inherit_export_requests
 from trinity_sync.storage.manifest import (
@@ -37,12 +38,12 @@ from trinity_sync.storage.manifest import (
 from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.quarantine import clear_replaced, replacing_folder
-from trinity_sync.storage.save import Save, Written
+from trinity_sync.storage.save import Written
 
 logger = logging.getLogger(__name__)
 
 
-def is_covered_by(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
+def is_covered_by(save: SaveId, earlier: Manifest, manifest: Manifest) -> bool:
     """Whether a sync adds nothing to an earlier run's checkpoint of the step, which then stays.
 
     So it is where a run begins with a sync of the step that it has loaded.
@@ -60,7 +61,7 @@ def is_covered_by(save: Save, earlier: Manifest, manifest: Manifest) -> bool:
     )
 
 
-def inherit_exports_and_metrics(save: Save, earlier: Manifest) -> None:
+def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
     """Have a run inherit the export requests and metrics of a checkpoint that stays.
 
     Args:
@@ -74,7 +75,7 @@ def inherit_exports_and_metrics(save: Save, earlier: Manifest) -> None:
         logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
 
 
-def refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:
+def refuse_loss(save: SaveId, earlier: Manifest, manifest: Manifest) -> None:
     """See that a step may be replaced by one that serves as fewer kinds.
 
     Raises:
@@ -100,7 +101,7 @@ def refuse_loss(save: Save, earlier: Manifest, manifest: Manifest) -> None:
 
 
 def replace_step(
-    save: Save,
+    save: SaveId,
     written: Sequence[Written],
     manifest: Manifest,
     earlier: Manifest,

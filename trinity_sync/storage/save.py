@@ -1,40 +1,16 @@
-"""Which save is meant, what its tasks have written so far, and the marks of a failed one."""
+"""What the tasks of a save have written so far, and the marks of a failed one."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus
+from trinity_sync.snapshot.save_id import Export, SaveId
 from trinity_sync.snapshot.slot_lock import hold_slot, lock_image
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import Export, Ticket, failure_path, read_ticket
+from trinity_sync.snapshot.ticket import failure_path, read_ticket
 from trinity_sync.storage.manifest import FileRecord
-
-
-@dataclass(frozen=True)
-class Save:
-    """Which save is meant, as files know it."""
-
-    root: str
-    run: int
-    step: int
-    kind: Kind
-    roles: tuple[str, ...]
-    run_key: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """The step's folder."""
-        return step_folder(self.root, self.step)
-
-    def owns(self, ticket: Ticket) -> bool:
-        """Whether an image of this run and step was submitted with this very save."""
-        return ticket.kind == self.kind and ticket.role in self.roles
-
-    def __str__(self) -> str:
-        return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +58,7 @@ def remove_files(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
-def mark_failed(spool: JobSpool, save: Save, reason: str) -> None:
+def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
     """Note beside the images of a save that it failed, so that they give way first."""
     for sealed in spool.of_step(save.run, save.step)[0]:
         if save.owns(sealed.ticket):

@@ -17,14 +17,14 @@ from pydantic import ValidationError
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import FormatError, TrinitySyncError
-from trinity_sync.layout import Kind
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, list_job_spools
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.manifest import Manifest, read_own_manifest
-from trinity_sync.storage.save import Save, mark_failed
+from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +60,19 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
     for error in bad:
         warn_once(str(error))
     now = time.monotonic()
-    saves: dict[tuple[str, int, int, Kind, tuple[str, ...]], list[SealedImage]] = defaultdict(list)
+    saves: dict[SaveId, list[SealedImage]] = defaultdict(list)
     for image in sealed:
-        ticket = image.ticket
-        saves[ticket.root, ticket.run, ticket.step, ticket.kind, ticket.roles].append(image)
-    for (root, run, step, kind, roles), images in saves.items():
-        save = Save(root, run, step, kind, roles, images[0].ticket.run_key)
+        saves[image.ticket.save].append(image)
+    for save, images in saves.items():
         try:
-            manifest = read_own_manifest(root, run, step)
+            manifest = read_own_manifest(save.root, save.run, save.step)
         except FormatError as error:
             warn_once(str(error))
             continue
-        if manifest and manifest.holds(kind, roles):
+        if manifest and manifest.holds(save.kind, save.roles):
             _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
-            yield _make_request(root, run, step, kind, images)
+            yield _make_request(save, images)
 
 
 @lru_cache(maxsize=1000)
@@ -96,11 +94,10 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
         request = SaveRequest.model_validate(parameters["request"])
     except (KeyError, ValidationError, FormatError):
         return
-    save = Save(request.root, request.run, request.step, request.kind, request.roles)
     try:
-        mark_failed(JobSpool(spool / request.job), save, reason)
+        mark_failed(JobSpool(spool / request.job), request.save, reason)
     except (OSError, TrinitySyncError) as error:
-        logger.warning("%s keeps its slots for now: %s", save, error)
+        logger.warning("%s keeps its slots for now: %s", request.save, error)
 
 
 def compare_late_images(spool: Path, request: SaveRequest) -> None:
@@ -112,9 +109,7 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
         spool: this node's spool, with one folder a job.
         request: the save.
     """
-    save = Save(
-        request.root, request.run, request.step, request.kind, request.roles, request.run_key
-    )
+    save = request.save
     try:
         for sealed in JobSpool(spool / request.job).of_step(save.run, save.step)[0]:
             if save.owns(sealed.ticket):
@@ -124,7 +119,7 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
 
 
 def _finish_commit(
-    save: Save, manifest: Manifest, images: list[SealedImage], before: float
+    save: SaveId, manifest: Manifest, images: list[SealedImage], before: float
 ) -> None:
     """Release the images that are part of a commit, and mark those that are not."""
     if manifest.committed_at >= before:
@@ -145,16 +140,9 @@ def _finish_commit(
         warn_once(f"{save} is committed, but cannot be finished: {error}")
 
 
-def _make_request(
-    root: str, run: int, step: int, kind: Kind, images: list[SealedImage]
-) -> SaveRequest:
+def _make_request(save: SaveId, images: list[SealedImage]) -> SaveRequest:
     return SaveRequest(
-        root=root,
-        step=step,
-        run=run,
-        run_key=images[0].ticket.run_key,
-        kind=kind,
-        roles=images[0].ticket.roles,
+        **vars(save),
         components=list_components([image.ticket for image in images]),
         keep=max(image.ticket.keep for image in images),
     )

@@ -1,0 +1,60 @@
+"""The identity of a save, and of the rank that submits images for it.
+
+Tickets, requests of flow runs and commits all name a save by the same `SaveId`.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from trinity_sync.fs.records import Count
+from trinity_sync.layout import Kind, SaveStrategy, step_folder
+
+Export = Literal["", "hf_model", "hf_model with remote code"]
+"""Whether a role's model is exported once the step is committed."""
+
+
+@dataclass(frozen=True)
+class SaveId:
+    """One save of a job: a step of a run, as a checkpoint or as weights for a sync."""
+
+    root: str
+    """Absolute path of the job's root."""
+    run: Count
+    run_key: str
+    """Distinguishes the run from one of the same number in an older root of that path."""
+    step: Count
+    kind: Kind
+    roles: tuple[str, ...]
+    """Roles that the save is made of."""
+
+    @property
+    def folder(self) -> Path:
+        """The step's folder."""
+        return step_folder(self.root, self.step)
+
+    def owns(self, origin: "Origin") -> bool:
+        """Whether an image of this run and step was submitted with this very save."""
+        return origin.kind == self.kind and origin.role in self.roles
+
+    def __str__(self) -> str:
+        return f"{self.kind} of step {self.step} (run {self.run}) in {self.root}"
+
+
+@dataclass(frozen=True)
+class Origin(SaveId):
+    """Where images come from: a save, and one rank of one of its roles."""
+
+    role: str
+    rank: Count
+    world_size: Count
+    keep: Count = 0
+    """Checkpoints to keep once this one is committed; 0 for all."""
+    export: Export = ""
+    strategy: SaveStrategy = "unrestricted"
+    """The trainer's write concurrency, which all tasks of the job apply."""
+
+    @property
+    def save(self) -> SaveId:
+        """The save that the images belong to."""
+        return SaveId(**{field.name: getattr(self, field.name) for field in fields(SaveId)})
