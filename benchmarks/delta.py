@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trinity_sync.snapshot.memcpy import copy_pieces
-from trinity_sync.weights.delta import PIECE, Each, apply, encode
+from trinity_sync.weights.delta import PIECE, MapPieces, apply_delta, encode_delta
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.3, 1.0)
 TURNS = 7
@@ -83,12 +83,12 @@ def _pieces(whole: Bits) -> list[slice]:
 
 
 def measure(
-    old: Bits, new: Bits, threads: int, each: Each
+    old: Bits, new: Bits, threads: int, map_pieces: MapPieces
 ) -> dict[str, tuple[float, float, float]]:
     """Bytes, encoding and applying of each, beside a full copy."""
     into = old.copy()
     base, after, target = (bits.view(np.uint8) for bits in (old, new, into))
-    names: dict[str, Any] = {"base": "base", "version": "version", "each": each}
+    names: dict[str, Any] = {"base": "base", "version": "version", "map_pieces": map_pieces}
     whole = [(into.ctypes.data, new.ctypes.data, new.nbytes)]
     sizes: dict[str, int] = {}
     samples: dict[str, list[tuple[float, float]]] = {}
@@ -96,8 +96,8 @@ def measure(
     for turn in range(TURNS):
         copies.append(_timed(copy_pieces, whole, threads=threads)[0])
         np.copyto(into, old)
-        encoding, delta = _timed(encode, base, after, **names)
-        applying, _ = _timed(apply, delta, target, **names)
+        encoding, delta = _timed(encode_delta, base, after, **names)
+        applying, _ = _timed(apply_delta, delta, target, **names)
         assert np.array_equal(into, new)
         sizes["delta"] = len(delta)
         samples.setdefault("delta", []).append((encoding, applying))

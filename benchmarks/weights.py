@@ -79,7 +79,7 @@ class Piped:
         self._latest = self._pipe.recv()
         return self._latest
 
-    def serving(self, reader: str, step: int, run: int) -> None:
+    def set_serving(self, reader: str, step: int, run: int) -> None:
         """A reader has a version."""
 
 

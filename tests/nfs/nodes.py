@@ -168,10 +168,10 @@ def hold_the_lock(root: Path, told: Path) -> None:
 def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
     """Whether a commit after the gate opens is noticed without a scan, and the newest then."""
     notification = CommitNotification(root, "actor")
-    before = notification.mark()
+    before = notification.read_signature()
     gate.read_bytes()
-    after = asyncio.run(notification.changed(before))
-    return after != before, notification.newest(list_runs(root))
+    after = asyncio.run(notification.wait_for_change(before))
+    return after != before, notification.find_newest(list_runs(root))
 
 
 _logs: dict[Path, OutcomeLog] = {}

@@ -9,7 +9,7 @@ import pytest
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.committed import model_path, newest_version
+from trinity_sync.weights.committed import find_model_path, find_newest_version
 from trinity_sync.weights.version import Version
 
 NOW = 1.7e9
@@ -42,20 +42,20 @@ def test_the_newest_commit_is_a_version_whatever_the_iteration_file_says(
     tmp_path: Path, commit: Commit
 ) -> None:
     (tmp_path / "latest_state_dict_iteration.txt").write_text("")
-    assert newest_version(tmp_path, "actor") is None
+    assert find_newest_version(tmp_path, "actor") is None
     commit(3)
     newest = commit(12)
     commit(14, kind="checkpoint")
-    assert newest_version(tmp_path, "actor") == Version(12, 1, "checkpoint", str(tmp_path))
-    assert model_path(tmp_path, "actor") == newest
-    assert newest_version(tmp_path, "critic") is None
+    assert find_newest_version(tmp_path, "actor") == Version(12, 1, "checkpoint", str(tmp_path))
+    assert find_model_path(tmp_path, "actor") == newest
+    assert find_newest_version(tmp_path, "critic") is None
 
 
 def test_a_folder_that_is_not_committed_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
     whole = commit(3)
     write(step_folder(tmp_path, 4) / "actor" / "model_world_size_1_rank_0.pt", NOW)
     (commit(5) / "model_world_size_1_rank_0.pt").write_bytes(b"cut")
-    assert model_path(tmp_path, "actor") == whole
+    assert find_model_path(tmp_path, "actor") == whole
 
 
 def test_what_a_later_run_left_behind_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
@@ -63,7 +63,7 @@ def test_what_a_later_run_left_behind_is_not_loaded_from(tmp_path: Path, commit:
     kept = commit(3)
     commit(5)
     open_run(tmp_path, "second", 3)
-    assert model_path(tmp_path, "actor") == kept
+    assert find_model_path(tmp_path, "actor") == kept
 
 
 @pytest.mark.parametrize("inside", [".", "huggingface"])
@@ -73,9 +73,9 @@ def test_stale_weights_are_never_preferred_to_newer_shards(
     before = commit(3)
     folder = commit(5)
     write(folder / inside / "model.safetensors", NOW - 60)
-    assert model_path(tmp_path, "actor") == before
+    assert find_model_path(tmp_path, "actor") == before
     os.utime(folder / inside / "model.safetensors", (NOW + 60, NOW + 60))
-    assert model_path(tmp_path, "actor") == folder  # an export of these shards
+    assert find_model_path(tmp_path, "actor") == folder  # an export of these shards
 
 
 def test_the_hugging_face_folder_is_that_of_a_commit_that_put_weights_there(
@@ -83,4 +83,4 @@ def test_the_hugging_face_folder_is_that_of_a_commit_that_put_weights_there(
 ) -> None:
     exported = commit(3, "actor/huggingface/model.safetensors")
     commit(5, "actor/huggingface/config.json")
-    assert model_path(tmp_path, "actor", use_huggingface=True) == exported / "huggingface"
+    assert find_model_path(tmp_path, "actor", use_huggingface=True) == exported / "huggingface"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_sync.errors import DeltaError
-from trinity_sync.weights.delta import PIECE, Array, apply, encode
+from trinity_sync.weights.delta import PIECE, Array, apply_delta, encode_delta
 
 NAMES = {"base": "3", "version": "4"}
 
@@ -33,7 +33,7 @@ def two_images(draw: st.DrawFn) -> tuple[Array, Array]:
 def test_a_delta_turns_any_image_into_any_other_bit_for_bit(pair: tuple[Array, Array]) -> None:
     old, new = pair
     into = old.copy()
-    apply(encode(old, new, **NAMES), into, **NAMES)
+    apply_delta(encode_delta(old, new, **NAMES), into, **NAMES)
     assert into.tobytes() == new.tobytes()
 
 
@@ -43,21 +43,21 @@ def test_any_flipped_bit_and_any_cut_is_refused_before_anything_is_written(
     pair: tuple[Array, Array], data: st.DataObject
 ) -> None:
     old, new = pair
-    delta = encode(old, new, **NAMES)
+    delta = encode_delta(old, new, **NAMES)
     at = data.draw(st.integers(0, len(delta) - 1))
     flipped = delta.copy()
     flipped[at] ^= 1 << data.draw(st.integers(0, 7))
     into = old.copy()
     for torn in (flipped, delta[:at], np.append(delta, np.uint8(0))):
         with pytest.raises(DeltaError):
-            apply(torn, into, **NAMES)
+            apply_delta(torn, into, **NAMES)
     assert into.tobytes() == old.tobytes()
 
 
 def test_nan_payloads_and_negative_zeros_are_bits() -> None:
     old, new = (torch.tensor([0x7FC00001, 0]), torch.tensor([0x7FC00002, -(1 << 31)]))
     into = image(old.int())
-    apply(encode(into.copy(), image(new.int()), **NAMES), into, **NAMES)
+    apply_delta(encode_delta(into.copy(), image(new.int()), **NAMES), into, **NAMES)
     found = torch.from_numpy(into).view(torch.float32)
     assert found.isnan().tolist() == [True, False]
     assert found.view(torch.int32).tolist() == new.tolist()
@@ -70,7 +70,7 @@ def test_changes_at_any_distance_come_over(apart: int) -> None:
     new.view(np.uint16)[::apart] = 7
     new[-1] = 9
     into = old.copy()
-    apply(encode(old, new, **NAMES), into, **NAMES)
+    apply_delta(encode_delta(old, new, **NAMES), into, **NAMES)
     assert into.tobytes() == new.tobytes()
 
 
@@ -80,9 +80,9 @@ def test_threads_may_share_the_pieces() -> None:
     new = np.where(random.random(len(old)) < 0.01, old + 1, old)
     into = old.copy()
     with ThreadPoolExecutor(3) as pool:
-        delta = encode(old, new, **NAMES, each=pool.map)
-        apply(delta, into, **NAMES, each=pool.map)
-    assert delta.tobytes() == encode(old, new, **NAMES).tobytes()
+        delta = encode_delta(old, new, **NAMES, map_pieces=pool.map)
+        apply_delta(delta, into, **NAMES, map_pieces=pool.map)
+    assert delta.tobytes() == encode_delta(old, new, **NAMES).tobytes()
     assert into.tobytes() == new.tobytes()
 
 
@@ -91,8 +91,8 @@ def test_one_percent_of_bf16_takes_less_than_two_percent_of_the_bytes() -> None:
     new = old.clone()
     at = np.random.default_rng(0).choice(len(old), len(old) // 100, replace=False)
     new.view(torch.int16)[torch.from_numpy(at)] += 1
-    assert len(encode(image(old), image(new), **NAMES)) < 0.02 * old.nbytes
-    assert len(encode(image(old), image(old), **NAMES)) < 300
+    assert len(encode_delta(image(old), image(new), **NAMES)) < 0.02 * old.nbytes
+    assert len(encode_delta(image(old), image(old), **NAMES)) < 300
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_one_percent_of_bf16_takes_less_than_two_percent_of_the_bytes() -> None:
 def test_a_delta_that_leads_elsewhere_is_refused(
     names: dict[str, str], more: int, said: str
 ) -> None:
-    delta = encode(np.zeros(40, np.uint8), np.ones(40, np.uint8), **NAMES)
+    delta = encode_delta(np.zeros(40, np.uint8), np.ones(40, np.uint8), **NAMES)
     into = np.zeros(40 + more, np.uint8)
     with pytest.raises(DeltaError, match=said):
-        apply(delta, into, **names)
+        apply_delta(delta, into, **names)
     assert not into.any()
 
 
@@ -118,7 +118,7 @@ def test_a_base_that_was_altered_is_noticed_wherever_it_was(at: int) -> None:
     old = np.zeros(2 * PIECE, np.uint8)
     new = old.copy()
     new[5] = 1
-    delta = encode(old, new, **NAMES)
+    delta = encode_delta(old, new, **NAMES)
     old[at] = 1
-    with pytest.raises(DeltaError, match="had been altered; load the version whole"):
-        apply(delta, old, **NAMES)
+    with pytest.raises(DeltaError, match="had been altered; load the full version"):
+        apply_delta(delta, old, **NAMES)

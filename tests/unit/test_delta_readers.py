@@ -13,17 +13,17 @@ from tests.unit.meanwhile import when_opened
 from tests.unit.weights import State, VersionFile, digest, first, train, upload
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import delta_between
+from trinity_sync.weights.object_store import compute_delta
 from trinity_sync.weights.reader import WeightReader
-from trinity_sync.weights.version import Gone, Version
+from trinity_sync.weights.version import Version, VersionUnavailableError
 
 
 @dataclass(frozen=True)
 class Altering(VersionFile):
     """Of whose deltas a bit is flipped on the way."""
 
-    def deltas(self, *asked: Any) -> list[Array]:
-        found = super().deltas(*asked)
+    def fetch_deltas(self, *asked: Any) -> list[Array]:
+        found = super().fetch_deltas(*asked)
         found[-1][-1] ^= 1
         return found
 
@@ -32,8 +32,8 @@ class Altering(VersionFile):
 class OfAnotherBase(VersionFile):
     """Whose deltas lead from what the reader has not got."""
 
-    def deltas(self, base: Version, version: Version, *asked: Any) -> list[Array]:
-        return super().deltas(version, version, *asked)
+    def fetch_deltas(self, base: Version, version: Version, *asked: Any) -> list[Array]:
+        return super().fetch_deltas(version, version, *asked)
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_a_base_that_was_altered_is_not_used(
 ) -> None:
     reader = WeightReader(versions, name="explorer", deltas=True)
     next_version(1)
-    with reader.hold() as held:
-        held.images[0][9000] ^= 1
+    with reader.open() as view:
+        view.images[0][9000] ^= 1
     next_version(2)
     require_has(reader, 2, trained, by_delta=False)
     next_version(3)
@@ -186,11 +186,11 @@ def test_what_is_held_does_not_change_when_another_version_is_loaded(
     reader = WeightReader(versions, name="explorer", deltas=True)
     next_version(1)
     before = digest(trained)
-    with reader.hold() as held:
+    with reader.open() as view:
         next_version(2)
         require_has(reader, 2, trained, by_delta=False)
         target = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-        held.load_into(target)
+        view.load_into(target)
     assert digest(target) == before
 
 
@@ -201,9 +201,9 @@ def test_a_trainer_is_not_held_up_by_a_delta_that_is_being_made(
     base, version = next_version(1), next_version(2)
     with (
         when_opened(Path(version.images[0].slot), lambda: next_version(3)),
-        pytest.raises(Gone, match="was overwritten"),
+        pytest.raises(VersionUnavailableError, match="was overwritten"),
     ):
-        delta_between(base, version, 0)
+        compute_delta(base, version, 0)
     assert len(list(job.spool.folder.glob("*.slot"))) == 2
 
 
@@ -212,5 +212,5 @@ def test_a_base_that_was_removed_with_its_trainer_gives_no_delta(
 ) -> None:
     base, version = next_version(1), next_version(2)
     job.stagers.pop(0).close()
-    with pytest.raises(Gone):
-        delta_between(base, version, 0)
+    with pytest.raises(VersionUnavailableError):
+        compute_delta(base, version, 0)

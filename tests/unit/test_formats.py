@@ -336,11 +336,11 @@ def test_a_pointer_to_a_step_of_another_release_hides_no_weights(job: Job, chang
     for step in (1, 2):
         job.stage(step, STATE)
         job.commit(step)
-        newest = notification.newest([])
+        newest = notification.find_newest([])
         assert newest
         assert newest.step == step
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
-    found = notification.newest([])
+    found = notification.find_newest([])
     assert found
     assert found.step == 1
 

@@ -21,7 +21,7 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import newest_run, open_run
-from trinity_sync.weights.committed import newest_version
+from trinity_sync.weights.committed import find_newest_version
 
 
 def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
@@ -89,9 +89,9 @@ def test_what_a_run_had_left_behind_is_good_again_once_that_run_is_gone_back_beh
     commit(trained, 35, kind="state_dict")
     open_run(trained.root, "second", 20)
     commit(trained, 25, run=2, kind="state_dict")
-    assert newest_version(trained.root, "actor").step == 25
+    assert find_newest_version(trained.root, "actor").step == 25
     rewind(trained.root, 35)
-    assert newest_version(trained.root, "actor").step == 35
+    assert find_newest_version(trained.root, "actor").step == 35
     repair_latest_pointer(trained.root, "checkpoint")
     repair_latest_pointer(trained.root, "state_dict")
     assert read_iteration(trained.root, "checkpoint") == 30

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.weights.delta import PIECE, apply, encode
-from trinity_sync.weights.rounding import Array, merged, round_in_place, rounded
+from trinity_sync.weights.delta import PIECE, apply_delta, encode_delta
+from trinity_sync.weights.rounding import Array, merge_spans, read_rounded, round_in_place
 
 EVERY_BFLOAT16 = np.arange(1 << 16, dtype=np.uint32) << 16
 
@@ -29,11 +29,11 @@ def test_rounding_is_torchs_for_every_sign_exponent_and_kind_of_rest(low: int) -
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8))
 def test_only_the_spans_are_rounded_wherever_an_image_is_cut(found: list[tuple[int, int]]) -> None:
-    spans = merged([(4 * start, 4 * (start + length)) for start, length in found])
+    spans = merge_spans([(4 * start, 4 * (start + length)) for start, length in found])
     image = np.random.default_rng(0).integers(0, 256, 320, np.uint8)
     whole = image.copy()
     round_in_place(whole, spans)
-    cuts = [rounded(image, start, start + 16, spans) for start in range(0, len(image), 16)]
+    cuts = [read_rounded(image, start, start + 16, spans) for start in range(0, len(image), 16)]
     assert np.array_equal(np.concatenate(cuts), whole)
     inside = np.zeros(len(image), bool)
     for start, stop in spans:
@@ -49,8 +49,8 @@ def test_a_delta_of_masters_is_of_what_rounding_leaves() -> None:
     into = old.view(np.uint8).copy()
     round_in_place(into, spans)
     names = {"base": "3", "version": "4"}
-    delta = encode(old.view(np.uint8), new.view(np.uint8), **names, spans=spans)
-    apply(delta, into, **names)
+    delta = encode_delta(old.view(np.uint8), new.view(np.uint8), **names, spans=spans)
+    apply_delta(delta, into, **names)
     assert torch.equal(bfloat16(into.view(np.uint32)), bfloat16(new.view(np.uint32)))
-    exact = encode(old.view(np.uint8), new.view(np.uint8), **names)
+    exact = encode_delta(old.view(np.uint8), new.view(np.uint8), **names)
     assert len(delta) < 0.02 * old.nbytes < len(exact)

@@ -41,7 +41,7 @@ def versions(tmp_path: Path) -> VersionFile:
 
 @pytest.fixture
 def reader(versions: VersionFile) -> WeightReader:
-    return WeightReader(versions, name="test", patience_s=0.1)
+    return WeightReader(versions, name="test", timeout_s=0.1)
 
 
 def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, float]:
@@ -85,8 +85,8 @@ def test_where_a_version_was_overwritten_its_commit_is_taken(
     job.commit(3)
     for step in (4, 5):  # which nobody is told of
         upload(job, step, weights(step))
-    with reader.hold(version) as held:
-        assert (held.version.step, held.version.source) == (3, "checkpoint")
+    with reader.open(version) as view:
+        assert (view.version.step, view.version.source) == (3, "checkpoint")
         assert [lease.holder for lease in list_leases(job.root)] == ["test"]
     assert list_leases(job.root) == []
     assert loaded(reader) == (3, 3)
@@ -131,12 +131,12 @@ def test_a_reader_never_has_parts_of_two_runs(
     second = job.root / "global_step_1/actor/model_world_size_2_rank_1.pt"
     with (
         when_opened(second, lambda: job.commit(1, run=2)),
-        reader.hold(Version(1, 1, "checkpoint", str(job.root))) as held,
+        reader.open(Version(1, 1, "checkpoint", str(job.root))) as view,
     ):
-        have = [digest_of_bytes(memoryview(image.numpy())) for image in held.images]
+        have = [digest_of_bytes(memoryview(image.numpy())) for image in view.images]
     manifest = read_manifest(job.root, 1)
     assert manifest
-    assert (held.version.run, manifest.run) == (2, 2)
+    assert (view.version.run, manifest.run) == (2, 2)
     assert have == [record.digest for record in manifest.files]
 
 
@@ -149,9 +149,9 @@ def test_what_a_reader_holds_stays_as_it_is_when_its_step_is_replaced(
         if run == 1:
             job.commit(1)
     target = weights(-1)
-    with reader.hold(Version(1, 1, "checkpoint", str(job.root))) as held:
+    with reader.open(Version(1, 1, "checkpoint", str(job.root))) as view:
         job.commit(1, run=2)
-        held.load_into(target)
+        view.load_into(target)
     assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
 
 
@@ -167,7 +167,7 @@ def test_what_a_slow_reader_holds_outlasts_retention(
     for step in (1, 2):
         job.stage(step, {"model": weights(step)})
         job.commit(step)
-    with reader.hold(Version(1, 1, "checkpoint", str(job.root))):
+    with reader.open(Version(1, 1, "checkpoint", str(job.root))):
         (lease,) = list_leases(job.root)
         os.utime(lease.path, (0, lease.path.stat().st_mtime - 3600))  # an hour goes by
         assert prune() == []
@@ -193,7 +193,7 @@ def test_a_root_that_may_only_be_read_is_read_without_a_lease(
         from pathlib import Path
         from tests.unit.weights import VersionFile
         from trinity_sync.weights.reader import WeightReader
-        reader = WeightReader(VersionFile(Path(sys.argv[1])), name="guest", patience_s=0.1)
+        reader = WeightReader(VersionFile(Path(sys.argv[1])), name="guest", timeout_s=0.1)
         print(dict(reader.iter_weights())["b"].tolist())
         """
     )
@@ -261,7 +261,7 @@ def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
     job.stage(1, {"model": weights(1)})
     job.commit(1)
     version = Version(1, 1, "checkpoint", str(job.root))
-    careful = WeightReader(versions, name="careful", verify=True, patience_s=0.1)
+    careful = WeightReader(versions, name="careful", verify=True, timeout_s=0.1)
     assert loaded(reader, version) == loaded(careful, version) == (1, 1)
     path = job.root / "global_step_1/actor/model_world_size_1_rank_0.pt"
     content = bytearray(path.read_bytes())

@@ -41,12 +41,12 @@ def read_on(versions: VersionFile, log: Path, asleep_s: float) -> None:
     reader = WeightReader(versions, name=log.name, deltas="deltas" in log.name)
     target = {name: tensor for state in states(0) for name, tensor in state.items()}
     while reader.version is None or reader.version.step < VERSIONS:
-        with reader.hold() as held:
+        with reader.open() as view:
             time.sleep(asleep_s)
-            held.load_into(target)
+            view.load_into(target)
         found = torch.cat(list(target.values()))
         with log.open("a") as file:
-            file.write(f"{held.version.step} {found.min():.0f} {found.max():.0f}\n")
+            file.write(f"{view.version.step} {found.min():.0f} {found.max():.0f}\n")
 
 
 def lines(log: Path) -> list[list[int]]:

@@ -192,8 +192,8 @@ def test_a_version_that_goes_with_its_trainer_is_read_from_its_commit(
     assert found(version) == (1, 3, "memory")
     for stager in job.stagers.values():
         stager.close()
-    with WeightReader(registry, name="explorer") as reader, reader.hold(version) as held:
-        assert found(held.version) == (1, 3, "checkpoint")
+    with WeightReader(registry, name="explorer") as reader, reader.open(version) as view:
+        assert found(view.version) == (1, 3, "checkpoint")
 
 
 def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
@@ -236,13 +236,13 @@ def test_a_pointer_that_names_no_commit_does_not_hide_one(job: Job, content: str
     pointer = job.root / "latest_state_dict_iteration.txt"
     notification = CommitNotification(job.root, "actor")
     save(job, 2, weights(2))
-    assert found(notification.newest([])) == (1, 2, "checkpoint")
-    before = notification.mark()
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    before = notification.read_signature()
     pointer.write_text(content)
-    assert notification.mark() != before
-    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    assert notification.read_signature() != before
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
     save(job, 3, weights(3))
-    assert found(notification.newest([])) == (1, 3, "checkpoint")
+    assert found(notification.find_newest([])) == (1, 3, "checkpoint")
 
 
 def test_weights_that_come_to_a_step_after_the_pointer_are_noticed(job: Job) -> None:
@@ -251,24 +251,24 @@ def test_weights_that_come_to_a_step_after_the_pointer_are_noticed(job: Job) -> 
     job.roles = ("critic",)
     job.stage(2, {"model": weights(2)}, role="critic", kind="state_dict")
     job.commit(2, kind="state_dict")
-    assert notification.newest([]) is None
-    before = notification.mark()
+    assert notification.find_newest([]) is None
+    before = notification.read_signature()
     job.roles = ("actor",)
     job.stage(2, {"model": weights(2)}, kind="state_dict")
     job.commit(2, kind="state_dict")
-    assert notification.mark() != before
-    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    assert notification.read_signature() != before
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
 
 
 def test_a_commit_that_died_before_the_pointer_is_found_by_a_scan(job: Job) -> None:
     notification = CommitNotification(job.root, "actor")
     save(job, 2, weights(2))
     pointer = (job.root / "latest_state_dict_iteration.txt").read_text()
-    assert found(notification.newest([])) == (1, 2, "checkpoint")
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
     save(job, 3, weights(3))
     (job.root / "latest_state_dict_iteration.txt").write_text(pointer)
-    assert found(notification.newest([])) == (1, 2, "checkpoint")
-    assert found(notification.newest([], scan=True)) == (1, 3, "checkpoint")
+    assert found(notification.find_newest([])) == (1, 2, "checkpoint")
+    assert found(notification.find_newest([], scan=True)) == (1, 3, "checkpoint")
 
 
 def test_a_reader_of_no_job_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from tests.unit.job import Job
-from trinity_sync.weights.object_store import delta_between
+from trinity_sync.weights.object_store import compute_delta
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import ImageRef, Version
 
@@ -52,14 +52,14 @@ class VersionFile:
             await asyncio.sleep(0.001)
         return None
 
-    def serving(self, reader: str, step: int, run: int) -> None:
+    def set_serving(self, reader: str, step: int, run: int) -> None:
         pass
 
-    def deltas(
+    def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> list[Any]:
         images = zip(version.images, spans, strict=True)
-        return [delta_between(base, version, image.rank, each) for image, each in images]
+        return [compute_delta(base, version, image.rank, each) for image, each in images]
 
 
 def upload(job: Job, step: int, *states: Any, run: int = 1, node: str = "here") -> Version:

@@ -26,9 +26,9 @@ LIVES = {True: "runs", False: "not reachable", None: "on another host"}
 )
 def weights(root: Root, as_json: AsJson = False) -> None:
     """Show which reader serves which version of the weights, and how stale it is."""
-    from trinity_sync.weights.report import report
+    from trinity_sync.weights.report import read_sync_report
 
-    found = report(require_existing(root), time.time())
+    found = read_sync_report(require_existing(root), time.time())
     if as_json:
         print_json(asdict(found) if found else None)
         return

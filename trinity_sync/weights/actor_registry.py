@@ -1,4 +1,4 @@
-"""The version registry of a reader that has a Synchronizer: it asks the Ray actor."""
+"""The version registry of a reader that has a Synchronizer: calls to the Ray actor."""
 
 import time
 from collections.abc import Sequence
@@ -10,21 +10,23 @@ import ray
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.object_store import Copy, fetch, fetch_deltas
+from trinity_sync.weights.object_store import ImageCopy, fetch_deltas, fetch_images
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import read_address
 from trinity_sync.weights.version import Version
 
 ANSWER_S = 60.0
-"""Seconds for which the Synchronizer's answer is waited for; Ray may be starting it again."""
+"""Seconds to wait for an answer of the Synchronizer, which Ray may be restarting."""
 
 
 class ActorRegistry:
-    """The Synchronizer, a Ray actor; where it was stopped, the one that has taken its place.
+    """Registry of versions that the job's Synchronizer keeps; implements `reader.Registry`.
+
+    Where the Synchronizer was stopped and another one started, calls go to the new one.
 
     Args:
-        actor: the job's.
-        root: of the job; without it, what the first version says.
+        actor: the job's Synchronizer, a Ray actor.
+        root: the job's root; by default that of the first version.
     """
 
     def __init__(self, actor: Any, root: str | Path | None = None) -> None:
@@ -32,22 +34,27 @@ class ActorRegistry:
         self.node: str | None = ray.get_runtime_context().get_node_id()
 
     def latest(self) -> Version | None:
-        """The newest version that can be read.
+        """Return the newest version that can be read.
 
         Raises:
             WeightSyncError: the Synchronizer does not answer.
         """
         while True:
-            asked = self._actor.latest.remote(readable=True)
+            answer = self._actor.latest.remote(readable=True)
             try:
-                return self._noted(ray.get(asked, timeout=ANSWER_S))
+                return self._note_root(ray.get(answer, timeout=ANSWER_S))
             except ray.exceptions.RayError as error:
-                self._turn_to_another(error)
+                self._switch_actor(error)
 
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
     ) -> Version | None:
-        """The same once it is beyond step ``than`` of ``run``; None at the time-out.
+        """Wait for a newer version that can be read; return None at the time-out.
+
+        Args:
+            than: step that the version has to be beyond.
+            timeout_s: seconds to wait; None waits without limit.
+            run: number of the run that made step ``than``.
 
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
@@ -55,34 +62,60 @@ class ActorRegistry:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            asked = self._actor.wait_newer.remote(than, left_s, run, readable=True)
+            answer = self._actor.wait_newer.remote(than, left_s, run, readable=True)
             try:
-                return self._noted(await asked)
+                return self._note_root(await answer)
             except ray.exceptions.RayError as error:
-                self._turn_to_another(error)
+                self._switch_actor(error)
 
-    def serving(self, reader: str, step: int, run: int) -> None:
-        """The reader serves this version now; nothing is waited for."""
-        self._actor.serving.remote(reader, step, run)
+    def set_serving(self, reader: str, step: int, run: int) -> None:
+        """Record the version that a reader serves, without waiting for the answer.
 
-    def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
-        """The images of these ranks, which are on other nodes; see `copies.fetch`."""
-        return fetch(self._actor, version, ranks, timeout_s)
+        Args:
+            reader: its name.
+            step: the version's step.
+            run: the version's run.
+        """
+        self._actor.set_serving.remote(reader, step, run)
 
-    def deltas(
+    def fetch_images(
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
+        """Fetch images from other nodes; errors are those of `object_store.fetch_images`.
+
+        Args:
+            version: the newest version in memory.
+            ranks: whose images.
+            timeout_s: seconds to wait for all of them.
+        """
+        return fetch_images(self._actor, version, ranks, timeout_s)
+
+    def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
+        """Fetch the deltas from ``base``; errors are those of `object_store.fetch_deltas`.
+
+        Args:
+            base: version that the reader has.
+            version: the newest version in memory.
+            spans: for each rank, byte ranges of its image that the reader rounds.
+            timeout_s: seconds to wait for all of them.
+        """
         return fetch_deltas(self._actor, base, version, spans, timeout_s)
 
-    def _noted(self, found: Version | None) -> Version | None:
-        self._root = found.root if found else self._root
-        return found
+    def _note_root(self, version: Version | None) -> Version | None:
+        self._root = version.root if version else self._root
+        return version
 
-    def _turn_to_another(self, error: ray.exceptions.RayError) -> None:
-        with suppress(ValueError, OSError):  # it does not live, or the root is not seen from here
-            if self._root and (there := read_address(self._root)):
-                actor = ray.get_actor(there.name, there.namespace)
+    def _switch_actor(self, error: ray.exceptions.RayError) -> None:
+        """Switch to the actor that the root names now.
+
+        Raises:
+            WeightSyncError: there is no other one.
+        """
+        with suppress(ValueError, OSError):  # it is dead, or the root is not visible here
+            if self._root and (address := read_address(self._root)):
+                actor = ray.get_actor(address.name, address.namespace)
                 if actor != self._actor:
                     self._actor = actor
                     return

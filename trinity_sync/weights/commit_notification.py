@@ -1,10 +1,10 @@
-"""Commits of weights, noticed by files alone: in whatever process, with or without Ray.
+"""Notification of commits of weights through files alone, in any process, with or without Ray.
 
 A commit replaces the manifest of its step, then the latest pointer. Two stats tell whether either
-is another file than before, and only then is anything read. The pointer says where to look first;
-manifests decide, so an empty, torn or late pointer costs a scan of all of them and nothing else.
-A commit moves the pointer forward only: no other is newer than the commit that it names, but for
-one that died before it moved the pointer.
+file was replaced, and only then is anything read. The pointer says where to look first; manifests
+decide, so an empty, torn or late pointer costs a scan of all manifests and nothing else. A commit
+only moves the pointer forward: no commit is newer than the one it names, except one that died
+before it moved the pointer.
 """
 
 import asyncio
@@ -18,87 +18,92 @@ from trinity_sync.fs.mounts import mount_of
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.storage.latest_pointer import read_iteration
 from trinity_sync.storage.runs import Run
-from trinity_sync.weights.committed import newest_version, version_of_step
+from trinity_sync.weights.committed import find_committed_version, find_newest_version
 from trinity_sync.weights.version import Version
 
-LOOK_S = 0.1
-"""Seconds between two looks at a root that no other node sees."""
-SHARED_LOOK_S = 1.0
-"""The same on a shared file system, whose server answers each look."""
+POLL_S = 0.1
+"""Seconds between two polls of a root that no other node sees."""
+SHARED_POLL_S = 1.0
+"""Seconds between two polls of a shared file system, whose server answers each of them."""
 SCAN_S = 30.0
 """Seconds between two scans of all manifests: a commit may die before it moves the pointer."""
 
-FileMark = tuple[int, int, int] | None
-"""Inode, size and time of a file; None if there is none."""
-CommitMark = tuple[FileMark, FileMark]
+FileSignature = tuple[int, int, int] | None
+"""Inode, size and time (ns) of a file; None if there is none."""
+CommitSignature = tuple[FileSignature, FileSignature]
 """Of the latest pointer, and of the manifest of the step that it names."""
 
 
 class CommitNotification:
-    """Tells when the newest committed weights of a role may have changed, and what they are.
+    """Notices changes of the newest committed weights of a role, and finds them.
 
     Any number of threads may use it.
 
     Args:
-        root: of the job; it may come later.
-        role: whose weights.
+        root: the job's root; it may be created later.
+        role: role of the weights.
     """
 
     def __init__(self, root: str | Path, role: str) -> None:
         self._root, self._role = Path(root), role
         self._is_shared = mount_of(root).shared
-        self.look_s = SHARED_LOOK_S if self._is_shared else LOOK_S
-        """Seconds between two looks of a process that waits."""
+        self.poll_s = SHARED_POLL_S if self._is_shared else POLL_S
+        """Seconds between two polls of a process that waits."""
         self._pointer = self._root / ITERATION_FILES["state_dict"]
-        self._pointed: tuple[FileMark, int | None] = (None, None)
+        self._pointed: tuple[FileSignature, int | None] = (None, None)
         """The pointer that was read last, and the step that it names."""
-        self._known: tuple[tuple[CommitMark, frozenset[Run]], Version | None] | None = None
+        self._cached: tuple[tuple[CommitSignature, frozenset[Run]], Version | None] | None = None
 
-    def mark(self) -> CommitMark:
-        """Look: two marks differ if there was a commit of weights between them."""
-        pointer = self._mark_of(self._pointer)
-        seen, step = self._pointed
-        if pointer != seen:
+    def read_signature(self) -> CommitSignature:
+        """Return a signature that changes with every commit of weights."""
+        pointer = self._read_file_signature(self._pointer)
+        known, step = self._pointed
+        if pointer != known:
             step = None
             with suppress(OSError):
                 step = read_iteration(self._root, "state_dict")
             self._pointed = pointer, step
         if step is None:
             return pointer, None
-        return pointer, self._mark_of(step_folder(self._root, step) / MANIFEST)
+        return pointer, self._read_file_signature(step_folder(self._root, step) / MANIFEST)
 
-    def newest(self, runs: Iterable[Run], *, scan: bool = False) -> Version | None:
-        """Return the newest committed version that none of ``runs``, all of the job's, supersedes.
+    def find_newest(self, runs: Iterable[Run], *, scan: bool = False) -> Version | None:
+        """Return the newest committed version that no later run has superseded.
 
-        Nothing is read unless there was a commit or a run began. With ``scan``, and the first time,
-        all manifests are read.
+        Nothing is read unless there was a commit or a run began.
+
+        Args:
+            runs: all runs of the job.
+            scan: read all manifests, as the first call does.
         """
-        state = self.mark(), frozenset(runs)
-        known = self._known
-        if known and known[0] == state and not scan:
-            return known[1]
+        state = self.read_signature(), frozenset(runs)
+        cached = self._cached
+        if cached and cached[0] == state and not scan:
+            return cached[1]
         found, step = None, self._pointed[1]
-        if known and not scan and step is not None:
-            found = version_of_step(self._root, self._role, step)
+        if cached and not scan and step is not None:
+            found = find_committed_version(self._root, self._role, step)
         if found is None:
-            found = newest_version(self._root, self._role)
-        self._known = state, found
+            found = find_newest_version(self._root, self._role)
+        self._cached = state, found
         return found
 
-    async def look(self) -> CommitMark:
-        """Return the mark; a file server is asked in a thread, since it may be slow or away."""
-        return await asyncio.to_thread(self.mark) if self._is_shared else self.mark()
+    async def poll(self) -> CommitSignature:
+        """Return the signature; a file server, which may be slow, is asked in a thread."""
+        if self._is_shared:
+            return await asyncio.to_thread(self.read_signature)
+        return self.read_signature()
 
-    async def changed(self, since: CommitMark | None) -> CommitMark:
-        """Wait until the mark is another than ``since``, or a scan is due; return the mark."""
+    async def wait_for_change(self, since: CommitSignature | None) -> CommitSignature:
+        """Wait until the signature differs from ``since``, or a scan is due; return it."""
         scan_at = time.monotonic() + SCAN_S
         while True:
-            mark = await self.look()
-            if mark != since or time.monotonic() >= scan_at:
-                return mark
-            await asyncio.sleep(self.look_s)
+            signature = await self.poll()
+            if signature != since or time.monotonic() >= scan_at:
+                return signature
+            await asyncio.sleep(self.poll_s)
 
-    def _mark_of(self, path: Path) -> FileMark:
+    def _read_file_signature(self, path: Path) -> FileSignature:
         if self._is_shared:
             revalidate_folder(path.parent)
         try:

@@ -1,4 +1,4 @@
-"""What the disk says of versions: the committed weights, and which folder is fit to load."""
+"""Committed weights: the versions that manifests name, and the folders that are safe to load."""
 
 import logging
 from collections.abc import Iterator
@@ -13,14 +13,18 @@ from trinity_sync.weights.version import Version
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-"""Files of weights that Hugging Face's and Trinity's loaders take before shards."""
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+"""Files that Hugging Face's and Trinity's loaders prefer to shards."""
 
 
-def committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
-    """Commits with the weights of a role, whole and not left behind by a later run, newest first.
+def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
+    """Yield the valid commits with the weights of a role, newest first, without superseded ones.
 
-    Manifests decide; iteration files are not read, so an empty one does no harm.
+    Manifests decide; latest pointers are not read, so an empty pointer does no harm.
+
+    Args:
+        root: the job's root.
+        role: role of the weights.
     """
     found = [m for m in committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
@@ -33,19 +37,33 @@ def committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
             logger.warning("%s", error)
 
 
-def newest_version(root: str | Path, role: str) -> Version | None:
-    """The newest of `committed_weights` as a version."""
+def find_newest_version(root: str | Path, role: str) -> Version | None:
+    """Return the newest committed version; None if there is none.
+
+    Args:
+        root: the job's root.
+        role: role of the weights.
+    """
     return next(
         (
             Version(manifest.step, manifest.run, "checkpoint", str(root), role)
-            for manifest in committed_weights(root, role)
+            for manifest in iter_committed_weights(root, role)
         ),
         None,
     )
 
 
-def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
-    """A step as a version; None if it is not one of `committed_weights`."""
+def find_committed_version(root: str | Path, role: str, step: int) -> Version | None:
+    """Return a committed step as a version.
+
+    Args:
+        root: the job's root.
+        role: role of the weights.
+        step: the step to look up.
+
+    Returns:
+        None if the step is not committed, corrupted, superseded or without weights of the role.
+    """
     try:
         manifest = require_committed(root, step)
         refuse_superseded(root, manifest.run, "", step)
@@ -56,20 +74,27 @@ def version_of_step(root: str | Path, role: str, step: int) -> Version | None:
     return Version(step, manifest.run, "checkpoint", str(root), role)
 
 
-def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:
-    """The newest folder to load the weights from, as Trinity's ``get_latest_model_path``.
+def find_model_path(root: str | Path, role: str, *, use_huggingface: bool = False) -> Path | None:
+    """Return the newest folder to load weights from, as Trinity's ``get_latest_model_path``.
 
-    ``global_step_N/{role}``, or its ``huggingface`` where the commit put whole weights there. A
-    folder with weights that the commit does not name and that are older than it is passed over:
-    loaders prefer such a file to the newer shards beside it.
+    A folder is skipped if it has a file of weights that is older than the commit and not part of
+    it: loaders prefer such a file to the newer shards next to it.
+
+    Args:
+        root: the job's root.
+        role: role of the weights.
+        use_huggingface: return the ``huggingface`` folder, if the commit put full weights there.
+
+    Returns:
+        ``global_step_N/{role}`` or its ``huggingface``; None if there is none.
     """
-    for manifest in committed_weights(root, role):
+    for manifest in iter_committed_weights(root, role):
         folder = step_folder(root, manifest.step) / role
-        named = {step_folder(root, manifest.step) / record.path for record in manifest.files}
-        if stale := _stale(folder, named, manifest.committed_at):
+        committed = {step_folder(root, manifest.step) / record.path for record in manifest.files}
+        if stale := _find_stale_file(folder, committed, manifest.committed_at):
             logger.warning(
-                "step %d in %s is passed over: %s is older than its commit and not part of it, "
-                "and loaders would prefer it. Remove it.",
+                "skipping step %d in %s: %s is older than its commit and not part of it, and "
+                "loaders would prefer it. Remove that file.",
                 manifest.step,
                 root,
                 stale,
@@ -78,7 +103,7 @@ def model_path(root: str | Path, role: str, *, use_huggingface: bool = False) ->
         if not use_huggingface:
             return folder
         inner = folder / "huggingface"
-        if any(path in named for path in _weights_in(inner)):
+        if any(path in committed for path in _list_weight_files(inner)):
             return inner
     return None
 
@@ -87,12 +112,12 @@ def _has_model(manifest: Manifest, role: str) -> bool:
     return any((file.role, file.component) == (role, "model") for file in manifest.files)
 
 
-def _stale(folder: Path, named: set[Path], committed_at: float) -> Path | None:
-    for path in [*_weights_in(folder), *_weights_in(folder / "huggingface")]:
-        if path not in named and path.stat().st_mtime < committed_at:
+def _find_stale_file(folder: Path, committed: set[Path], committed_at: float) -> Path | None:
+    for path in [*_list_weight_files(folder), *_list_weight_files(folder / "huggingface")]:
+        if path not in committed and path.stat().st_mtime < committed_at:
             return path
     return None
 
 
-def _weights_in(folder: Path) -> list[Path]:
-    return [path for pattern in WEIGHTS for path in folder.glob(pattern)]
+def _list_weight_files(folder: Path) -> list[Path]:
+    return [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]

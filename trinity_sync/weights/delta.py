@@ -1,26 +1,25 @@
-"""What changed between two images of a rank's weights, bit for bit, in one buffer.
+"""Deltas: the bitwise difference between two images of a rank's weights, in one buffer.
 
 A step of reinforcement learning changes few of the ``bfloat16`` weights: most updates are smaller
-than half of the last bit. A delta holds what changed of an image, compared as 16-bit integers
-whatever the dtypes are, so NaN payloads and ``-0.0`` count. It says nothing about closeness, and
-rounds nothing but what a reader wants rounded. Images of one layout have their tensors at the same
-places, so no more need be known of them than their bytes.
+than half of the last bit. A delta holds the changed elements of an image, compared as 16-bit
+integers whatever the dtypes are, so NaN payloads and ``-0.0`` count. It is exact, except that a
+reader may ask for rounded elements. Images of one layout have their tensors at the same places, so
+their bytes are all that has to be known.
 
-Pieces of 4 MiB are worked on by themselves, so a piece stays in the cache and threads can share
-the work. Each piece takes the smallest of: *unchanged*; *gaps*, the distance of each changed
-element from the one before in 1, 2 or 4 bytes, then the elements; *whole*, also where gaps would
-take half of it, because they cost more time. A distance that is too large for its width is bridged
-by elements that did not change, so applying is a running sum and one scatter, without a case to
-tell apart.
+Each piece of 4 MiB is encoded by itself, so it stays in the cache and threads share the work. Each
+takes the smallest encoding: *unchanged*; *gaps*, the distance of each changed element from the one
+before in 1, 2 or 4 bytes, followed by the elements; *full*, also where gaps would take half of it,
+because they cost more time. A distance too large for its width is bridged by elements that did not
+change, so applying gaps is a cumulative sum and one scatter, without special cases.
 
-``benchmarks/delta.py`` decided. With 1 % of a bf16 tensor changed, gaps take 1.6 % of its bytes,
-plain indices 3.0 %, a bit mask 7.3 %, xor with zlib 2.3 % at twenty times the time to apply.
+``benchmarks/delta.py`` decided this: with 1 % of a bf16 tensor changed, gaps take 1.6 % of its
+bytes, plain indices 3.0 %, a bit mask 7.3 %, xor with zlib 2.3 % at twenty times the time to apply.
 
-A buffer is: magic, XXH3-128 of all that follows, length of the header, header (JSON), blocks. The
-header names both images, and the digest that each piece shall have: bytes that were not the base
-are noticed by whoever applies the delta, before use.
+A buffer consists of: magic, XXH3-128 of all that follows, length of the header, header (JSON),
+blocks. The header names both images, and has the digest of each piece of the new one, so a base
+with the wrong bytes is detected before the result is used.
 
-It does not need torch, and so spares the processes that encode the seconds of its import.
+The module does not import torch, which saves the processes that encode deltas seconds of import.
 """
 
 import json
@@ -31,177 +30,194 @@ import numpy as np
 import xxhash
 
 from trinity_sync.errors import DeltaError
-from trinity_sync.weights.rounding import Spans, rounded
+from trinity_sync.weights.rounding import Spans, read_rounded
 
 MAGIC = b"TSDELTA2"
-START = len(MAGIC) + 16
+HEADER_OFFSET = len(MAGIC) + 16
 PIECE = 4 << 20
-ALIGNED = 8
-UNCHANGED, WHOLE = 0, 8
-WIDEST = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
-"""Kinds of pieces that are gaps, by the bytes of one, and the widest gap of each."""
+ALIGNMENT = 8
+UNCHANGED, FULL = 0, 8
+MAX_GAP = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
+"""Encodings of a piece by gaps: bytes of one gap -> the largest gap."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 """In one dimension: ``uint8``, or a piece as ``uint16``."""
-Each = Callable[..., Iterable[Any]]
-"""``map``, or that of an executor, whose threads share the pieces then."""
+MapPieces = Callable[..., Iterable[Any]]
+"""``map``, or that of an executor, whose threads then share the pieces."""
 
 
-def encode(
-    old: Array, new: Array, *, base: str, version: str, spans: Spans = (), each: Each = map
+def encode_delta(
+    old: Array,
+    new: Array,
+    *,
+    base: str,
+    version: str,
+    spans: Spans = (),
+    map_pieces: MapPieces = map,
 ) -> Array:
-    """What turns ``old`` into ``new``.
+    """Return the delta from one image to another.
+
+    If ``old`` or ``new`` is overwritten meanwhile, the delta is meaningless: the caller has to
+    check for that.
 
     Args:
-        old: an image that the reader has, as ``uint8``.
-        new: the one that it shall have, of the same length.
-        base: name of ``old``, which `apply` compares.
+        old: image that the reader has, ``uint8`` of shape ``[nbytes]``.
+        new: image that it needs, ``uint8`` of shape ``[nbytes]``.
+        base: name of ``old``, which `apply_delta` compares.
         version: name of ``new``, likewise.
-        spans: of ``float32`` elements that are compared, and sent, rounded; see ``rounding``.
-        each: goes over the pieces.
+        spans: byte ranges of ``float32`` elements that are compared and sent rounded; see
+            ``rounding``.
+        map_pieces: ``map``, or that of an executor.
 
     Returns:
-        The delta, as ``uint8``. If ``old`` or ``new`` changed meanwhile, it is one of nothing that
-        there ever was: the caller has to look.
+        The delta, ``uint8``.
     """
 
-    def compared(start: int) -> tuple[int, list[Array], str]:
-        """A piece's kind, its blocks, and the digest of what it shall be."""
+    def encode_piece(start: int) -> tuple[int, list[Array], str]:
+        """Return a piece's encoding, its blocks, and the digest of its new bytes."""
         before, after = (
-            _numbers(rounded(image, start, start + PIECE, spans)) for image in (old, new)
+            _as_words(read_rounded(image, start, start + PIECE, spans)) for image in (old, new)
         )
-        return *_smallest(before, after), xxhash.xxh3_128_hexdigest(after.data)
+        return *_encode_piece(before, after), xxhash.xxh3_128_hexdigest(after.data)
 
-    found = list(each(compared, range(0, len(new), PIECE)))
+    found = list(map_pieces(encode_piece, range(0, len(new), PIECE)))
     header = {
         "base": base,
         "version": version,
         "nbytes": len(new),
-        "pieces": [(kind, len(blocks[0]) if blocks else 0, has) for kind, blocks, has in found],
+        "pieces": [
+            (encoding, len(blocks[0]) if blocks else 0, digest)
+            for encoding, blocks, digest in found
+        ],
     }
-    return _buffer(json.dumps(header).encode(), [b for _, blocks, _ in found for b in blocks])
+    return _serialize(json.dumps(header).encode(), [b for _, blocks, _ in found for b in blocks])
 
 
-def apply(delta: Array, into: Array, *, base: str, version: str, each: Each = map) -> None:
-    """Turn the image ``base`` into that of ``version``, in place.
+def apply_delta(
+    delta: Array, into: Array, *, base: str, version: str, map_pieces: MapPieces = map
+) -> None:
+    """Turn the image ``base`` into the image ``version``, in place.
 
     Args:
-        delta: what `encode` made.
-        into: the bytes of ``base``, as ``uint8``. Not read meanwhile.
-        base: name of what is in ``into``.
-        version: name of what shall be there.
-        each: goes over the pieces.
+        delta: as `encode_delta` returned it.
+        into: the bytes of ``base``, ``uint8`` of shape ``[nbytes]``. Nothing else may read it
+            meanwhile.
+        base: name of the image in ``into``.
+        version: name of the image to make.
+        map_pieces: ``map``, or that of an executor.
 
     Raises:
-        DeltaError: the delta is torn or altered, or leads elsewhere: nothing was written. Or the
-            result is not what was encoded, because ``into`` was not what it is said to be: then it
-            is neither image and has to be loaded whole.
+        DeltaError: the delta is torn or altered, or is between other images, and nothing was
+            written; or ``into`` did not hold ``base``, and now holds neither image.
     """
-    header, at = _opened(delta)
-    asked = {"base": base, "version": version, "nbytes": len(into)}
-    if found := {name: header[name] for name in asked if header[name] != asked[name]}:
+    header, at = _read_header(delta)
+    expected = {"base": base, "version": version, "nbytes": len(into)}
+    if found := {name: header[name] for name in expected if header[name] != expected[name]}:
         raise DeltaError(
             f"the delta is not from {base} to {version}, {len(into):,} bytes: it says {found}; "
-            "load the version whole"
+            "load the full version"
         )
     starts = []
-    pieces = [_numbers(into[start : start + PIECE]) for start in range(0, len(into), PIECE)]
-    for piece, (kind, count, _) in zip(pieces, header["pieces"], strict=True):
+    pieces = [_as_words(into[start : start + PIECE]) for start in range(0, len(into), PIECE)]
+    for piece, (encoding, count, _) in zip(pieces, header["pieces"], strict=True):
         starts.append(at)
-        at += sum(_room(count * size) for size in _sizes(kind, piece))
+        at += sum(_align(count * size) for size in _item_sizes(encoding, piece))
 
-    def patch(piece: Array, start: int, said: tuple[int, int, str]) -> None:
-        kind, count, digest = said
-        _patch(piece, kind, count, delta[start:])
+    def apply_piece(piece: Array, start: int, described: tuple[int, int, str]) -> None:
+        encoding, count, digest = described
+        _apply_piece(piece, encoding, count, delta[start:])
         if xxhash.xxh3_128_hexdigest(piece.data) != digest:
             raise DeltaError(
-                f"the delta from {base} does not give {version}: what it was applied to had been "
-                "altered; load the version whole"
+                f"the delta from {base} does not give {version}: the bytes that it was applied to "
+                "had been altered; load the full version"
             )
 
-    for _ in each(patch, pieces, starts, header["pieces"]):
+    for _ in map_pieces(apply_piece, pieces, starts, header["pieces"]):
         pass
 
 
-def _smallest(old: Array, new: Array) -> tuple[int, list[Array]]:
+def _encode_piece(old: Array, new: Array) -> tuple[int, list[Array]]:
+    """Return the smallest encoding of a piece, and its blocks."""
     differs = old != new
     changed = int(np.count_nonzero(differs))
     if not changed:
         return UNCHANGED, []
     size = new.itemsize
     if 2 * changed * (1 + size) >= new.nbytes:
-        return WHOLE, [new]
+        return FULL, [new]
     gaps = np.diff(np.flatnonzero(differs), prepend=0)
     width = 1
-    if gaps.max() > WIDEST[1]:
-        width = min(WIDEST, key=lambda w: (changed + _bridges(gaps, w)[1].sum()) * (w + size))
-    steps = _steps(gaps, width)
+    if gaps.max() > MAX_GAP[1]:
+        width = min(MAX_GAP, key=lambda w: (changed + _find_bridges(gaps, w)[1].sum()) * (w + size))
+    steps = _bridge_gaps(gaps, width)
     return width, [steps, new[np.cumsum(steps, dtype=np.int64)]]
 
 
-def _bridges(gaps: Array, width: int) -> tuple[Array, Array]:
-    """Which gaps are too wide, and how many unchanged elements each of them needs on its way."""
-    wide = np.flatnonzero(gaps > WIDEST[width])
-    return wide, (gaps[wide] - 1) // WIDEST[width]
+def _find_bridges(gaps: Array, width: int) -> tuple[Array, Array]:
+    """Return which gaps are too wide, and how many unchanged elements bridge each of them."""
+    wide = np.flatnonzero(gaps > MAX_GAP[width])
+    return wide, (gaps[wide] - 1) // MAX_GAP[width]
 
 
-def _steps(gaps: Array, width: int) -> Array:
-    wide, bridges = _bridges(gaps, width)
+def _bridge_gaps(gaps: Array, width: int) -> Array:
+    wide, bridges = _find_bridges(gaps, width)
     if not len(wide):
         return gaps.astype(f"u{width}")
     rest = gaps.copy()
-    rest[wide] -= bridges * WIDEST[width]
-    return np.insert(rest.astype(f"u{width}"), np.repeat(wide, bridges), WIDEST[width])
+    rest[wide] -= bridges * MAX_GAP[width]
+    return np.insert(rest.astype(f"u{width}"), np.repeat(wide, bridges), MAX_GAP[width])
 
 
-def _patch(piece: Array, kind: int, count: int, blocks: Array) -> None:
-    if kind == WHOLE:
+def _apply_piece(piece: Array, encoding: int, count: int, blocks: Array) -> None:
+    if encoding == FULL:
         piece[:] = blocks[: piece.nbytes].view(piece.dtype)
-    elif kind != UNCHANGED:
-        steps = blocks[: count * kind].view(f"u{kind}")
-        start = _room(steps.nbytes)
+    elif encoding != UNCHANGED:
+        steps = blocks[: count * encoding].view(f"u{encoding}")
+        start = _align(steps.nbytes)
         values = blocks[start : start + count * piece.itemsize].view(piece.dtype)
         piece[np.cumsum(steps, dtype=np.int64)] = values
 
 
-def _sizes(kind: int, piece: Array) -> list[int]:
-    """Bytes of one element of each block that a piece of this kind has."""
-    return {UNCHANGED: [], WHOLE: [piece.itemsize]}.get(kind, [kind, piece.itemsize])
+def _item_sizes(encoding: int, piece: Array) -> list[int]:
+    """Return the bytes of one element of each block of a piece."""
+    return {UNCHANGED: [], FULL: [piece.itemsize]}.get(encoding, [encoding, piece.itemsize])
 
 
-def _buffer(header: bytes, blocks: list[Array]) -> Array:
-    spread = [np.frombuffer(part, np.uint8) for part in (len(header).to_bytes(8, "little"), header)]
-    spread += [block.view(np.uint8) for block in blocks]
-    delta = np.zeros(START + sum(_room(len(part)) for part in spread), np.uint8)
-    at = START
-    for part in spread:
+def _serialize(header: bytes, blocks: list[Array]) -> Array:
+    parts = [np.frombuffer(part, np.uint8) for part in (len(header).to_bytes(8, "little"), header)]
+    parts += [block.view(np.uint8) for block in blocks]
+    delta = np.zeros(HEADER_OFFSET + sum(_align(len(part)) for part in parts), np.uint8)
+    at = HEADER_OFFSET
+    for part in parts:
         delta[at : at + len(part)] = part
-        at += _room(len(part))
-    digest = xxhash.xxh3_128_digest(delta[START:].data)
-    delta[:START] = np.frombuffer(MAGIC + digest, np.uint8)
+        at += _align(len(part))
+    digest = xxhash.xxh3_128_digest(delta[HEADER_OFFSET:].data)
+    delta[:HEADER_OFFSET] = np.frombuffer(MAGIC + digest, np.uint8)
     return delta
 
 
-def _opened(delta: Array) -> tuple[dict[str, Any], int]:
-    """The header of a whole delta, and where its blocks begin."""
+def _read_header(delta: Array) -> tuple[dict[str, Any], int]:
+    """Return the header of a valid delta, and the byte at which its blocks begin."""
     if delta[: len(MAGIC)].tobytes() != MAGIC:
         raise DeltaError(
             f"these {len(delta)} bytes are no delta of this version of trinity_sync; load the "
-            "version whole, or install the same version on both sides"
+            "full version, or install the same version of trinity_sync on both sides"
         )
-    if xxhash.xxh3_128_digest(delta[START:].data) != delta[len(MAGIC) : START].tobytes():
+    expected = delta[len(MAGIC) : HEADER_OFFSET].tobytes()
+    if xxhash.xxh3_128_digest(delta[HEADER_OFFSET:].data) != expected:
         raise DeltaError(
-            f"the delta of {len(delta)} bytes was cut or altered on its way; load the version whole"
+            f"the delta of {len(delta)} bytes was truncated or altered in transit; load the full "
+            "version"
         )
-    length = int(delta[START : START + 8].view(np.uint64)[0])
-    header = json.loads(delta[START + 8 : START + 8 + length].tobytes())
-    return header, START + 8 + _room(length)
+    length = int(delta[HEADER_OFFSET : HEADER_OFFSET + 8].view(np.uint64)[0])
+    header = json.loads(delta[HEADER_OFFSET + 8 : HEADER_OFFSET + 8 + length].tobytes())
+    return header, HEADER_OFFSET + 8 + _align(length)
 
 
-def _numbers(piece: Array) -> Array:
-    """As 16-bit integers, but for the last piece of an odd length."""
+def _as_words(piece: Array) -> Array:
+    """View a piece as 16-bit integers; the last piece of an odd length stays as it is."""
     return piece if len(piece) % 2 else piece.view(np.uint16)
 
 
-def _room(size: int) -> int:
-    return -size % ALIGNED + size
+def _align(size: int) -> int:
+    return -size % ALIGNMENT + size

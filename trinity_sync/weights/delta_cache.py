@@ -1,8 +1,8 @@
-"""A reader's own copy of the images that it read last, and the deltas that make the next of them.
+"""A reader's private copy of the images that it read last, updated in place by deltas.
 
-Nobody else sees it, so it is changed in place: what lies in it is a version, or not looked at. It
-costs as much memory as the weights have, and one copy more than reading an image where it lies: it
-is for readers to whom the bytes have a long way, and for weights of which few change.
+Only one reader uses it, so it is changed in place: it holds one version, or is marked as invalid.
+It costs as much memory as the weights, and one copy more than reading an image from its slot. That
+pays off for readers on other nodes, and for weights of which few change.
 """
 
 import logging
@@ -15,122 +15,123 @@ import torch
 
 from trinity_sync.errors import DeltaError
 from trinity_sync.snapshot.memcpy import copy_pieces
-from trinity_sync.weights.delta import Array, apply
-from trinity_sync.weights.object_store import names_of
-from trinity_sync.weights.rounding import Spans, merged, round_in_place
-from trinity_sync.weights.unshard import Whole
-from trinity_sync.weights.version import Gone, Version
+from trinity_sync.weights.delta import Array, apply_delta
+from trinity_sync.weights.object_store import name_delta_images
+from trinity_sync.weights.rounding import Spans, merge_spans, round_in_place
+from trinity_sync.weights.unshard import FullTensor
+from trinity_sync.weights.version import Version, VersionUnavailableError
 from trinity_sync.weights.version_view import VersionView
 
 logger = logging.getLogger(__name__)
 
 
-Deltas = Callable[[Version, Version, Sequence[Spans]], Sequence[Array]]
-"""Gives what turns the images of the first version into those of the second, for each image."""
+FetchDeltas = Callable[[Version, Version, Sequence[Spans]], Sequence[Array]]
+"""Returns the delta of each image from the first version to the second."""
 
 
-class Base:
-    """Of one reader.
+class DeltaCache:
+    """The images of one version in private memory.
 
     Args:
-        rounding: keep ``float32`` elements rounded to ``bfloat16``, and get deltas of such.
+        rounding: round ``float32`` elements to ``bfloat16`` precision, and ask for deltas of the
+            rounded elements.
     """
 
     def __init__(self, *, rounding: bool = False) -> None:
         self._rounding = rounding
         self._spans: Sequence[Spans] = ()
-        """For each image, what of it is rounded."""
-        self._held: VersionView | None = None
-        """What is in the memory; None while that is no version."""
+        """For each image, the byte ranges that are rounded."""
+        self._cached: VersionView | None = None
+        """The version in memory; None while the memory holds no valid version."""
         self._memory: Sequence[torch.Tensor] = ()
-        self._lent = False
+        self._is_open = False
         self.delta_bytes: int | None = None
-        """Bytes of the deltas that made what was held last; None where it came whole."""
+        """Bytes of the deltas that made the version opened last; None if it was read in full."""
 
     @contextmanager
-    def images(
+    def open(
         self,
         version: Version,
-        whole: AbstractContextManager[VersionView],
-        deltas: Deltas,
+        full: AbstractContextManager[VersionView],
+        fetch_deltas: FetchDeltas,
     ) -> Iterator[VersionView]:
-        """Hold a version, made by deltas, or whole where there are none that fit.
+        """Yield a version, made by deltas or, if there are none that fit, read in full.
 
-        While one is held, another one is held without this memory: it must not change then.
+        While a version is open the memory must not change, so another one bypasses the cache.
 
         Args:
-            version: that is wanted.
-            whole: holds it at another place.
-            deltas: where they come from.
+            version: version to open.
+            full: opens the full version, without the cache.
+            fetch_deltas: returns the deltas from the cached version.
 
         Raises:
-            Gone, WeightSyncError: as ``whole``, if that is needed.
+            VersionUnavailableError, WeightSyncError: as ``full``, if it is needed.
         """
         self.delta_bytes = None
-        if self._lent:
-            with whole as held:
-                yield held
+        if self._is_open:
+            with full as view:
+                yield view
             return
-        held = self._patched(version, deltas) or self._copied(whole)
-        self._lent = True
+        view = self._apply_deltas(version, fetch_deltas) or self._copy_full(full)
+        self._is_open = True
         try:
-            yield held
+            yield view
         finally:
-            self._lent = False
+            self._is_open = False
 
-    def _patched(self, version: Version, deltas: Deltas) -> VersionView | None:
-        held = self._held
-        if held is None:
+    def _apply_deltas(self, version: Version, fetch_deltas: FetchDeltas) -> VersionView | None:
+        cached = self._cached
+        if cached is None:
             return None
-        if held.version == version:
+        if cached.version == version:
             self.delta_bytes = 0
-            return held
+            return cached
         try:
-            found = deltas(held.version, version, self._spans)
-            self._held = None
+            deltas = fetch_deltas(cached.version, version, self._spans)
+            self._cached = None
             with ThreadPoolExecutor(torch.get_num_threads(), "delta") as pool:
                 for rank, (spans, memory, delta) in enumerate(
-                    zip(self._spans, self._memory, found, strict=True)
+                    zip(self._spans, self._memory, deltas, strict=True)
                 ):
-                    names = names_of(held.version, version, rank, spans)
-                    apply(delta, memory.numpy(), **names, each=pool.map)
-        except (Gone, DeltaError) as error:
-            logger.warning("version %d is loaded whole: %s", version.step, error)
+                    names = name_delta_images(cached.version, version, rank, spans)
+                    apply_delta(delta, memory.numpy(), **names, map_pieces=pool.map)
+        except (VersionUnavailableError, DeltaError) as error:
+            logger.warning("reading version %d in full: %s", version.step, error)
             return None
-        self.delta_bytes = sum(len(delta) for delta in found)
-        self._held = replace(held, version=version)
-        return self._held
+        self.delta_bytes = sum(len(delta) for delta in deltas)
+        self._cached = replace(cached, version=version)
+        return self._cached
 
-    def _copied(self, whole: AbstractContextManager[VersionView]) -> VersionView:
-        with whole as held:
-            self._held = None
-            sizes = [len(image) for image in held.images]
+    def _copy_full(self, full: AbstractContextManager[VersionView]) -> VersionView:
+        with full as view:
+            self._cached = None
+            sizes = [len(image) for image in view.images]
             if sizes != [len(memory) for memory in self._memory]:
                 self._memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
             copy_pieces(
                 (memory.data_ptr(), image.data_ptr(), len(image))
-                for memory, image in zip(self._memory, held.images, strict=True)
+                for memory, image in zip(self._memory, view.images, strict=True)
             )
             self._spans = [
-                _float32_in(held.plan, image) if self._rounding else ()
+                _find_float32_spans(view.plan, image) if self._rounding else ()
                 for image in range(len(sizes))
             ]
             with ThreadPoolExecutor(torch.get_num_threads(), "rounding") as pool:
                 for memory, spans in zip(self._memory, self._spans, strict=True):
                     round_in_place(memory.numpy(), spans, pool.map)
-            self._held = replace(held, images=self._memory)
-        return self._held
+            self._cached = replace(view, images=self._memory)
+        return self._cached
 
 
-def _float32_in(plan: Sequence[Whole], image: int) -> Spans:
-    """Where the ``float32`` elements of an image lie; those in the gaps of strides are as good."""
-    return merged(
+def _find_float32_spans(plan: Sequence[FullTensor], image: int) -> Spans:
+    """Return the byte ranges of an image's ``float32`` elements, gaps of strides included."""
+    return merge_spans(
         [
-            (part.place, part.place + 4 * (1 + last))
-            for whole in plan
-            if whole.dtype is torch.float32
-            for part in whole.parts
-            if part.image == image
-            for last in [sum((n - 1) * by for n, by in zip(part.shape, part.stride, strict=True))]
+            (chunk.byte_offset, chunk.byte_offset + 4 * (1 + last))
+            for full in plan
+            if full.dtype is torch.float32
+            for chunk in full.chunks
+            if chunk.image == image
+            for last in [sum((n - 1) * by for n, by in zip(chunk.sizes, chunk.stride, strict=True))]
         ]
     )

@@ -1,12 +1,12 @@
-"""What goes through Ray's object store: images for readers on other nodes, and deltas for all.
+"""Transport through Ray's object store: images for readers on other nodes, and deltas.
 
-A task on the node of an image takes it from its slot, or compares it with the one that a reader
-has, if that lies in another slot still. Ray brings what it made to another node once, and all
-readers there map it. The Synchronizer makes the references, when the first reader asks, and keeps
+A task on the node of an image reads it from its slot, or computes its delta from the image that a
+reader has, if that is still in another slot. Ray transfers the result to another node once, and all
+readers there map it. The Synchronizer creates the references when the first reader asks, and keeps
 them until there is a newer version; the bytes never enter its process.
 
-It does not need torch, and so spares the task's process the seconds of its import. Deltas between
-images of one node are made without Ray, too.
+The module does not import torch, which saves the tasks' processes seconds of import. Deltas between
+images of one node are computed without Ray as well.
 """
 
 import mmap
@@ -22,195 +22,237 @@ import numpy as np
 from trinity_sync.snapshot.slot_lock import lock_slot
 from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 from trinity_sync.storage.persist import yield_to_others
-from trinity_sync.weights.delta import Array, encode
+from trinity_sync.weights.delta import Array, encode_delta
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.version import Gone, ImageRef, Version
+from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
 
 THREADS = 4
-"""That compare two images; as many as write one."""
+"""Threads that compare two images; as many as persist an image."""
 
-Copy = tuple[VersionTag, Any]
-"""What an image's note says, and its bytes: an array of ``uint8`` that nobody may write to."""
+ImageCopy = tuple[VersionTag, Any]
+"""Version tag and bytes of an image, a read-only ``uint8`` array of shape ``[nbytes]``."""
 
 
-class Copies:
-    """References to the copies and deltas of one version, made as they are asked for."""
+class ObjectRefs:
+    """Object references to the image copies and deltas of one version, created on demand."""
 
     def __init__(self) -> None:
         self._version: Version | None = None
-        self._made: dict[int, list[Any]] = {}
+        self._images: dict[int, list[Any]] = {}
         self._deltas: dict[tuple[str, Spans], list[Any]] = {}
 
-    def of(self, version: Version, ranks: Sequence[int]) -> list[list[Any]]:
-        """For each rank, the references of a `Copy`; the same ones whoever asks."""
+    def get_image_refs(self, version: Version, ranks: Sequence[int]) -> list[list[Any]]:
+        """Return the references of an `ImageCopy` for each rank, the same for all callers.
+
+        Args:
+            version: the newest version in memory.
+            ranks: whose images.
+        """
         self.keep_only(version)
         images = {ref.rank: ref for ref in version.images}
         for rank in ranks:
-            if rank not in self._made:
-                self._made[rank] = _begin(_copy, images[rank], images[rank], returns=2)
-        return [self._made[rank] for rank in ranks]
+            if rank not in self._images:
+                self._images[rank] = _start_on_node(
+                    _copy_image, images[rank], images[rank], returns=2
+                )
+        return [self._images[rank] for rank in ranks]
 
-    def deltas(self, base: Version, version: Version, spans: Sequence[Spans]) -> list[list[Any]]:
-        """For each rank, the reference of what turns its image of ``base`` into the version's.
+    def get_delta_refs(
+        self, base: Version, version: Version, spans: Sequence[Spans]
+    ) -> list[list[Any]]:
+        """Return the reference of each rank's delta from ``base``, the same for all callers.
 
         Args:
-            base: what a reader has.
-            version: the newest.
-            spans: for each rank, what of its image the reader has rounded.
+            base: version that the reader has.
+            version: the newest version in memory.
+            spans: for each rank, byte ranges of its image that the reader rounds.
 
         Raises:
-            Gone: their images are on other nodes, or of more or fewer ranks.
+            VersionUnavailableError: the images of the two versions are on different nodes, or of a
+                different number of ranks.
         """
         self.keep_only(version)
         if [ref.node for ref in base.images] != [ref.node for ref in version.images]:
-            raise Gone(f"version {version.step} has other nodes or ranks than {base.step}")
-        wanted = [(old.image, each) for old, each in zip(base.images, spans, strict=True)]
-        for new, which in zip(version.images, wanted, strict=True):
-            if which not in self._deltas:
-                made = _begin(_delta, new, base, version, new.rank, which[1], returns=1)
-                self._deltas[which] = [made]
-        return [self._deltas[which] for which in wanted]
+            raise VersionUnavailableError(
+                f"version {version.step} has other nodes or ranks than {base.step}"
+            )
+        keys = [(old.image, each) for old, each in zip(base.images, spans, strict=True)]
+        for new, key in zip(version.images, keys, strict=True):
+            if key not in self._deltas:
+                ref = _start_on_node(
+                    _compute_delta, new, base, version, new.rank, key[1], returns=1
+                )
+                self._deltas[key] = [ref]
+        return [self._deltas[key] for key in keys]
 
     def keep_only(self, version: Version | None) -> None:
-        """Let go of what is of other versions; who reads it keeps it as long as it does."""
+        """Drop the references of other versions; Ray keeps the objects that are still read."""
         if version != self._version:
-            self._version, self._made, self._deltas = version, {}, {}
+            self._version, self._images, self._deltas = version, {}, {}
 
 
-def fetch(
+def fetch_images(
     synchronizer: Any, version: Version, ranks: Sequence[int], timeout_s: float
-) -> list[Copy]:
-    """The images of these ranks, in the object store of this node.
+) -> list[ImageCopy]:
+    """Transfer images of a version to the object store of this node.
+
+    Args:
+        synchronizer: the job's Synchronizer, a Ray actor.
+        version: the newest version in memory.
+        ranks: whose images.
+        timeout_s: seconds to wait for all of them.
+
+    Returns:
+        The image of each rank, in the order of ``ranks``.
 
     Raises:
-        Gone: an image is overwritten, its node is dead, the version is not the newest in memory
-            any more, or the time is over.
+        VersionUnavailableError: an image was overwritten, its node is dead, the version is no
+            longer the newest in memory, or the time-out has passed.
     """
-    asked = synchronizer.copies.remote(version.run, version.step, list(ranks))
-    found = _got(asked, f"copy of version {version.step} from its node", timeout_s)
+    answer = synchronizer.get_image_refs.remote(version.run, version.step, list(ranks))
+    found = _get_objects(answer, f"copy of version {version.step} from its node", timeout_s)
     return list(zip(found[::2], found[1::2], strict=True))
 
 
 def fetch_deltas(
     synchronizer: Any, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
 ) -> list[Array]:
-    """For each rank, what turns its image of ``base`` into the version's; see `delta_between`.
-
-    Raises:
-        Gone: as `fetch`, of either version.
-    """
-    asked = synchronizer.deltas.remote(base, version.run, version.step, spans)
-    return _got(asked, f"delta from version {base.step} to {version.step}", timeout_s)
-
-
-def delta_between(
-    base: Version, version: Version, rank: int, spans: Spans = (), *, nice: int = 0
-) -> Array:
-    """What turns a rank's image of ``base`` into that of ``version``, both in slots of this node.
-
-    No lock is taken: a trainer that wants a slot finds it free, and needs no other one because of
-    this. The note beside a slot goes before its bytes do, so notes that are there after all has
-    been read say that it was of these images.
+    """Transfer the delta of each rank's image to the object store of this node.
 
     Args:
-        base: what a reader has.
-        version: what it shall have, of as many ranks.
-        rank: whose images.
-        spans: what of them is compared, and sent, rounded; see ``rounding``.
-        nice: by how much the comparing threads yield to others, as in nice(1).
+        synchronizer: the job's Synchronizer, a Ray actor.
+        base: version that the reader has.
+        version: the newest version in memory.
+        spans: for each rank, byte ranges of its image that the reader rounds.
+        timeout_s: seconds to wait for all of them.
 
     Raises:
-        Gone: one of them is overwritten or removed, or they are of different structure.
+        VersionUnavailableError: as `fetch_images`, for either version.
+    """
+    answer = synchronizer.get_delta_refs.remote(base, version.run, version.step, spans)
+    return _get_objects(answer, f"delta from version {base.step} to {version.step}", timeout_s)
+
+
+def compute_delta(
+    base: Version, version: Version, rank: int, spans: Spans = (), *, nice: int = 0
+) -> Array:
+    """Return the delta between a rank's images of two versions, both in slots of this node.
+
+    No lock is acquired, so a trainer can fill the slots meanwhile and needs no additional ones. A
+    slot's version tag is removed before its bytes change: tags that are unchanged after the last
+    read prove that the bytes were those of the two images.
+
+    Args:
+        base: version that the reader has.
+        version: version that it needs, of as many ranks.
+        rank: whose images.
+        spans: byte ranges that are compared and sent rounded; see ``rounding``.
+        nice: by how much the comparing threads lower their priority, as in nice(1).
+
+    Raises:
+        VersionUnavailableError: an image was overwritten or removed, or the two images have
+            different layouts.
     """
     old, new = base.images[rank], version.images[rank]
 
     def require_both() -> None:
-        if _note(old).layout != _note(new).layout:
-            raise Gone(f"versions {base.step} and {version.step} are of different structure")
+        if _require_tag(old).layout != _require_tag(new).layout:
+            raise VersionUnavailableError(
+                f"versions {base.step} and {version.step} have different layouts"
+            )
 
-    def each(*arguments: Any) -> Iterator[Any]:
+    def map_pieces(*arguments: Any) -> Iterator[Any]:
         for found in pool.map(*arguments):
-            require_both()  # or nothing more is compared in vain
+            require_both()  # stops the comparison as soon as it is useless
             yield found
 
     require_both()
     try:
-        before, after = _mapped(old), _mapped(new)
+        before, after = _map_image(old), _map_image(new)
     except (FileNotFoundError, ValueError) as error:
-        raise Gone(f"an image was removed with its trainer: {error}") from error
-    names = names_of(base, version, rank, spans)
+        raise VersionUnavailableError(f"an image was removed with its trainer: {error}") from error
+    names = name_delta_images(base, version, rank, spans)
     with ThreadPoolExecutor(THREADS, "delta", partial(yield_to_others, nice)) as pool:
-        delta = encode(before, after, **names, spans=spans, each=each)
+        delta = encode_delta(before, after, **names, spans=spans, map_pieces=map_pieces)
     require_both()
     return delta
 
 
-def names_of(base: Version, version: Version, rank: int, spans: Spans) -> dict[str, str]:
-    """What a delta calls the images that it leads from and to."""
+def name_delta_images(base: Version, version: Version, rank: int, spans: Spans) -> dict[str, str]:
+    """Return the names of a delta's two images, as keyword arguments of ``encode_delta``.
+
+    Args:
+        base: version that the reader has.
+        version: version that it needs.
+        rank: whose images.
+        spans: byte ranges that are rounded.
+    """
     rounds = ", rounded" if spans else ""
     return {
-        "base": base.name_of(base.images[rank]) + rounds,
-        "version": version.name_of(version.images[rank]) + rounds,
+        "base": base.name_image(base.images[rank]) + rounds,
+        "version": version.name_image(version.images[rank]) + rounds,
     }
 
 
-def _got(asked: Any, what: str, timeout_s: float) -> list[Any]:
-    """What the references stand for that the Synchronizer was asked for."""
+def _get_objects(answer: Any, what: str, timeout_s: float) -> list[Any]:
+    """Return the objects behind the references that the Synchronizer answers with."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     deadline = time.monotonic() + timeout_s
     try:
-        references = ray.get(asked, timeout=timeout_s)
+        refs = ray.get(answer, timeout=timeout_s)
         left_s = max(0.0, deadline - time.monotonic())
-        found: list[Any] = ray.get([each for of in references for each in of], timeout=left_s)
+        found: list[Any] = ray.get([ref for of_rank in refs for ref in of_rank], timeout=left_s)
     except RayError as error:
-        reason = error.cause if isinstance(error, RayTaskError) else error
-        said = str(reason).strip().partition("\n")[0]
-        raise Gone(f"no {what}: {said}") from error
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        reason = str(cause).strip().partition("\n")[0]
+        raise VersionUnavailableError(f"no {what}: {reason}") from error
     return found
 
 
-def _begin(task: Any, where: ImageRef, *arguments: Any, returns: int) -> Any:
-    """Have a task run on the node of an image."""
+def _start_on_node(task: Any, image: ImageRef, *arguments: Any, returns: int) -> Any:
+    """Start a task on the node of an image; return its object references."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(where.node, soft=False)
-    options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-    return _remote(task).options(**options, num_returns=returns).remote(*arguments)
+    node = NodeAffinitySchedulingStrategy(image.node, soft=False)
+    options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": node}
+    return _as_remote(task).options(**options, num_returns=returns).remote(*arguments)
 
 
 @cache
-def _remote(task: Any) -> Any:
+def _as_remote(task: Any) -> Any:
     import ray
 
     return ray.remote(task)
 
 
-def _copy(ref: ImageRef) -> Iterator[Any]:
-    """A generator, so that Ray has put the bytes into its store before the lock is given back."""
+def _copy_image(ref: ImageRef) -> Iterator[Any]:
+    """Yield version tag and bytes; Ray has stored both before the generator releases the lock."""
     try:
         with lock_slot(Path(ref.slot)) as content:
-            yield _note(ref)
+            yield _require_tag(ref)
             yield np.frombuffer(content, np.uint8, ref.nbytes)
     except FileNotFoundError as error:
-        raise Gone(f"the image in {ref.slot} was removed with its trainer") from error
+        raise VersionUnavailableError(
+            f"the image in {ref.slot} was removed with its trainer"
+        ) from error
 
 
-def _delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
+def _compute_delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
     from trinity_sync.settings import Settings
 
-    return delta_between(base, version, rank, spans, nice=Settings().nice)
+    return compute_delta(base, version, rank, spans, nice=Settings().nice)
 
 
-def _note(ref: ImageRef) -> VersionTag:
-    said = read_version_tag(Path(ref.slot))
-    if said is None or said.image != ref.image:
-        raise Gone(f"the image in {ref.slot} was overwritten")
-    return said
+def _require_tag(ref: ImageRef) -> VersionTag:
+    tag = read_version_tag(Path(ref.slot))
+    if tag is None or tag.image != ref.image:
+        raise VersionUnavailableError(f"the image in {ref.slot} was overwritten")
+    return tag
 
 
-def _mapped(ref: ImageRef) -> Array:
+def _map_image(ref: ImageRef) -> Array:
     with Path(ref.slot).open("rb") as file:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return np.frombuffer(mmap.mmap(file.fileno(), ref.nbytes, flags, mmap.PROT_READ), np.uint8)

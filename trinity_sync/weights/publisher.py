@@ -1,7 +1,7 @@
-"""The trainer's side: each rank offers its image of a version to the Synchronizer.
+"""Publish versions of the weights from the trainer: each rank adds its image to the Synchronizer.
 
-That makes the images of all ranks, whatever nodes they are on, a version. A rank makes one call
-that it does not wait for: no collective is needed, and no training thread stands still.
+The images of all ranks, on whatever nodes, make a version. A rank makes one call and does not wait
+for its answer: no collective is needed, and no training thread is blocked.
 """
 
 import logging
@@ -21,13 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Has the versions of one job published; every rank has one, in a process of the Ray cluster.
+    """Publishes the images of one rank, in a process of the Ray cluster.
 
     Args:
-        synchronizer: the job's, a Ray actor.
-        root: of the job.
-        spool: of the job on this node.
+        synchronizer: the job's Synchronizer, a Ray actor.
+        root: the job's root.
+        spool: the job's spool on this node.
         gather_s: seconds that a version waits for the images of all ranks.
+
+    Raises:
+        StackError: Ray is not installed.
     """
 
     def __init__(
@@ -41,53 +44,58 @@ class Publisher:
         self._node = ray.get_runtime_context().get_node_id()
         self._pending: list[tuple[str, Future[None]]] = []
 
-    def publish(self, mine: VersionTag) -> None:
-        """Offer the image of this rank's note; returns at once."""
-        what = f"version {mine.step} (run {mine.run}) of {self._root}"
-        found = self._spool.published(mine.role, mine.run, mine.step)
-        slot = next((str(slot) for slot, said in found.items() if said == mine), None)
+    def publish(self, tag: VersionTag) -> None:
+        """Add the image with this version tag to the Synchronizer; returns at once."""
+        description = f"version {tag.step} (run {tag.run}) of {self._root}"
+        found = self._spool.published(tag.role, tag.run, tag.step)
+        slot = next((str(slot) for slot, each in found.items() if each == tag), None)
         if slot is None:
-            logger.info("%s is left out: a newer one is at hand", what)
+            logger.info("skipping %s: a newer version is in its slot", description)
             return
-        image = ImageRef(self._node, slot, mine.image, mine.rank, mine.nbytes)
-        version = Version(mine.step, mine.run, "memory", self._root, mine.role, (image,))
-        offered = self._synchronizer.offer.remote(version, mine.world_size, self._gather_s)
-        told: Future[None] = offered.future()
-        told.add_done_callback(lambda done: _log(what, done))
-        self._pending = [each for each in self._pending if not _succeeded(each[1])]
-        self._pending.append((what, told))
+        image = ImageRef(self._node, slot, tag.image, tag.rank, tag.nbytes)
+        version = Version(tag.step, tag.run, "memory", self._root, tag.role, (image,))
+        call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
+        answer: Future[None] = call.future()
+        answer.add_done_callback(lambda done: _log_failure(description, done))
+        self._pending = [each for each in self._pending if not _has_succeeded(each[1])]
+        self._pending.append((description, answer))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the Synchronizer knows of all versions that this rank has offered.
+        """Wait until all versions to which this rank added its image are published.
+
+        Args:
+            timeout_s: seconds to wait; None waits without limit.
 
         Raises:
-            WeightSyncError: one is not published; each is raised once.
-            TimeoutError: the time is over.
+            WeightSyncError: versions were not published; each of them is raised once.
+            TimeoutError: the time-out has passed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         failures = []
-        for what, told in self._pending:
+        for description, answer in self._pending:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                error = told.exception(left_s)
-            except futures.TimeoutError:  # Python 3.10 has one of its own
-                raise TimeoutError(f"{what} is not published after {timeout_s:g} s") from None
+                error = answer.exception(left_s)
+            except futures.TimeoutError:  # not the builtin in Python 3.10
+                raise TimeoutError(
+                    f"{description} is not published after {timeout_s:g} s"
+                ) from None
             if error:
-                failures.append(f"{what} is not published: {_reason(error)}")
+                failures.append(f"{description} is not published: {_get_cause(error)}")
         self._pending = []
         if failures:
             raise WeightSyncError("; ".join(failures))
 
 
-def _succeeded(told: "Future[None]") -> bool:
-    return told.done() and not told.exception()
+def _has_succeeded(answer: "Future[None]") -> bool:
+    return answer.done() and not answer.exception()
 
 
-def _reason(error: BaseException) -> BaseException:
-    """What was raised in the actor, without Ray's traceback of it."""
+def _get_cause(error: BaseException) -> BaseException:
+    """Return the error that the actor raised, without Ray's traceback."""
     return getattr(error, "cause", None) or error
 
 
-def _log(what: str, told: "Future[None]") -> None:
-    if error := told.exception():
-        logger.error("%s is not published; training goes on: %s", what, _reason(error))
+def _log_failure(description: str, answer: "Future[None]") -> None:
+    if error := answer.exception():
+        logger.error("%s is not published; training continues: %s", description, _get_cause(error))

@@ -1,18 +1,18 @@
-"""The explorer's side: hear of a new version, and have it in one's own parameters.
+"""Read new versions of the weights in a rollout worker, and load them into a model.
 
 ::
 
-    reader = WeightReader(synchronizer, name="explorer-0")
+    reader = WeightReader(root="ckpts", name="explorer-0")
     while await reader.wait_newer() is not None:
         reader.load_into(model)
 
-A reader takes what is newest when it begins to copy. If the trainer has overwritten a version
-meanwhile, that is a newer one, or the commit of the same step; never parts of two, and never an
-older one than it had. The trainer does not notice.
+A reader opens the newest version. If the trainer overwrites it meanwhile, the reader opens a newer
+one, or the commit of the same step; never parts of two versions, and never an older version than it
+had. The trainer does not wait for readers.
 
-Which versions there are says a registry: the files of this node's spool and of the root
-(``file_registry``), which needs no Ray, or the job's Synchronizer (``actor_registry``), by which
-images on other nodes come through Ray's object store, once for all readers of a node.
+A registry tells which versions there are: the files of this node's spool and of the root
+(``file_registry``), which need no Ray, or the job's Synchronizer (``actor_registry``), through
+which images of other nodes come by Ray's object store, once for all readers of a node.
 """
 
 import logging
@@ -26,65 +26,108 @@ from typing import Any, Protocol
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.weights.committed import newest_version
+from trinity_sync.weights.committed import find_newest_version
 from trinity_sync.weights.delta import Array
-from trinity_sync.weights.delta_cache import Base
+from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
-from trinity_sync.weights.object_store import Copy
+from trinity_sync.weights.object_store import ImageCopy
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.unshard import Slice
-from trinity_sync.weights.version import Gone, Version
+from trinity_sync.weights.version import Version, VersionUnavailableError
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 0.5
-"""Between two looks for a version that can be held."""
+MAX_RETRY_S = 0.5
+"""Longest pause, in seconds, between two attempts to open a version."""
 
 
-class Versions(Protocol):
-    """A version registry, as a reader asks it."""
+class Registry(Protocol):
+    """The version registry, as readers use it."""
 
     node: str | None
-    """Ray node id (hex) of the reader; None where all images are on its node."""
+    """Ray node id (hex) of the reader; None if all images are on its node."""
 
     def latest(self) -> Version | None:
-        """The newest version that can be read."""
+        """Return the newest version that can be read; None if there is none."""
 
     async def wait_newer(
         self, than: int, timeout_s: float | None, run: int | None
     ) -> Version | None:
-        """The same once it is beyond step ``than`` of ``run``; None at the time-out."""
+        """Wait for a newer version that can be read; return None at the time-out.
 
-    def serving(self, reader: str, step: int, run: int) -> None:
-        """The reader serves this version now."""
+        Args:
+            than: step that the version has to be beyond.
+            timeout_s: seconds to wait; None waits without limit.
+            run: number of the run that made step ``than``.
+        """
 
-    def copies(self, version: Version, ranks: Sequence[int], timeout_s: float) -> Sequence[Copy]:
-        """The images of these ranks, which are on other nodes; see `copies.fetch`."""
+    def set_serving(self, reader: str, step: int, run: int) -> None:
+        """Record the version that a reader serves.
 
-    def deltas(
+        Args:
+            reader: its name.
+            step: the version's step.
+            run: the version's run.
+        """
+
+    def fetch_images(
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
+        """Fetch images that are on other nodes.
+
+        Args:
+            version: the newest version in memory.
+            ranks: whose images.
+            timeout_s: seconds to wait for all of them.
+
+        Raises:
+            VersionUnavailableError: an image cannot be fetched.
+        """
+
+    def fetch_deltas(
         self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
     ) -> Sequence[Array]:
-        """What turns the images of ``base`` into the version's; see `copies.fetch_deltas`."""
+        """Fetch the delta of each rank's image from ``base``.
+
+        Args:
+            base: version that the reader has.
+            version: the newest version in memory.
+            spans: for each rank, byte ranges of its image that the reader rounds.
+            timeout_s: seconds to wait for all of them.
+
+        Raises:
+            VersionUnavailableError: there is no delta between the two versions.
+        """
 
 
 class WeightReader:
-    """Reads versions for one explorer.
+    """Reads new versions of a job's weights, for one rollout worker.
+
+    Usage::
+
+        with WeightReader(root="ckpts", name="explorer-0") as reader:
+            while await reader.wait_newer() is not None:
+                reader.load_into(model)
+
+    `load_into` copies into a PyTorch module or a dict of tensors; `iter_weights` yields full
+    tensors, for vLLM; `open` pins a version to read it several times. One thread uses a reader.
 
     Args:
-        synchronizer: the job's, a Ray actor, or anything with the methods of `Versions`. By default
-            that of the job at ``root`` if this process has joined its Ray cluster; otherwise the
-            files of this node's spool and of the root are read, and Ray is not needed.
-        root: of the job, where no Synchronizer is given.
-        name: of this reader, unique in the job; shown to people, and the holder of its leases.
-        deltas: keep a copy of the weights, and get what changed in them where that can be had, the
-            whole version else; see ``base``.
-        dtype: round floating-point tensors to it as they are copied, e.g. to ``torch.bfloat16``
-            where the trainer has ``float32`` masters; deltas are of what is left then. By default
-            they are what the trainer has, and all that they are loaded into has to be that.
-        verify: compare the digests of what is read from disk, not the sizes alone.
-        patience_s: seconds to look for a version that can be held before giving up.
+        synchronizer: the job's Synchronizer, a Ray actor, or an object that implements `Registry`.
+            By default that of the job at ``root`` if this process has joined its Ray cluster;
+            otherwise the files of this node's spool and of the root are read, without Ray.
+        name: name of the reader, unique in the job. It appears in reports, and holds its leases.
+        root: the job's root; required without a Synchronizer.
+        deltas: keep a private copy of the weights, and fetch the elements that changed, where there
+            is a delta; otherwise the full version. See ``delta_cache``.
+        dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
+            ``torch.bfloat16`` for a trainer with ``float32`` master weights; deltas are of the
+            rounded elements. By default tensors keep the trainer's dtypes, and targets have to
+            have them as well.
+        verify: compare the digests of files that are read from a commit, not their sizes alone.
+        timeout_s: seconds to look for a version that can be opened before raising.
 
     Raises:
         ConfigError: there is neither ``root`` nor a Synchronizer.
@@ -99,72 +142,79 @@ class WeightReader:
         deltas: bool = False,
         dtype: torch.dtype | None = None,
         verify: bool = False,
-        patience_s: float = 60.0,
+        timeout_s: float = 60.0,
     ) -> None:
-        self._versions = _registry(name, synchronizer, root)
+        self._registry = _make_registry(name, synchronizer, root)
         self._name = name
-        self._opener = VersionOpener(name, verify=verify, node=self._versions.node, dtype=dtype)
-        self._base = Base(rounding=dtype is torch.bfloat16) if deltas else None
-        self._patience_s = patience_s
+        self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
+        self._cache = DeltaCache(rounding=dtype is torch.bfloat16) if deltas else None
+        self._timeout_s = timeout_s
         self.version: Version | None = None
-        """What was read last."""
+        """The version that was read last; None before the first."""
 
     @property
     def delta_bytes(self) -> int | None:
-        """Bytes of the deltas that made what was read last from memory; None if it came whole."""
-        return self._base.delta_bytes if self._base else None
+        """Bytes of the deltas that made the version read last from memory; None if read in full."""
+        return self._cache.delta_bytes if self._cache else None
 
     async def wait_newer(
         self, than: int | None = None, timeout_s: float | None = None
     ) -> Version | None:
-        """Wait for a version to read that is newer than the last; None at the time-out.
+        """Wait for a version that can be read and is newer than the one read last.
 
         Args:
-            than: a step that it has to be beyond instead.
-            timeout_s: seconds; without end by default.
+            than: step that the version has to be beyond, instead of that of the version read last.
+            timeout_s: seconds to wait; None waits without limit.
+
+        Returns:
+            The newest version; None at the time-out.
 
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
         """
-        at = self.version
-        beyond = than if than is not None else at.step if at else -1
-        return await self._versions.wait_newer(beyond, timeout_s, at.run if at else None)
+        last = self.version
+        beyond = than if than is not None else last.step if last else -1
+        return await self._registry.wait_newer(beyond, timeout_s, last.run if last else None)
 
     @contextmanager
-    def hold(self, version: Version | None = None) -> Iterator[VersionView]:
-        """Hold a version, so that it stays what it is within the block.
+    def open(self, version: Version | None = None) -> Iterator[VersionView]:
+        """Open a version, which is neither changed nor removed within the ``with`` block.
 
         Args:
-            version: the one that is wanted, by default the newest that can be read. If it is gone,
-                a newer one is held; ``held.version`` says which.
+            version: version to open; by default the newest that can be read. If it is no longer
+                available, a newer one is opened.
+
+        Returns:
+            A view of the version (``view.version``), with `VersionView.iter_tensors` and
+            `VersionView.load_into`.
 
         Raises:
-            WeightSyncError: no version can be had within ``patience_s`` seconds, what there is
-                makes no whole tensors, or the one that is wanted cannot be read.
+            WeightSyncError: no version could be opened within the reader's ``timeout_s``, its
+                images do not add up to full tensors, or the version was broadcast.
         """
-        deadline = time.monotonic() + self._patience_s
-        wanted = version or self._versions.latest()
-        trouble, pause_s = "nothing was published", 0.005
+        deadline = time.monotonic() + self._timeout_s
+        wanted = version or self._registry.latest()
+        problem, pause_s = "nothing was published", 0.005
         while True:
-            for candidate in self._candidates(wanted):
+            for candidate in self._iter_candidates(wanted):
                 with ExitStack() as opened:
                     try:
-                        held = opened.enter_context(self._open(candidate, deadline))
-                    except Gone as error:
-                        trouble = str(error)
+                        view = opened.enter_context(self._open(candidate, deadline))
+                    except VersionUnavailableError as error:
+                        problem = str(error)
                         continue
-                    yield held
-                self.version = held.version
+                    yield view
+                self.version = view.version
                 return
             if time.monotonic() >= deadline:
                 raise WeightSyncError(
                     f"reader {self._name} found no version that it can read within "
-                    f"{self._patience_s:g} s ({trouble}). Does the trainer run, and does this "
+                    f"{self._timeout_s:g} s ({problem}). Does the trainer run, and does this "
                     "process see its root and, on the trainer's node, its shared memory?"
                 )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            wanted = self._versions.latest()
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            wanted = self._registry.latest()
 
     def iter_weights(
         self,
@@ -172,14 +222,24 @@ class WeightReader:
         *,
         slices: Mapping[str, Slice] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names, as Hugging Face's, and whole tensors of a version; tied ones once.
+        """Yield names and full tensors of a version, one at a time.
 
-        They are on the CPU and in memory of their own. Args and errors are those of `hold`, and of
-        `VersionView.tensors`; ``reader.version`` says which version it was, after the last one.
+        Names are those of ``named_parameters()``, as Hugging Face's; tied tensors come once, under
+        their first name. Tensors are on the CPU, in memory of their own. After the last one,
+        ``reader.version`` is the version that was read.
+
+        Args:
+            version: version to read; by default the newest. If it is no longer available, a newer
+                one is read.
+            slices: parts of tensors to return, by name: (dimension, start, stop).
+
+        Raises:
+            WeightSyncError: no version could be opened, see `open`; or a slice is of an unknown
+                tensor, or outside of it.
         """
-        with self.hold(version) as held:
-            yield from held.tensors(slices)
-        self._versions.serving(self._name, held.version.step, held.version.run)
+        with self.open(version) as view:
+            yield from view.iter_tensors(slices)
+        self._registry.set_serving(self._name, view.version.step, view.version.run)
 
     def load_into(
         self,
@@ -188,18 +248,31 @@ class WeightReader:
         *,
         slices: Mapping[str, Slice] | None = None,
     ) -> int:
-        """Copy a version into a module, or a dict of tensors; returns the step that it has now.
+        """Copy a version into a module or a dict of tensors, on any device.
 
-        Args and errors are those of `hold`, and of `VersionView.load_into`. Nothing else may
-        use the target meanwhile.
+        Nothing else may use the target meanwhile.
+
+        Args:
+            target: module, or tensors by name; every parameter and buffer is filled. Shapes and
+                dtypes are those of the trainer's full tensors, or of ``slices`` and ``dtype``.
+            version: version to load; by default the newest. If it is no longer available, a newer
+                one is loaded.
+            slices: parts of tensors to copy, by name: (dimension, start, stop).
+
+        Returns:
+            Step of the version that the target holds now.
+
+        Raises:
+            WeightSyncError: no version could be opened, see `open`; or names, shapes or dtypes
+                differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        with self.hold(version) as held:
-            held.load_into(target, slices)
-        self._versions.serving(self._name, held.version.step, held.version.run)
-        return held.version.step
+        with self.open(version) as view:
+            view.load_into(target, slices)
+        self._registry.set_serving(self._name, view.version.step, view.version.run)
+        return view.version.step
 
     def close(self) -> None:
-        """Let go of the trainer's memory."""
+        """Unmap the trainer's shared memory."""
         self._opener.close()
 
     def __enter__(self) -> "WeightReader":
@@ -208,37 +281,37 @@ class WeightReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _candidates(self, wanted: Version | None) -> Iterator[Version]:
-        """Where to look, best first, each asked for when the one before is gone."""
-        at = self.version
-        if wanted and (at is None or _order(wanted) >= _order(at)):
+    def _iter_candidates(self, wanted: Version | None) -> Iterator[Version]:
+        """Yield versions to try, best first; each is looked up once the one before has failed."""
+        last = self.version
+        if wanted and (last is None or _order(wanted) >= _order(last)):
             yield wanted
-        latest = self._versions.latest()
-        least = max((_order(v) for v in (wanted, at) if v), default=(0, 0))
+        latest = self._registry.latest()
+        least = max((_order(v) for v in (wanted, last) if v), default=(0, 0))
         if latest and latest != wanted and _order(latest) >= least:
             yield latest
-        if known := latest or wanted or at:
-            committed = newest_version(known.root, known.role)
+        if known := latest or wanted or last:
+            committed = find_newest_version(known.root, known.role)
             if committed and _order(committed) >= least:
                 yield committed
 
     def _open(self, version: Version, deadline: float) -> AbstractContextManager[VersionView]:
         if version.source == "checkpoint":
-            return self._opener.checkpoint(version)
+            return self._opener.open_checkpoint(version)
         if version.source == "memory":
 
             def left_s() -> float:
                 return max(0.0, deadline - time.monotonic())
 
-            whole = self._opener.images(
-                version, lambda ranks: self._versions.copies(version, ranks, left_s())
+            full = self._opener.open_images(
+                version, lambda ranks: self._registry.fetch_images(version, ranks, left_s())
             )
-            if self._base is None:
-                return whole
-            return self._base.images(
+            if self._cache is None:
+                return full
+            return self._cache.open(
                 version,
-                whole,
-                lambda base, to, spans: self._versions.deltas(base, to, spans, left_s() / 2),
+                full,
+                lambda base, to, spans: self._registry.fetch_deltas(base, to, spans, left_s() / 2),
             )
         raise WeightSyncError(
             f"version {version.step} is broadcast ({version.source}); join the broadcast, or set "
@@ -246,8 +319,7 @@ class WeightReader:
         )
 
 
-def _registry(name: str, synchronizer: Any, root: str | Path | None) -> Versions:
-    """The registry that a reader asks."""
+def _make_registry(name: str, synchronizer: Any, root: str | Path | None) -> Registry:
     if synchronizer is None and in_ray_cluster():
         from trinity_sync.weights.synchronizer import Synchronizer, find_synchronizer
 
@@ -257,15 +329,15 @@ def _registry(name: str, synchronizer: Any, root: str | Path | None) -> Versions
             raise ConfigError(
                 f"reader {name} has to know the job; pass root, the job's folder, or a Synchronizer"
             )
-        logger.info("reader %s finds versions of %s by files, without a Synchronizer", name, root)
+        logger.info("reader %s reads versions of %s from files, without Ray", name, root)
         return FileRegistry(root)
     ray = sys.modules.get("ray")
     if ray is not None and isinstance(synchronizer, ray.actor.ActorHandle):
         from trinity_sync.weights.actor_registry import ActorRegistry
 
         return ActorRegistry(synchronizer, root)
-    found: Versions = synchronizer
-    return found
+    registry: Registry = synchronizer
+    return registry
 
 
 def _order(version: Version) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Who serves which version, read from the Synchronizer's files: for people, without Ray."""
+"""Report of the versions that readers serve, from the Synchronizer's state files, without Ray."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +9,16 @@ from trinity_sync.weights.version import Version
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the job's Synchronizer knew when it last wrote."""
+class SyncReport:
+    """State of a job's Synchronizer when it last wrote its state file."""
 
     newest: Version | None
+    """The newest version; None if there is none."""
     readers: tuple[Reader, ...]
     trainer: str
     """Status of the trainer."""
     explorers: dict[str, str]
-    """Explorer's name -> status."""
+    """Status of each explorer, by name."""
     written_at: float
     """Seconds since the epoch of the last change."""
     lives: bool | None
@@ -26,20 +27,28 @@ class Report:
     """``namespace/name`` of its Ray actor; empty once it was stopped."""
 
 
-def report(root: str | Path, now: float) -> Report | None:
-    """The report as of ``now``, seconds since the epoch; None if the job had no Synchronizer."""
+def read_sync_report(root: str | Path, now: float) -> SyncReport | None:
+    """Return the report of a job; None if it had no Synchronizer.
+
+    Args:
+        root: the job's root.
+        now: seconds since the epoch, to which staleness is computed.
+
+    Raises:
+        FormatError: another release has written a state file.
+    """
     state, address = read_state(root), read_address(root)
     if state is None:
         return None
     try:
         registry, barrier = VersionRegistry.from_json(state["registry"]), state["barrier"]
-        return Report(
+        return SyncReport(
             newest=registry.newest(),
             readers=registry.readers(now),
             trainer=barrier["trainer"],
             explorers=dict(barrier["explorers"]),
             written_at=float(state["written_at"]),
-            lives=address.lives if address else False,
+            lives=address.is_running if address else False,
             address=f"{address.namespace}/{address.name}" if address else "",
         )
     except (KeyError, TypeError, ValueError):

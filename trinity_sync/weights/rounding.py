@@ -1,11 +1,11 @@
-"""``float32`` weights as a ``bfloat16`` reader sees them, in the bytes of their image.
+"""Round ``float32`` weights to ``bfloat16`` precision in the bytes of their image.
 
-A trainer with ``float32`` masters changes nearly all of their bits at every step, and few of those
-that are left after rounding. So what a ``bfloat16`` reader keeps, and what its deltas are made of,
-has each ``float32`` element rounded to the nearest value that ``bfloat16`` has, in ``float32``'s
-format: every byte stays at its place, and what the reader rounds again does not change.
+A trainer with ``float32`` master weights changes nearly all of their bits at every step, but few of
+those that remain after rounding. So a ``bfloat16`` reader keeps, and its deltas compare, each
+``float32`` element rounded to the nearest ``bfloat16`` value, in ``float32`` format: every byte
+stays in place, and rounding again changes nothing.
 
-It does not need torch, and so spares the processes that encode the seconds of its import.
+The module does not import torch, which saves the processes that encode deltas seconds of import.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,23 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Spans = tuple[tuple[int, int], ...]
-"""Where ``float32`` elements lie in an image: first byte and the one after the last, in order."""
+"""Byte ranges of ``float32`` elements in an image, [first, last), in order."""
 BLOCK = 1 << 17
 """Elements that are rounded at a time: they stay in the cache."""
 
 
-def rounded(image: Array, start: int, stop: int, spans: Spans) -> Array:
-    """Bytes ``start`` to ``stop`` of an image, elements rounded; a copy if there are any."""
+def read_rounded(image: Array, start: int, stop: int, spans: Spans) -> Array:
+    """Return a byte range of an image with its ``float32`` elements rounded.
+
+    Args:
+        image: ``uint8`` of shape ``[nbytes]``.
+        start: first byte.
+        stop: byte after the last.
+        spans: byte ranges of the ``float32`` elements in the image.
+
+    Returns:
+        ``uint8`` of shape ``[stop - start]``: a copy if anything is rounded, otherwise a view.
+    """
     found = image[start:stop]
     within = [(max(a, start), min(b, stop)) for a, b in spans if a < stop and b > start]
     if within:
@@ -31,19 +41,27 @@ def rounded(image: Array, start: int, stop: int, spans: Spans) -> Array:
     return found
 
 
-def round_in_place(image: Array, spans: Spans, each: Callable[..., Iterable[Any]] = map) -> None:
-    """Round the elements of an image where they lie; ``each`` goes over parts of them."""
-    parts = [
+def round_in_place(
+    image: Array, spans: Spans, map_pieces: Callable[..., Iterable[Any]] = map
+) -> None:
+    """Round the ``float32`` elements of an image in place.
+
+    Args:
+        image: ``uint8`` of shape ``[nbytes]``.
+        spans: byte ranges of the ``float32`` elements.
+        map_pieces: ``map``, or that of an executor.
+    """
+    pieces = [
         image[at : min(at + 4 * BLOCK, stop)]
         for start, stop in spans
         for at in range(start, stop, 4 * BLOCK)
     ]
-    for _ in each(lambda part: _round(part.view(np.uint32)), parts):
+    for _ in map_pieces(lambda piece: _round(piece.view(np.uint32)), pieces):
         pass
 
 
-def merged(spans: Sequence[tuple[int, int]]) -> Spans:
-    """Spans in order, those that overlap or touch as one."""
+def merge_spans(spans: Sequence[tuple[int, int]]) -> Spans:
+    """Return spans in order, with those that overlap or touch merged."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -54,7 +72,7 @@ def merged(spans: Sequence[tuple[int, int]]) -> Spans:
 
 
 def _round(bits: Array) -> None:
-    """To nearest, ties to even, as torch does; a NaN becomes the quiet one."""
+    """Round to nearest, ties to even, as torch does; a NaN becomes the quiet NaN."""
     for start in range(0, len(bits), BLOCK):
         block = bits[start : start + BLOCK]
         nan = np.isnan(block.view(np.float32))

@@ -1,13 +1,13 @@
-"""The Synchronizer's two small files, for those who look at it without Ray.
+"""The Synchronizer's two state files, for processes that read them without Ray.
 
 ::
 
     root/.trinity_sync/weights/
-      synchronizer.json     who it is: written at each start of the actor
-      state.json            what it knows: written after each change
+      synchronizer.json     address of the actor, written at each start
+      state.json            versions, readers and statuses, written after each change
 
-They outlive the process and need not outlive the machine, which takes the images in memory with it;
-so they are replaced atomically and not synced, and nobody waits for a disk.
+They outlive the process, but need not outlive the machine, since the images in memory do not. So
+they are replaced atomically without fsync, and no call waits for a disk.
 """
 
 import os
@@ -24,20 +24,20 @@ from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
 @dataclass(frozen=True)
 class Address(Record, format=ROOT_FORMAT):
-    """Where a job's Synchronizer is."""
+    """Address of a job's Synchronizer."""
 
     name: str
-    """Of the Ray actor."""
+    """Name of the Ray actor."""
     namespace: str
     """Its Ray namespace."""
     host: str
-    """As `process_home` names it."""
+    """Host or container, as `process_home` names it."""
     process: str
-    """pid and start time."""
+    """pid and start time, as `process_name` returns them."""
 
     @property
-    def lives(self) -> bool | None:
-        """Whether its process runs; None on another host than its own, or in another container."""
+    def is_running(self) -> bool | None:
+        """Whether its process runs; None on another host, or in another container."""
         return process_lives(self.process) if self.host == process_home() else None
 
 
@@ -46,44 +46,55 @@ class _State(Record, format=ROOT_FORMAT):
     state: dict[str, Any]
 
 
-def address_file(root: str | Path) -> Path:
-    """Where the Synchronizer of the job at ``root`` says who it is."""
+def address_path(root: str | Path) -> Path:
+    """Return the path of the address file of the job at ``root``."""
     return Path(root) / PRIVATE_FOLDER / "weights" / "synchronizer.json"
 
 
-def state_file(root: str | Path) -> Path:
-    """Where it keeps what it knows."""
-    return address_file(root).with_name("state.json")
+def state_path(root: str | Path) -> Path:
+    """Return the path of the state file of the job at ``root``."""
+    return address_path(root).with_name("state.json")
 
 
 def write_address(root: str | Path, name: str, namespace: str) -> None:
-    """Say that this process is the Synchronizer of the job."""
+    """Record this process as the job's Synchronizer.
+
+    Args:
+        root: the job's root.
+        name: name of the Ray actor.
+        namespace: its Ray namespace.
+    """
     address = Address(name, namespace, process_home(), process_name(os.getpid()))
-    make_folder(address_file(root).parent)
-    replace_file(address_file(root), encode_record(address), sync=False)
+    make_folder(address_path(root).parent)
+    replace_file(address_path(root), encode_record(address), sync=False)
 
 
 def read_address(root: str | Path) -> Address | None:
-    """Who the job's Synchronizer is; None if there is none.
+    """Return the address of the job's Synchronizer; None if there is none, or the file is torn.
 
     Raises:
-        FormatError: it is of another release.
+        FormatError: another release has written it.
     """
-    return _read(Address, address_file(root))
+    return _read(Address, address_path(root))
 
 
 def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
-    """Replace what is known, atomically."""
-    replace_file(state_file(root), encode_record(_State(dict(state))), sync=False)
+    """Replace the state file atomically.
+
+    Args:
+        root: the job's root.
+        state: JSON values.
+    """
+    replace_file(state_path(root), encode_record(_State(dict(state))), sync=False)
 
 
 def read_state(root: str | Path) -> dict[str, Any] | None:
-    """What `write_state` wrote last; None if there is nothing, or nothing whole.
+    """Return what `write_state` wrote last; None if there is nothing, or the file is torn.
 
     Raises:
-        FormatError: a Synchronizer of another release has written it.
+        FormatError: another release has written it.
     """
-    found = _read(_State, state_file(root))
+    found = _read(_State, state_path(root))
     return found.state if found else None
 
 

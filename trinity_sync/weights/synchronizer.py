@@ -1,13 +1,13 @@
-"""The Synchronizer: the one place of a job that knows which version of the weights is where.
+"""The Synchronizer: the registry of a job's versions of the weights, as a Ray actor.
 
-A named, detached Ray actor with the methods of Trinity-RFT's. It holds versions and references,
-and never tensors: those are in the trainer's shared memory, in commits, or in Ray's object store.
-A publish, a commit or a change of status wakes those who wait, a wait ends by one of these or by
-its time-out, and files are read and written beside the event loop. Commits are noticed through the
-root, so Prefect's worker and the stack's Ray cluster need not know of the actor.
+A named, detached actor with the methods of Trinity-RFT's. It holds versions and object references,
+never tensors: those are in the trainer's shared memory, in commits, or in Ray's object store. A
+publish, a commit or a change of status wakes the calls that wait; a wait ends by one of these or by
+its time-out, and files are read and written in threads. Commits are noticed through the root, so
+Prefect's worker and the stack's Ray cluster need not know of the actor.
 
-What it knows is in ``state.json``, so an actor that Ray starts again goes on with the same
-versions; calls that were under way are made again by Ray.
+Its state is in ``state.json``, so an actor that Ray restarts continues with the same versions, and
+Ray repeats the calls that were in flight.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
-from trinity_sync.weights.committed import model_path
-from trinity_sync.weights.object_store import Copies
+from trinity_sync.weights.committed import find_model_path
+from trinity_sync.weights.object_store import ObjectRefs
 from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
 from trinity_sync.weights.registry.versions import Reader
@@ -26,20 +26,30 @@ from trinity_sync.weights.rendezvous import BroadcastRendezvous
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.state_files import (
     Address,
-    address_file,
+    address_path,
     read_address,
     write_address,
 )
 from trinity_sync.weights.sync_barrier import Status
 from trinity_sync.weights.sync_settings import SyncSettings
-from trinity_sync.weights.version import Gone, Source, Version
+from trinity_sync.weights.version import Source, Version, VersionUnavailableError
 
 NAMESPACE = "trinity_sync"
 """Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
 
 
 class Synchronizer(BroadcastRendezvous):
-    """See the module. Get it by `get_actor`; methods are those of the Ray actor."""
+    """Ray actor that knows the versions of a job's weights, and which reader serves which.
+
+    Get it with `get_actor`, and call its methods as those of any Ray actor::
+
+        synchronizer = Synchronizer.get_actor(root="ckpts")
+        version = await synchronizer.wait_newer.remote(40, timeout_s=60.0)
+
+    It is needed for readers on other nodes than the trainer's, for broadcasts, and for Trinity-RFT,
+    whose method names and meanings it has. It is detached: it lives until `stop`, and is named
+    after the job.
+    """
 
     @classmethod
     def get_actor(
@@ -50,17 +60,24 @@ class Synchronizer(BroadcastRendezvous):
         root: str | Path | None = None,
         settings: SyncSettings | None = None,
     ) -> Any:
-        """The job's Synchronizer; it is made if there is none, by one of all who ask at once.
+        """Return the job's Synchronizer, and start it if there is none.
+
+        Concurrent callers get the same actor.
 
         Args:
-            config: Trinity's, which names root (``checkpoint_job_dir``) and ``ray_namespace``.
-            namespace: Ray namespace instead of that; by default that of the one that there is.
-            root: the job's root instead of that. Without any, the only one of the namespace.
-            settings: instead of what the config says; those of who asked first count.
+            config: Trinity's config, with the root (``checkpoint_job_dir``) and ``ray_namespace``.
+            namespace: Ray namespace, instead of the config's; by default that of the running
+                Synchronizer of the root, otherwise ``trinity_sync``.
+            root: the job's root, instead of the config's. Without a root, the only Synchronizer of
+                the namespace is returned.
+            settings: settings, instead of those from the config; used only if the actor is started.
+
+        Returns:
+            The handle of the Ray actor.
 
         Raises:
-            ConfigError: no root, and not exactly one Synchronizer in the namespace; or the root's
-                is in another namespace.
+            ConfigError: there is no root, and the namespace does not have exactly one Synchronizer;
+                or that of the root runs in another namespace.
             StackError: Ray is not installed, or this process is not in a Ray cluster.
         """
         ray = require_ray("the Synchronizer is a Ray actor")
@@ -73,9 +90,9 @@ class Synchronizer(BroadcastRendezvous):
         namespace = namespace or getattr(config, "ray_namespace", None)
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
-            return _only_one(namespace or NAMESPACE)
+            return _get_only_actor(namespace or NAMESPACE)
         root = resolve_root(root)
-        name, namespace = _place_of(root, namespace, cls.name_for(root))
+        name, namespace = _resolve_name(root, namespace, cls.name_for(root))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -88,17 +105,17 @@ class Synchronizer(BroadcastRendezvous):
             "max_task_retries": -1,
             "max_concurrency": 10_000,  # one for each call that waits
             "num_cpus": 0,
-            "scheduling_strategy": here,  # the root is here for sure
+            "scheduling_strategy": here,  # this node certainly sees the root
         }
         settings = settings or SyncSettings.from_config(config)
-        ray.method(max_task_retries=0)(cls.stop)  # a retry would have Ray start it again
+        ray.method(max_task_retries=0)(cls.stop)  # a retry would make Ray restart it
         actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
-        actor.announce.remote()  # one that was there already may have lost its root
+        actor.restore_address.remote()  # the root of a running actor may have been recreated
         return actor
 
     @classmethod
     def name_for(cls, root: str) -> str:
-        """Name of the Ray actor of a job."""
+        """Return the name of the Ray actor of the job at ``root``."""
         return f"synchronizer-{job_id(root)}"
 
     def __init__(self, root: str, name: str, namespace: str, settings: SyncSettings) -> None:
@@ -106,65 +123,77 @@ class Synchronizer(BroadcastRendezvous):
         write_address(root, name, namespace)
         super().__init__(AsyncVersionRegistry(root, settings.role), namespace, settings)
         self._refusals = 0
-        """Counts `notify_no_new_model_state_dict`."""
+        """Number of calls of `notify_no_new_model_state_dict`."""
         self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
-        """Of Trinity's `set_model_state_dict`: step, and name -> reference into Ray's store."""
-        self._copies = Copies()
+        """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
+        self._object_refs = ObjectRefs()
         self._in_background(self._follow_commits())
 
-    async def announce(self) -> None:
-        """Be found by readers, also where the root was removed and begun anew meanwhile."""
+    async def restore_address(self) -> None:
+        """Write the address file again if the root was recreated, for readers to find the actor."""
         if await asyncio.to_thread(read_address, self._root) is None:
             self._registry.reset()
             self._state = (0, None)
             await asyncio.to_thread(write_address, self._root, self._name, self._namespace)
         await self._registry.refresh()
 
-    # What the trainer says
+    # Calls of the trainer
 
     async def publish(self, version: Version) -> bool:
-        """A version can be had; whether it is the newest now.
+        """Record a version that readers can open.
 
-        One of an earlier run that a later run has left behind is not taken. What comes late, or
-        twice, does no harm.
+        Superseded versions are ignored. Versions may be published late, or twice.
+
+        Returns:
+            Whether it is the newest version now.
 
         Raises:
             ConfigError: the version is of another role than this Synchronizer's.
         """
-        self._require_own_role(version)
+        self._require_role(version)
         await self._registry.refresh()
         is_newest = await self._registry.record(version)
-        self._copies.keep_only(self._registry.versions.newest("memory"))
+        self._object_refs.keep_only(self._registry.versions.newest("memory"))
         return is_newest
 
-    async def offer(self, version: Version, world_size: int, timeout_s: float) -> None:
-        """One rank's image of a version, which is published once those of all are offered.
+    async def add_images(self, version: Version, world_size: int, timeout_s: float) -> None:
+        """Add one rank's image of a version, which is published once all ranks have added theirs.
 
-        Returns once it is, or a newer one: the trainer has gone on then. Ray repeats the calls that
-        were under way when this actor was killed, so offers outlive it.
+        Returns once this version, or a newer one, is published. Ray repeats the calls that were in
+        flight when this actor was killed, so no image is lost with it.
+
+        Args:
+            version: the version with the image of the calling rank.
+            world_size: number of ranks that add images.
+            timeout_s: seconds to wait for the other ranks.
 
         Raises:
-            ConfigError: as `publish`.
-            WeightSyncError: ranks did not offer theirs within ``timeout_s``; they are named.
+            ConfigError: the version is of another role than this Synchronizer's.
+            WeightSyncError: ranks did not add their images in time; the message names them.
         """
-        self._require_own_role(version)
-        if whole := await self._registry.add_images(version, world_size, timeout_s):
-            await self.publish(whole)
+        self._require_role(version)
+        if complete := await self._registry.add_images(version, world_size, timeout_s):
+            await self.publish(complete)
 
     async def set_model_state_dict(
         self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Trinity's: the weights of a step, or where they are, or that there are some.
+        """Trinity's: record the weights of a step.
 
-        A dict's tensors go to Ray's object store, one by one; it may hold references instead, and
-        then no byte of them passes through this process. None stands for a commit, or for a
-        broadcast that has ended: the explorers that were ready for it serve that version now.
+        A dict's tensors are put into Ray's object store, one by one. If it holds object references
+        instead, no tensor passes through this process.
+
+        Args:
+            model_state_dict: tensors or object references by name; or the path of a folder with the
+                weights; or None for a commit, or for a broadcast that has ended, whose explorers
+                then serve that version.
+            trainer_step: step of the weights.
         """
         await self._registry.refresh()
         source: Source = "memory"
         state: dict[str, Any] | str | None = model_state_dict
         if isinstance(model_state_dict, dict):
-            state = await asyncio.to_thread(_stored, model_state_dict)
+            state = await asyncio.to_thread(_put_tensors, model_state_dict)
         elif model_state_dict is None:
             newest = self._registry.versions.newest("checkpoint")
             source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
@@ -180,59 +209,88 @@ class Synchronizer(BroadcastRendezvous):
             self._state = (trainer_step, state)
 
     async def set_trainer_status(self, status: Any) -> None:
-        """Trinity's: running, require_sync or stopped. Explorers that wait for it are let go."""
+        """Trinity's: set the trainer's status; one that stops releases the explorers that wait.
+
+        Args:
+            status: running, require_sync or stopped, as Trinity's enum or its value.
+
+        Raises:
+            ConfigError: there is no such status.
+        """
         await self._registry.refresh()
         self._registry.barrier.set_trainer(Status.parse(status))
         self._in_background(self._record_actor(self._settings.trainer))
         await self._registry.notify()
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """Trinity's: let go who waits in `wait_new_model_state_dict`; there is nothing new."""
+        """Trinity's: release the calls that wait in `wait_new_model_state_dict`."""
         self._refusals += 1
         await self._registry.notify()
 
-    # What explorers and readers ask
+    # Calls of explorers and readers
 
     async def latest(
         self, source: Source | None = None, *, readable: bool = False
     ) -> Version | None:
-        """The newest version, or the newest that can be had from ``source``, or by readers."""
+        """Return the newest version; None if there is none.
+
+        Args:
+            source: consider versions from this source only; by default the fastest source of each.
+            readable: consider only versions that a reader can open, from memory or a commit.
+        """
         return self._registry.versions.newest(source, readable=readable)
 
-    async def copies(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """For each rank, references of a note and bytes in Ray's object store; see `copies.fetch`.
+    async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
+        """Return object references of version tag and bytes of images; see ``object_store``.
 
-        They are made for the first who asks, and the same for all.
+        They are created for the first caller, and the same for all.
+
+        Args:
+            run: the version's run.
+            step: the version's step.
+            ranks: whose images.
+
+        Returns:
+            For each rank the references of an `ImageCopy`.
 
         Raises:
-            Gone: the version is not the newest in memory.
+            VersionUnavailableError: the version is not the newest in memory.
         """
-        return self._copies.of(self._in_memory(run, step), ranks)
+        return self._object_refs.get_image_refs(self._get_in_memory(run, step), ranks)
 
-    async def deltas(
+    async def get_delta_refs(
         self, base: Version, run: int, step: int, spans: Sequence[Spans]
     ) -> list[list[Any]]:
-        """For each rank, the reference of what turns its image of ``base`` into the version's.
+        """Return the object reference of each rank's delta from ``base``; see ``object_store``.
 
-        They are made for the first who asks, and the same for all who have that base.
+        They are created for the first caller, and the same for all readers that have that base.
+
+        Args:
+            base: version that the reader has.
+            run: the version's run.
+            step: the version's step.
+            spans: for each rank, byte ranges of its image that the reader rounds.
 
         Raises:
-            Gone: the version is not the newest in memory, or it has no images where ``base`` has.
+            VersionUnavailableError: the version is not the newest in memory, or the images of
+                ``base`` are on other nodes.
         """
-        return self._copies.deltas(base, self._in_memory(run, step), spans)
+        return self._object_refs.get_delta_refs(base, self._get_in_memory(run, step), spans)
 
-    def _require_own_role(self, version: Version) -> None:
+    def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:
             raise ConfigError(
                 f"step {version.step} is of role {version.role!r}, and the Synchronizer of "
-                f"{self._root} hands over {self._settings.role!r}; set that role in the "
-                "SyncSettings that it is first asked for with, or save the other by commits only"
+                f"{self._root} serves {self._settings.role!r}; start it with that role in "
+                "SyncSettings, or use commits only for the other role"
             )
 
-    def _in_memory(self, run: int, step: int) -> Version:
+    def _get_in_memory(self, run: int, step: int) -> Version:
         newest = self._registry.versions.newest("memory")
         if newest is None or (newest.run, newest.step) != (run, step):
-            raise Gone(f"version {step} (run {run}) is not the newest in memory any more")
+            raise VersionUnavailableError(
+                f"version {step} (run {run}) is no longer the newest in memory"
+            )
         return newest
 
     async def wait_newer(
@@ -243,10 +301,17 @@ class Synchronizer(BroadcastRendezvous):
         *,
         readable: bool = False,
     ) -> Version | None:
-        """Wait for a version newer than step ``than``; None if none came within ``timeout_s``.
+        """Wait for a newer version.
 
-        Name the ``run`` that made yours, and the same step of a run that resumed counts as newer.
-        With ``readable``, only what readers can have counts.
+        Args:
+            than: step that the version has to be beyond.
+            timeout_s: seconds to wait; None waits without limit.
+            run: number of the run that made step ``than``; with it, the same step of a later run
+                counts as newer.
+            readable: wait for a version that a reader can open, from memory or a commit.
+
+        Returns:
+            The newest version; None at the time-out.
         """
         return await self._registry.until(
             lambda: self._registry.versions.newer(than, run, readable=readable), timeout_s
@@ -255,10 +320,18 @@ class Synchronizer(BroadcastRendezvous):
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None
     ) -> int:
-        """Trinity's: the number of a newer version, once there is one.
+        """Trinity's: wait for a version newer than ``current_version``.
 
-        It is ``current_version``, or what is newest, if the trainer stops or dies, says that there
-        is none, or lets ``sync_timeout`` pass. The explorer requires a sync until then.
+        The explorer's status is ``require_sync`` meanwhile. The wait also ends if the trainer stops
+        or dies, calls `notify_no_new_model_state_dict`, or lets ``sync_timeout`` pass.
+
+        Args:
+            current_version: step of the version that the explorer has.
+            no_wait: return at once.
+            explorer: name of the explorer; by default the one in the settings.
+
+        Returns:
+            Step of the newest version, which is ``current_version`` if there is no newer one.
         """
         explorer = explorer or self._settings.explorer
         refusals = self._refusals
@@ -286,22 +359,26 @@ class Synchronizer(BroadcastRendezvous):
         return self._registry.number
 
     async def get_latest_model_version(self) -> int:
-        """Trinity's: the newest version's step; 0, the base model, if there is none."""
+        """Trinity's: return the step of the newest version; 0, the base model, if there is none."""
         return self._registry.number
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Trinity's: the folder of the newest committed weights; see `committed.model_path`."""
+        """Trinity's: return the folder of the newest committed weights; None if there is none.
+
+        Args:
+            use_huggingface: return its ``huggingface`` folder, if it has full weights.
+        """
         role = self._settings.role
         path = await asyncio.to_thread(
-            model_path, self._root, role, use_huggingface=use_huggingface
+            find_model_path, self._root, role, use_huggingface=use_huggingface
         )
         return str(path) if path else None
 
     async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
-        """Trinity's: what `set_model_state_dict` was given last, and of which step that is.
+        """Trinity's: return what `set_model_state_dict` was given last, and its step.
 
-        Without any (also after a restart), None and the newest version's step: it is to be had
-        from where that is.
+        Without a state dict, as after a restart, it is None and the step of the newest version,
+        which is then read from memory or from its commit.
         """
         step, state = self._state
         if isinstance(state, dict):
@@ -310,7 +387,11 @@ class Synchronizer(BroadcastRendezvous):
         return state, step if state else self._registry.number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Trinity's: the same, one tensor after the other, as a stream of Ray references."""
+        """Trinity's: yield the state dict one tensor at a time, as a stream of Ray references.
+
+        Raises:
+            ConfigError: `set_model_state_dict` was given a path.
+        """
         state = self._state[1]
         if isinstance(state, str):
             raise ConfigError(f"the newest weights are at {state}; load them from there")
@@ -318,7 +399,11 @@ class Synchronizer(BroadcastRendezvous):
             yield name, await reference
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Trinity's: name, dtype ("bfloat16") and shape of each tensor; None without a dict."""
+        """Trinity's: return name, dtype (such as "bfloat16") and shape of each tensor.
+
+        Returns:
+            None without a state dict.
+        """
         state = self._state[1]
         if not isinstance(state, dict):
             return None
@@ -328,8 +413,14 @@ class Synchronizer(BroadcastRendezvous):
             found.append((name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)))
         return found
 
-    async def serving(self, reader: str, step: int | None, run: int | None = None) -> None:
-        """``reader`` serves the version of ``step`` now, or (None) serves no more."""
+    async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:
+        """Record the version that a reader serves.
+
+        Args:
+            reader: its name.
+            step: the version's step; None if the reader has stopped serving.
+            run: the version's run; by default the newest that has the step.
+        """
         if step is None:
             self._registry.versions.remove_reader(reader)
         else:
@@ -337,24 +428,30 @@ class Synchronizer(BroadcastRendezvous):
         await self._registry.save()
 
     async def readers(self) -> tuple[Reader, ...]:
-        """Who serves which version, and how stale that is."""
+        """Return the version that each reader serves, and its staleness."""
         return self._registry.versions.readers(self._registry.now())
 
     async def _follow_commits(self) -> None:
         async for _ in self._registry.commits():
-            self._has_newer_commit()
+            self._on_newer_commit()
 
-    def _has_newer_commit(self) -> None:
-        """Called for each commit that is the newest of the job."""
+    def _on_newer_commit(self) -> None:
+        """Handle a commit that is the newest of the job; subclasses override it."""
 
-    # Who requires a sync
+    # Status of trainer and explorers
 
     async def set_explorer_status(
         self, status: Any, old_status: Any = None, explorer: str | None = None
     ) -> None:
-        """Trinity's; with several explorers each passes its name.
+        """Trinity's: set the status of an explorer.
 
-        ``old_status`` is not needed: the status belongs to the explorer, not to a count.
+        Args:
+            status: running, require_sync or stopped, as Trinity's enum or its value.
+            old_status: not used; a status belongs to the explorer, not to a count.
+            explorer: name of the explorer; by default the one in the settings.
+
+        Raises:
+            ConfigError: there is no such status.
         """
         name = explorer or self._settings.explorer
         self._registry.barrier.set_explorer(name, Status.parse(status))
@@ -362,41 +459,41 @@ class Synchronizer(BroadcastRendezvous):
         await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:
-        """Trinity's."""
+        """Trinity's: return the status of the trainer."""
         return self._registry.barrier.trainer
 
     async def get_explorer_status_counts(self) -> dict[Status, int]:
-        """Trinity's."""
+        """Trinity's: return the number of explorers in each status."""
         return dict(self._registry.barrier.counts)
 
     async def explorers(self) -> dict[str, Status]:
-        """Every explorer that was heard of, and its status."""
+        """Return the status of each known explorer, by name."""
         return dict(self._registry.barrier.explorers)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """Trinity's: None if the trainer has stopped."""
+        """Trinity's: return whether the trainer requires a sync; None if it has stopped."""
         trainer = self._registry.barrier.trainer
         return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
 
     async def explorer_requires_sync(self) -> bool:
-        """Trinity's: whether any explorer does."""
+        """Trinity's: return whether any explorer requires a sync."""
         return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
 
     async def stop(self) -> None:
-        """End this actor for good; what it knew stays in ``state.json``."""
+        """Stop the actor without a restart; its state stays in ``state.json``."""
         import ray
 
-        await asyncio.to_thread(address_file(self._root).unlink, missing_ok=True)
+        await asyncio.to_thread(address_path(self._root).unlink, missing_ok=True)
         ray.actor.exit_actor()
 
 
 def find_synchronizer(root: str | Path) -> Any | None:
     """Return the Synchronizer of the job at ``root`` if this process is in its Ray cluster."""
-    there = read_address(root) if in_ray_cluster() else None
-    return _actor_at(there) if there else None
+    address = read_address(root) if in_ray_cluster() else None
+    return _get_actor_at(address) if address else None
 
 
-def _stored(state: dict[str, Any]) -> dict[str, Any]:
+def _put_tensors(state: dict[str, Any]) -> dict[str, Any]:
     import ray
 
     return {
@@ -405,20 +502,20 @@ def _stored(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _place_of(root: str, wanted: str | None, name: str) -> tuple[str, str]:
-    """Name and namespace of the root's Synchronizer, that is or is to be: there must not be two."""
-    there = read_address(root)
-    if there is None or _actor_at(there) is None:
-        return name, wanted or NAMESPACE
-    if wanted and there.namespace != wanted:
+def _resolve_name(root: str, namespace: str | None, name: str) -> tuple[str, str]:
+    """Return name and namespace of the root's actor, which is unique, running or not."""
+    address = read_address(root)
+    if address is None or _get_actor_at(address) is None:
+        return name, namespace or NAMESPACE
+    if namespace and address.namespace != namespace:
         raise ConfigError(
-            f"the Synchronizer of {root} is in Ray namespace {there.namespace!r}, not in "
-            f"{wanted!r}; pass that namespace, or none, or stop that one"
+            f"the Synchronizer of {root} is in Ray namespace {address.namespace!r}, not in "
+            f"{namespace!r}; pass that namespace, or none, or stop that Synchronizer"
         )
-    return there.name, there.namespace
+    return address.name, address.namespace
 
 
-def _actor_at(address: Address) -> Any | None:
+def _get_actor_at(address: Address) -> Any | None:
     import ray
 
     try:
@@ -427,7 +524,7 @@ def _actor_at(address: Address) -> Any | None:
         return None
 
 
-def _only_one(namespace: str) -> Any:
+def _get_only_actor(namespace: str) -> Any:
     import ray
 
     named = [

@@ -1,9 +1,9 @@
-"""From the shards of all ranks to whole tensors: what lies where, and the one copy of it.
+"""Unsharding: the shards of all ranks to full tensors, with one copy of each byte.
 
-A rank's image says for each of its tensors, under FSDP a DTensor, what the whole tensor looks like
-and which part of it the rank holds. Put together, that is a plan: each whole tensor with its parts.
-The plan is the same for all versions of one structure, so it is made once; nothing in the images is
-unpickled but tensors and plain values.
+A rank's image describes each of its tensors, a DTensor under FSDP: the shape of the full tensor and
+the box of it that the rank holds. Combined, these are the plan: each full tensor with its chunks.
+The plan is the same for all versions of one structure and is made once. Only tensors and plain
+values are unpickled.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,46 +21,49 @@ from trinity_sync.snapshot.memcpy import Piece, copy_pieces
 from trinity_sync.snapshot.torch_private import get_shard
 
 Slice = tuple[int, int, int]
-"""Dimension, start and stop: the part of a tensor that a tensor-parallel reader wants."""
+"""Dimension, start and stop: the part of a tensor that a tensor-parallel reader needs."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one image holds of a tensor."""
+class TensorChunk:
+    """The box of a full tensor that one image holds."""
 
     image: int
-    """Number of the image."""
-    place: int
-    """Byte of the image at which its first element lies."""
-    start: tuple[int, ...]
-    """Where it begins in the whole tensor."""
-    shape: tuple[int, ...]
+    """Index of the image."""
+    byte_offset: int
+    """Byte of the image at which the first element lies."""
+    offsets: tuple[int, ...]
+    """Index of the first element in the full tensor."""
+    sizes: tuple[int, ...]
     stride: tuple[int, ...]
+    """In elements, in the image."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """One tensor of a version."""
+class FullTensor:
+    """One tensor of a version, and the chunks that it consists of."""
 
     names: tuple[str, ...]
-    """Its name, as ``named_parameters()`` gives it, and those of parameters that are tied to it."""
+    """Its name, as in ``named_parameters()``, and those of the parameters that are tied to it."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
-def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
-    """The whole tensors in the images of all ranks, in the order of the model.
+def plan_unshard(images: Sequence[memoryview]) -> tuple[FullTensor, ...]:
+    """Return the full tensors that the images of all ranks hold, in the order of the model.
 
     Raises:
         ImageError: an image cannot be read.
-        WeightSyncError: the images do not make whole tensors.
+        WeightSyncError: the images do not add up to full tensors.
     """
-    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Part]]] = {}
-    for number, image in enumerate(images):
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[TensorChunk]]] = {}
+    for rank, image in enumerate(images):
         outline = deserialize_outline(image)
         if not isinstance(outline, Mapping):
-            raise WeightSyncError(f"image {number} holds a {type(outline).__name__} and no weights")
+            raise WeightSyncError(
+                f"the image of rank {rank} holds a {type(outline).__name__}, not a dict of weights"
+            )
         for name, value in outline.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -68,100 +71,117 @@ def plan_of(images: Sequence[memoryview]) -> tuple[Whole, ...]:
             known = found.setdefault(name, (value.dtype, shape, []))
             if known[:2] != (value.dtype, shape):
                 raise WeightSyncError(
-                    f"{name} is {known[0]} of shape {list(known[1])} in one rank's image and "
-                    f"{value.dtype} of {list(shape)} in that of rank {number}"
+                    f"{name} is {known[0]} of shape {list(known[1])} in an earlier rank's image "
+                    f"and {value.dtype} of shape {list(shape)} in that of rank {rank}"
                 )
             if known[2] and not isinstance(value, DTensor):
-                continue  # what is whole on every rank is taken from the first
-            if part := _part(number, name, value):
-                known[2].append(part)
-    wholes: dict[Any, Whole] = {}
-    for name, (dtype, shape, parts) in found.items():
-        have = sum(prod(part.shape) for part in parts)
-        if have != prod(shape):
+                continue  # replicated on every rank: the first rank's copy is used
+            if chunk := _get_chunk(rank, name, value):
+                known[2].append(chunk)
+    plan: dict[Any, FullTensor] = {}
+    for name, (dtype, shape, chunks) in found.items():
+        numel = sum(prod(chunk.sizes) for chunk in chunks)
+        if numel != prod(shape):
             raise WeightSyncError(
-                f"the images hold {have:,} of the {prod(shape):,} elements of {name}; is a rank's "
+                f"the images hold {numel:,} of the {prod(shape):,} elements of {name}; is a rank's "
                 "image missing?"
             )
-        tied = (dtype, shape, tuple(parts)) if parts else name
-        names = (*wholes[tied].names, name) if tied in wholes else (name,)
-        wholes[tied] = Whole(names, dtype, shape, tuple(parts))
-    return tuple(wholes.values())
+        key = (dtype, shape, tuple(chunks)) if chunks else name
+        names = (*plan[key].names, name) if key in plan else (name,)
+        plan[key] = FullTensor(names, dtype, shape, tuple(chunks))
+    return tuple(plan.values())
 
 
-def whole_tensors(
-    plan: Sequence[Whole],
+def iter_full_tensors(
+    plan: Sequence[FullTensor],
     images: Sequence[torch.Tensor],
     slices: Mapping[str, Slice],
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of the plan, in memory of its own; tied ones once, under their first name."""
+    """Yield name and tensor of each entry of the plan; tied tensors once, under their first name.
+
+    Each tensor is on the CPU, in memory of its own.
+
+    Args:
+        plan: as `plan_unshard` returned it.
+        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
+        slices: parts of tensors to return, by name; all others are returned in full.
+        dtype: to round floating-point tensors to; by default they keep theirs.
+
+    Raises:
+        WeightSyncError: a slice is of an unknown tensor, or outside of it.
+    """
     _require_known(slices, plan)
-    for whole in plan:
-        cut = _slice_of(whole, slices)
-        tensor = torch.empty(_sliced(whole, cut), dtype=_wanted(whole, dtype))
-        copy_pieces(list(_copies(whole, images, tensor, cut)))
-        yield whole.names[0], tensor
+    for full in plan:
+        cut = _find_slice(full, slices)
+        tensor = torch.empty(_sliced_shape(full, cut), dtype=_target_dtype(full, dtype))
+        copy_pieces(list(_copy_chunks(full, images, tensor, cut)))
+        yield full.names[0], tensor
 
 
-def copy_whole(
-    plan: Sequence[Whole],
+def copy_full_tensors(
+    plan: Sequence[FullTensor],
     images: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     slices: Mapping[str, Slice],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy every tensor of the plan to where it belongs in ``targets``, all or nothing.
+    """Copy every tensor of the plan into the target of its name: all of them, or none.
 
-    Floating-point ones are rounded to ``dtype`` where one is given.
+    Args:
+        plan: as `plan_unshard` returned it.
+        images: the image of each rank, ``uint8`` of shape ``[nbytes]``.
+        targets: tensors to fill, by name, on any device.
+        slices: parts of tensors to copy, by name; all others are copied in full.
+        dtype: to round floating-point tensors to; by default they keep theirs.
 
     Raises:
         WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor, has no memory, or
-            one place for several elements; nothing was copied.
+            shares one place between elements. Nothing was copied.
     """
     _require_known(slices, plan)
     problems: list[str] = []
     filled: set[int] = set()
-    jobs: list[tuple[Whole, torch.Tensor, Slice | None]] = []
-    for whole in plan:
-        named = [name for name in whole.names if name in targets]
+    jobs: list[tuple[FullTensor, torch.Tensor, Slice | None]] = []
+    for full in plan:
+        named = [name for name in full.names if name in targets]
         if not named:
-            problems.append(f"{whole.names[0]} is not in what it is loaded into")
-        cut = _slice_of(whole, slices)
+            problems.append(f"{full.names[0]} is not in what it is loaded into")
+        cut = _find_slice(full, slices)
         for name in named:
             target = targets[name]
-            wanted = _wanted(whole, dtype)
-            if target.dtype != wanted or tuple(target.shape) != _sliced(whole, cut):
+            wanted = _target_dtype(full, dtype)
+            if target.dtype != wanted or tuple(target.shape) != _sliced_shape(full, cut):
                 problems.append(
-                    f"{name} is {wanted} of shape {list(_sliced(whole, cut))}, to be loaded "
+                    f"{name} is {wanted} of shape {list(_sliced_shape(full, cut))}, to be loaded "
                     f"into {target.dtype} of {list(target.shape)}"
                 )
-            elif unfit := _unfit(target):
-                problems.append(f"{name} {unfit}")
+            elif problem := _find_problem(target):
+                problems.append(f"{name} {problem}")
             elif target.data_ptr() not in filled or not target.numel():
                 filled.add(target.data_ptr())
-                jobs.append((whole, target, cut))
-    known = {name for whole in plan for name in whole.names}
-    for name, target in targets.items():  # those that are not known are tied to others, or wrong
-        if name not in known and (_unfit(target) or target.data_ptr() not in filled):
+                jobs.append((full, target, cut))
+    known = {name for full in plan for name in full.names}
+    for name, target in targets.items():  # an unknown target is tied to another one, or an error
+        if name not in known and (_find_problem(target) or target.data_ptr() not in filled):
             problems.append(f"{name} is not in the version")
     if problems:
         more = f" and {len(problems) - 5} more" if problems[5:] else ""
         raise WeightSyncError(
             f"the weights do not fit: {'; '.join(problems[:5])}{more}. Nothing was loaded; build "
-            "the model from the trainer's config, or pass a dict of the tensors that are wanted; "
+            "the model from the trainer's config, or pass a dict of the tensors to load; "
             "WeightReader(dtype=...) rounds to another dtype"
         )
-    with torch.inference_mode():  # which lets inference tensors be written, and all others
-        copy_pieces([piece for job in jobs for piece in _copies(job[0], images, *job[1:])])
+    with torch.inference_mode():  # allows writes to inference tensors as well
+        copy_pieces([piece for job in jobs for piece in _copy_chunks(job[0], images, *job[1:])])
 
 
-def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
-    """Return what the image holds of a tensor; None if that is nothing, or in another image too."""
+def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
+    """Return what the image holds of a tensor; None if nothing, or what another image has too."""
     local, box = value, ShardBox((0,) * value.ndim, tuple(value.shape))
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
-            raise WeightSyncError(f"rank {number} holds {name} without a place in its device mesh")
+            raise WeightSyncError(f"rank {rank} holds {name} but is not in its device mesh")
         try:
             own = compute_own_box(value)
         except ValueError as error:
@@ -171,27 +191,27 @@ def _part(number: int, name: str, value: torch.Tensor) -> Part | None:
         local, box = get_shard(value), own
     if box.sizes != tuple(local.shape):
         raise WeightSyncError(
-            f"rank {number} holds {list(local.shape)} of {name} where {list(box.sizes)} was "
-            f"expected of a tensor of {list(value.shape)}"
+            f"rank {rank} holds {list(local.shape)} of {name} where {list(box.sizes)} was "
+            f"expected of a tensor of shape {list(value.shape)}"
         )
     if not local.numel():
         return None
-    return Part(number, get_byte_offset(local), box.offsets, box.sizes, local.stride())
+    return TensorChunk(rank, get_byte_offset(local), box.offsets, box.sizes, local.stride())
 
 
-def _copies(
-    whole: Whole, images: Sequence[torch.Tensor], target: torch.Tensor, cut: Slice | None
+def _copy_chunks(
+    full: FullTensor, images: Sequence[torch.Tensor], target: torch.Tensor, cut: Slice | None
 ) -> Iterator[Piece]:
-    """The copies that fill ``target``; what is not plain memory on both sides is copied at once."""
-    for part in whole.parts:
-        source = torch.empty(0, dtype=whole.dtype).set_(
-            images[part.image].untyped_storage(),
-            part.place // whole.dtype.itemsize,
-            part.shape,
-            part.stride,
+    """Yield the memcpys that fill ``target``; what needs more than a memcpy is copied at once."""
+    for chunk in full.chunks:
+        source = torch.empty(0, dtype=full.dtype).set_(
+            images[chunk.image].untyped_storage(),
+            chunk.byte_offset // full.dtype.itemsize,
+            chunk.sizes,
+            chunk.stride,
         )
         into = target
-        for dim, (begin, length) in enumerate(zip(part.start, part.shape, strict=True)):
+        for dim, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             end = begin + length
             if cut and cut[0] == dim:
                 first, last = max(begin, cut[1]), min(end, cut[2])
@@ -208,8 +228,8 @@ def _copies(
             into.copy_(source)
 
 
-def _unfit(target: torch.Tensor) -> str | None:
-    """Why a tensor cannot be filled, and what to do; None if it can."""
+def _find_problem(target: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be filled, and what to do; None if it can."""
     if isinstance(target, DTensor):
         return "is a DTensor: load before sharding, or pass its to_local() and its slice"
     if target.layout is not torch.strided or (target.numel() and not target.data_ptr()):
@@ -219,26 +239,29 @@ def _unfit(target: torch.Tensor) -> str | None:
     return None
 
 
-def _wanted(whole: Whole, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype and whole.dtype.is_floating_point else whole.dtype
+def _target_dtype(full: FullTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and full.dtype.is_floating_point else full.dtype
 
 
-def _slice_of(whole: Whole, slices: Mapping[str, Slice]) -> Slice | None:
-    return next((slices[name] for name in whole.names if name in slices), None)
+def _find_slice(full: FullTensor, slices: Mapping[str, Slice]) -> Slice | None:
+    return next((slices[name] for name in full.names if name in slices), None)
 
 
-def _sliced(whole: Whole, cut: Slice | None) -> tuple[int, ...]:
+def _sliced_shape(full: FullTensor, cut: Slice | None) -> tuple[int, ...]:
     if cut is None:
-        return whole.shape
+        return full.shape
     dim, start, stop = cut
-    if not (0 <= dim < len(whole.shape) and 0 <= start <= stop <= whole.shape[dim]):
+    if not (0 <= dim < len(full.shape) and 0 <= start <= stop <= full.shape[dim]):
         raise WeightSyncError(
-            f"slice {cut} of {whole.names[0]}, which has shape {list(whole.shape)}, is outside of "
-            "it; give (dimension, start, stop)"
+            f"slice {cut} of {full.names[0]} is outside of its shape {list(full.shape)}; pass "
+            "(dimension, start, stop)"
         )
-    return (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
+    return (*full.shape[:dim], stop - start, *full.shape[dim + 1 :])
 
 
-def _require_known(slices: Mapping[str, Slice], plan: Sequence[Whole]) -> None:
-    if unknown := set(slices) - {name for whole in plan for name in whole.names}:
-        raise WeightSyncError(f"slices are given of {sorted(unknown)}, which the version has not")
+def _require_known(slices: Mapping[str, Slice], plan: Sequence[FullTensor]) -> None:
+    if unknown := set(slices) - {name for full in plan for name in full.names}:
+        raise WeightSyncError(
+            f"slices name {sorted(unknown)}, which the version does not have; pass names of its "
+            "tensors"
+        )

@@ -1,9 +1,8 @@
-"""A pinned view of one version: it can be neither changed nor removed while the view is open.
+"""A pinned view of one version, which cannot be changed or removed while the view is open.
 
-From memory, the images of all ranks are locked, and their notes seen to be of the very version,
-before the first byte is copied; those of other nodes are private copies. From a checkpoint, the
-step is leased. A version that cannot be pinned as a whole is not opened, so a reader never has
-parts of two versions.
+From memory: the images of all ranks are locked, and their version tags compared, before the first
+byte is copied; images of other nodes are private copies. From a checkpoint: the step is leased. A
+version that cannot be pinned completely is not opened, so a reader never has parts of two versions.
 """
 
 import mmap
@@ -24,61 +23,73 @@ from trinity_sync.snapshot.version_tag import VersionTag
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
-from trinity_sync.weights.object_store import Copy
-from trinity_sync.weights.unshard import Slice, Whole, copy_whole, plan_of, whole_tensors
-from trinity_sync.weights.version import Gone, Version
+from trinity_sync.weights.object_store import ImageCopy
+from trinity_sync.weights.unshard import (
+    FullTensor,
+    Slice,
+    copy_full_tensors,
+    iter_full_tensors,
+    plan_unshard,
+)
+from trinity_sync.weights.version import Version, VersionUnavailableError
 
-KNOWN_PLANS = 4
-"""Structures of which a reader remembers the plan."""
+MAX_PLANS = 4
+"""Layouts of which a reader keeps the plan."""
 
 Target = nn.Module | Mapping[str, torch.Tensor]
-Fetch = Callable[[Sequence[int]], Sequence[Copy]]
-"""Gets the images of these ranks from their nodes."""
+FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
+"""Returns the images of these ranks, which are on other nodes."""
 
 
 @dataclass(frozen=True)
 class VersionView:
-    """The bytes of one version, valid within the block that returned it."""
+    """The tensors of one version, valid within the ``with`` block that returned the view."""
 
     version: Version
-    plan: tuple[Whole, ...]
+    plan: tuple[FullTensor, ...]
     images: Sequence[torch.Tensor]
+    """The image of each rank, ``uint8`` of shape ``[nbytes]``."""
     dtype: torch.dtype | None = None
-    """What floating-point tensors are rounded to as they are copied; None for what they are."""
+    """dtype to which floating-point tensors are rounded; None keeps theirs."""
 
-    def tensors(
+    def iter_tensors(
         self, slices: Mapping[str, Slice] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors on the CPU, in memory of their own, one after the other.
+        """Yield names and full tensors, one at a time; tied tensors once, under their first name.
+
+        Each tensor is on the CPU, in memory of its own.
 
         Args:
-            slices: what is wanted of some tensors, by name: (dimension, start, stop).
+            slices: parts of tensors to return, by name: (dimension, start, stop).
+
+        Raises:
+            WeightSyncError: a slice is of an unknown tensor, or outside of it.
         """
-        return whole_tensors(self.plan, self.images, slices or {}, self.dtype)
+        return iter_full_tensors(self.plan, self.images, slices or {}, self.dtype)
 
     def load_into(self, target: Target, slices: Mapping[str, Slice] | None = None) -> None:
         """Copy every tensor into the parameter or buffer of its name, in one copy.
 
         Args:
-            target: a module, or tensors by name, on any device; each is to be filled.
-            slices: as in `tensors`.
+            target: a module, or tensors by name, on any device; every one is filled.
+            slices: parts of tensors to copy, by name: (dimension, start, stop).
 
         Raises:
             WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
                 device; nothing was loaded.
         """
-        named = target.state_dict() if isinstance(target, nn.Module) else target
-        copy_whole(self.plan, self.images, named, slices or {}, self.dtype)
+        targets = target.state_dict() if isinstance(target, nn.Module) else target
+        copy_full_tensors(self.plan, self.images, targets, slices or {}, self.dtype)
 
 
 class VersionOpener:
     """Opens versions for one reader; keeps slots mapped and unsharding plans between them.
 
     Args:
-        name: of the reader, for the lease.
+        name: of the reader, for its leases.
         verify: compare the digests of a checkpoint's files, not their sizes alone.
-        node: Ray node id (hex) of this process; without one, all images are taken to be here.
-        dtype: see `VersionView`.
+        node: Ray node id (hex) of this process; None if all images are on its node.
+        dtype: dtype to which floating-point tensors are rounded; None keeps theirs.
     """
 
     def __init__(
@@ -94,70 +105,79 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._plans: OrderedDict[tuple[str, ...], tuple[Whole, ...]] = OrderedDict()
+        self._plans: OrderedDict[tuple[str, ...], tuple[FullTensor, ...]] = OrderedDict()
 
     @contextmanager
-    def images(self, version: Version, fetch: Fetch) -> Iterator[VersionView]:
-        """Hold a version in shared memory: what is on this node as it is, the rest as a copy.
+    def open_images(self, version: Version, fetch_images: FetchImages) -> Iterator[VersionView]:
+        """Yield a version in shared memory: images of this node in place, others as copies.
+
+        Args:
+            version: version whose source is memory.
+            fetch_images: returns the images that are on other nodes.
 
         Raises:
-            Gone: one of its images is overwritten, removed or out of reach.
-            WeightSyncError: images are missing or do not make whole tensors.
+            VersionUnavailableError: an image was overwritten or removed, or cannot be fetched.
+            WeightSyncError: images are missing, or do not add up to full tensors.
         """
         refs = sorted(version.images, key=lambda ref: ref.rank)
         if not refs:
             raise WeightSyncError(
-                f"{_what(version)} was given as a dict; get it by get_model_state_dict, or have "
-                "the trainer upload it"
+                f"{_describe(version)} was given as a dict; get it by get_model_state_dict, or "
+                "have the trainer upload it"
             )
-        notes: dict[int, VersionTag] = {}
+        tags: dict[int, VersionTag] = {}
         memories: dict[int, torch.Tensor] = {}
-        away = [ref.rank for ref in refs if self._node not in (None, ref.node)]
+        remote = [ref.rank for ref in refs if self._node not in (None, ref.node)]
         with ExitStack() as locks:
             for ref in refs:
-                if ref.rank in away:
+                if ref.rank in remote:
                     continue
                 slot = self._slots.setdefault(ref.slot, SlotReader(Path(ref.slot)))
-                said = slot.try_lock(ref.image)
-                if said is None:
-                    raise Gone(f"{_what(version)}: the image in {ref.slot} was overwritten")
+                tag = slot.try_lock(ref.image)
+                if tag is None:
+                    raise VersionUnavailableError(
+                        f"{_describe(version)}: the image in {ref.slot} was overwritten"
+                    )
                 locks.callback(slot.unlock)
-                notes[ref.rank], memories[ref.rank] = said, slot.memory[: ref.nbytes]
-            if away:
-                for rank, (said, content) in zip(away, fetch(away), strict=True):
-                    notes[rank], memories[rank] = said, view_read_only(memoryview(content))
+                tags[ref.rank], memories[ref.rank] = tag, slot.memory[: ref.nbytes]
+            if remote:
+                for rank, (tag, content) in zip(remote, fetch_images(remote), strict=True):
+                    tags[rank], memories[rank] = tag, view_read_only(memoryview(content))
             for rank, ref in enumerate(refs):
-                said = notes[ref.rank]
-                found = (said.run, said.step, said.role, said.rank)
+                tag = tags[ref.rank]
+                found = (tag.run, tag.step, tag.role, tag.rank)
                 if found != (version.run, version.step, version.role, rank):
                     raise WeightSyncError(
-                        f"{_what(version)}: {ref.slot} holds rank {said.rank} of {said.role} at "
-                        f"step {said.step}; have the trainer upload the version again"
+                        f"{_describe(version)}: {ref.slot} holds rank {tag.rank} of {tag.role} at "
+                        f"step {tag.step}; have the trainer upload the version again"
                     )
-                if said.world_size != len(refs):
+                if tag.world_size != len(refs):
                     raise WeightSyncError(
-                        f"{_what(version)} names images of {len(refs)} of {said.world_size} ranks"
+                        f"{_describe(version)} names images of {len(refs)} of {tag.world_size} "
+                        "ranks; have all ranks of the trainer upload it"
                     )
             images = [memories[rank] for rank in range(len(refs))]
-            layouts = [notes[rank].layout for rank in range(len(refs))]
-            yield VersionView(version, self.plan(images, layouts), images, self._dtype)
+            layouts = [tags[rank].layout for rank in range(len(refs))]
+            yield VersionView(version, self._plan(images, layouts), images, self._dtype)
 
     @contextmanager
-    def checkpoint(self, version: Version) -> Iterator[VersionView]:
-        """Hold a committed step.
+    def open_checkpoint(self, version: Version) -> Iterator[VersionView]:
+        """Yield a committed step, mapped from its files.
 
         Raises:
-            Gone: the step is not committed (any more), or corrupted.
+            VersionUnavailableError: the step is corrupted, or no longer committed by that run.
             WeightSyncError: it has no weights of the role.
         """
         root, step = Path(version.root), version.step
-        with ExitStack() as claim:
+        with ExitStack() as leased:
             try:
-                manifest = claim.enter_context(lease_to_read(root, step, self._name))
+                manifest = leased.enter_context(lease_to_read(root, step, self._name))
             except CommitError as error:
-                raise Gone(f"{_what(version)}: {error}") from error
+                raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
             if manifest.run != version.run:
-                raise Gone(f"{_what(version)}: another run has replaced the step")
+                raise VersionUnavailableError(
+                    f"{_describe(version)}: run {manifest.run} has replaced the step"
+                )
             records = sorted(
                 (
                     record
@@ -168,52 +188,52 @@ class VersionOpener:
                 key=lambda record: record.rank,
             )
             if [record.rank for record in records] != list(range(max(len(records), 1))):
-                raise WeightSyncError(f"{_what(version)} has no shards of role {version.role}")
+                raise WeightSyncError(f"{_describe(version)} has no shards of role {version.role}")
             try:
-                mapped = [_mapped(step_folder(root, step) / record.path) for record in records]
-                require_unreplaced(root, manifest)  # by now they are mapped, and stay as they are
+                mapped = [_map_file(step_folder(root, step) / record.path) for record in records]
+                require_unreplaced(root, manifest)  # mapped files stay those of this commit
             except (CommitError, FileNotFoundError) as error:
-                raise Gone(f"{_what(version)}: {error}") from error
+                raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
             if self._verify:
                 for content, record in zip(mapped, records, strict=True):
-                    _check(content, step_folder(root, step) / record.path, record)
+                    _verify_digest(content, step_folder(root, step) / record.path, record)
             memories = [view_read_only(content) for content in mapped]
-            yield VersionView(version, self.plan(memories, None), memories, self._dtype)
+            yield VersionView(version, self._plan(memories, None), memories, self._dtype)
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Unmap the slots."""
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
 
-    def plan(
+    def _plan(
         self, memories: Sequence[torch.Tensor], layouts: Sequence[str] | None
-    ) -> tuple[Whole, ...]:
-        """The plan of images, made once for each structure where their layouts are known."""
+    ) -> tuple[FullTensor, ...]:
+        """Return the plan of images; it is cached if their layouts are known."""
         key = tuple(layouts or ())
         if key in self._plans:
             self._plans.move_to_end(key)
             return self._plans[key]
-        plan = plan_of([memory.numpy().data for memory in memories])
+        plan = plan_unshard([memory.numpy().data for memory in memories])
         if key:
             self._plans[key] = plan
-            if len(self._plans) > KNOWN_PLANS:
+            if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
 
 
-def _mapped(path: Path) -> memoryview:
+def _map_file(path: Path) -> memoryview:
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _check(content: memoryview, path: Path, record: FileRecord) -> None:
+def _verify_digest(content: memoryview, path: Path, record: FileRecord) -> None:
     if digest_of_bytes(content) != record.digest:
         raise WeightSyncError(
-            f"{path} is corrupted: it has not the digest that the manifest names; restore it from "
-            "a copy, or remove the step"
+            f"{path} is corrupted: its digest is not that of the manifest; restore the file from a "
+            "copy, or remove the step"
         )
 
 
-def _what(version: Version) -> str:
+def _describe(version: Version) -> str:
     return f"version {version.step} (run {version.run}) of {version.role} in {version.root}"

@@ -10,7 +10,7 @@ from trinity_sync.errors import ConfigError, ExportError, WeightSyncError
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.layout import shard_file
-from trinity_sync.weights.unshard import plan_of, whole_tensors
+from trinity_sync.weights.unshard import iter_full_tensors, plan_unshard
 
 WORLD_SIZE = 4
 
@@ -72,7 +72,7 @@ def images(folder: Path, component: str) -> list[torch.Tensor]:
 
 def test_weights_are_those_of_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     shards = images(saved, "model")
-    read = dict(whole_tensors(plan_of([each.numpy().data for each in shards]), shards, {}))
+    read = dict(iter_full_tensors(plan_unshard([each.numpy().data for each in shards]), shards, {}))
     assert read.keys() == whole.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
 
@@ -94,7 +94,7 @@ def test_a_reshard_reads_the_whole_model(saved: Path, whole: dict[str, torch.Ten
 def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
     shards = images(saved, "optim")
     with pytest.raises(WeightSyncError, match=r"w is placed as Partial"):
-        plan_of([each.numpy().data for each in shards])
+        plan_unshard([each.numpy().data for each in shards])
     with pytest.raises(ExportError, match=r"w is placed as Partial"):
         ShardedModel(files(saved, "optim")).tensor("w", torch.float32)
     with pytest.raises(ConfigError, match=r"optim w in .* is placed as Partial"):

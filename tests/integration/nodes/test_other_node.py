@@ -89,7 +89,7 @@ def test_readers_on_another_node_share_one_copy(
     for step in (2, 3):  # which nobody is told of, and fill the slot of step 1
         upload(job, step, weights(step))
     require_has(WeightReader(synchronizer, name="explorer-1"), 1)
-    asked = [ray.get(synchronizer.copies.remote(1, 1, [0])) for _ in range(2)]
+    asked = [ray.get(synchronizer.get_image_refs.remote(1, 1, [0])) for _ in range(2)]
     assert asked[0] == asked[1]
 
 
@@ -99,8 +99,8 @@ def test_where_a_version_was_overwritten_a_newer_one_or_a_commit_is_taken(
     reader = WeightReader(synchronizer, name="explorer-0")
     old = publish(synchronizer, job, 1, other_node)
     publish(synchronizer, job, 2, other_node)
-    with reader.hold(old) as held:
-        assert held.version.step == 2
+    with reader.open(old) as view:
+        assert view.version.step == 2
     job.stage(3, {"model": weights(3)})
     publish(synchronizer, job, 3, other_node)
     job.commit(3)
@@ -168,11 +168,11 @@ def test_the_death_of_the_trainers_node_leaves_the_commit(
     job.stage(1, {"model": weights(1)})
     publish(synchronizer, job, 1, doomed.node_id)
     cluster.remove_node(doomed, allow_graceful=False)
-    patient = WeightReader(synchronizer, name="explorer-0", patience_s=30)
+    patient = WeightReader(synchronizer, name="explorer-0", timeout_s=30)
     job.commit(1)
     require_has(patient, 1, "checkpoint")
     publish(synchronizer, job, 2, doomed.node_id)
-    hasty = WeightReader(synchronizer, name="explorer-1", patience_s=0.2)
+    hasty = WeightReader(synchronizer, name="explorer-1", timeout_s=0.2)
     hasty.version = ray.get(synchronizer.latest.remote())
     with pytest.raises(WeightSyncError, match="no copy of version 2 from its node"):
         hasty.load_into({})

@@ -19,7 +19,7 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.object_store import fetch_deltas
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import write_address
-from trinity_sync.weights.version import Gone
+from trinity_sync.weights.version import VersionUnavailableError
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     assert ray.get(synchronizer.wait_newer.remote(0, 30)).step == 1
     ray.get(synchronizer.set_model_state_dict.remote(None, 2))  # by broadcast
     ray.get(synchronizer.set_model_state_dict.remote({"w": torch.ones(2)}, 3))
-    reader = WeightReader(synchronizer, name="evaluator", patience_s=0.1)
+    reader = WeightReader(synchronizer, name="evaluator", timeout_s=0.1)
     found = asyncio.run(reader.wait_newer(timeout_s=30))
     assert (found.step, found.source) == (1, "checkpoint")  # type: ignore[union-attr]
     assert len(dict(reader.iter_weights())) == 2
@@ -176,7 +176,7 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
             assert digest(found) == digest({name: weights[name] for name in found})
             assert (reader.delta_bytes is not None) == by_delta
         if by_delta:
-            asked = [ray.get(synchronizer.deltas.remote(base, 1, step, [(), ()])) for _ in range(2)]
+            asked = [ray.get(synchronizer.get_delta_refs.remote(base, 1, step, [(), ()])) for _ in range(2)]
             assert asked[0] == asked[1]
         base = version
 
@@ -184,5 +184,7 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
 def test_there_is_no_delta_between_images_of_different_nodes(job: Job, synchronizer: Any) -> None:
     old, new = (upload(job, step, first(0), first(1), node=f"node{step}") for step in (1, 2))
     ray.get(synchronizer.publish.remote(new))
-    with pytest.raises(Gone, match="no delta from version 1 to 2: version 2 has other nodes"):
+    with pytest.raises(
+        VersionUnavailableError, match="no delta from version 1 to 2: version 2 has other nodes"
+    ):
         fetch_deltas(synchronizer, old, new, [(), ()], 30)

@@ -156,20 +156,20 @@ def test_a_commit_without_the_weights_of_the_role_is_no_version(
 
 
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
-    def offer(rank: int, role: str) -> Any:
+    def add_image(rank: int, role: str) -> Any:
         images = (ImageRef("node", f"/{role}", role, rank, 10),)
-        offered = version(root, 5, role=role, images=images)
-        return synchronizer.offer.remote(offered, 2, ASK_S)
+        shard = version(root, 5, role=role, images=images)
+        return synchronizer.add_images.remote(shard, 2, ASK_S)
 
-    first = offer(0, "actor")
+    first = add_image(0, "actor")
     for refused in (
-        offer(1, "critic"),
+        add_image(1, "critic"),
         synchronizer.publish.remote(version(root, 5, role="critic")),
     ):
         with pytest.raises(ConfigError, match="step 5 is of role 'critic', and the Synchronizer"):
             ask(refused)
     assert ask(synchronizer.latest.remote()) is None
-    ask([first, offer(1, "actor")])
+    ask([first, add_image(1, "actor")])
     found = ask(synchronizer.latest.remote())
     assert [image.slot for image in found.images] == ["/actor", "/actor"]
 
@@ -234,7 +234,7 @@ def test_a_synchronizer_killed_in_mid_run_comes_back_with_the_right_version(
     commit_step(3, kind="state_dict")
     ask(synchronizer.set_trainer_status.remote("running"))
     ask(synchronizer.publish.remote(version(root, 7)))
-    ask(synchronizer.serving.remote("rollout-0", 7))
+    ask(synchronizer.set_serving.remote("rollout-0", 7))
     waiting = synchronizer.wait_newer.remote(7, None)
     commit_step(8, kind="state_dict")
     kill(synchronizer, root)
@@ -428,7 +428,7 @@ def test_late_weights_do_not_take_the_place_of_newer_ones(synchronizer: Any) -> 
 
 def test_what_it_knows_can_be_read_without_ray(synchronizer: Any, root: Path) -> None:
     ask(synchronizer.publish.remote(version(root, 5)))
-    ask(synchronizer.serving.remote("rollout-0", 5))
+    ask(synchronizer.set_serving.remote("rollout-0", 5))
     state = read_state(root)
     assert state
     assert [each["step"] for each in state["registry"]["versions"]] == [5]

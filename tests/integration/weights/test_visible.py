@@ -12,7 +12,7 @@ from tests.integration.test_cli import run
 from trinity_sync import Settings
 from trinity_sync.stack.services import StackState
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
-from trinity_sync.weights.state_files import address_file, write_address
+from trinity_sync.weights.state_files import address_path, write_address
 from trinity_sync.weights.version import Version
 
 TRAINING = """
@@ -25,7 +25,7 @@ from trinity_sync.layout import job_id
 root = sys.argv[1]
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's
 synchronizer = Synchronizer.get_actor(root=root)
-ray.get(synchronizer.serving.remote("rollout-0", 0))
+ray.get(synchronizer.set_serving.remote("rollout-0", 0))
 waiting = synchronizer.wait_newer.remote(0, 60.0)
 with CheckpointCoordinator(root) as saves:
     saves.save(4, {"model": {"w": torch.ones(3)}})
@@ -83,8 +83,8 @@ def test_between_commits_the_table_is_renewed_as_long_as_the_synchronizer_lives(
 
     (shown,) = tables()
     assert '"reader": "rollout-0", "version": 5' in shown
-    address = json.loads(address_file(root).read_text())
-    address_file(root).write_text(json.dumps({**address, "process": "1 of another time"}))
+    address = json.loads(address_path(root).read_text())
+    address_path(root).write_text(json.dumps({**address, "process": "1 of another time"}))
     assert tables() == []
 
 

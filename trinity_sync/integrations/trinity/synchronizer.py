@@ -121,7 +121,7 @@ class TrinitySynchronizer(Synchronizer):
         finally:
             await asyncio.to_thread(tensors.close)
 
-    def _has_newer_commit(self) -> None:
+    def _on_newer_commit(self) -> None:
         """Remove what held weights only and is superseded, as Trinity does."""
         self._in_background(self._let_go())
 
@@ -165,8 +165,8 @@ def _served_in(namespace: str) -> str | None:
 
 
 def _tensors(reader: WeightReader, version: Version) -> Generator[Named, None, None]:
-    with reader, reader.hold(version) as held:
-        yield from held.tensors()
+    with reader, reader.open(version) as view:
+        yield from view.iter_tensors()
 
 
 def _remove_superseded_syncs(root: str) -> None:

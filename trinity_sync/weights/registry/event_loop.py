@@ -50,7 +50,7 @@ class AsyncVersionRegistry:
         self._restore()
         runs = self._runs()
         self._add_runs(runs)
-        self._record_committed(self._notification.newest(runs))
+        self._record_committed(self._notification.find_newest(runs))
 
     @property
     def number(self) -> int:
@@ -67,20 +67,20 @@ class AsyncVersionRegistry:
         """Return seconds since the epoch."""
         return self._clock()
 
-    async def refresh(self, *, look: bool = False, scan: bool = False) -> bool:
+    async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> bool:
         """Read the runs that started since the last call, and remove superseded versions.
 
         Args:
-            look: read the newest commit also if no run started.
+            read_commits: read the newest commit also if no run started.
             scan: read the manifests of all commits.
 
         Returns:
             Whether there is a newer commit than before.
         """
         runs = await asyncio.to_thread(self._runs)
-        if not self._add_runs(runs) and not look and not scan:
+        if not self._add_runs(runs) and not read_commits and not scan:
             return False
-        found = await asyncio.to_thread(self._notification.newest, runs, scan=scan)
+        found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)
         is_newer = self._record_committed(found)
         await self.notify()
         return is_newer
@@ -89,14 +89,14 @@ class AsyncVersionRegistry:
         """Record commits as they appear, without end; each item is a newer one."""
         seen = None
         while True:
-            mark = await self._notification.changed(seen)
+            signature = await self._notification.wait_for_change(seen)
             try:
-                is_newer = await self.refresh(look=True, scan=mark == seen)
+                is_newer = await self.refresh(read_commits=True, scan=signature == seen)
             except (TrinitySyncError, OSError) as error:
                 logger.warning("cannot read the commits of %s, will retry: %s", self.root, error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            seen = mark
+            seen = signature
             if is_newer:
                 yield
 
