@@ -176,7 +176,10 @@ def test_readers_that_keep_a_base_share_the_deltas(job: Job, synchronizer: Any) 
             assert digest(found) == digest({name: weights[name] for name in found})
             assert (reader.delta_bytes is not None) == by_delta
         if by_delta:
-            asked = [ray.get(synchronizer.get_delta_refs.remote(base, 1, step, [(), ()])) for _ in range(2)]
+            asked = [
+                ray.get(synchronizer.get_delta_refs.remote(base, 1, step, [(), ()]))
+                for _ in range(2)
+            ]
             assert asked[0] == asked[1]
         base = version
 
