@@ -1,1 +1,1 @@
-"""Prefect flows, one a file: what runs, in which order. The work is the tasks'."""
+"""Prefect flows, one per file. A flow orders tasks; the work is in ``tasks`` and below."""

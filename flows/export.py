@@ -1,4 +1,4 @@
-"""``export``: the FSDP shards of a committed step as a model that ``from_pretrained`` loads."""
+"""``export``: write the model of a committed step in the Hugging Face format."""
 
 from prefect import flow
 from prefect_ray.context import remote_options
@@ -16,15 +16,19 @@ async def export(
     max_shard_gb: float = 5.0,
     to: str | None = None,
 ) -> None:
-    """Write a step's model as a Hugging Face folder; one that broke off is gone on with.
+    """Write the model of a committed step as a folder that ``from_pretrained`` loads.
+
+    An export that was interrupted continues with the files that are missing.
 
     Args:
         root: Full path of the job's root folder.
         step: A committed step.
-        role: Whose model.
-        dtype: Of the weights: keep, bf16, fp16 or fp32. Other than keep needs a folder of its own.
-        max_shard_gb: Size in GB of a file of weights.
-        to: Full path of a new folder; empty for the step's own, beside its config and tokenizer.
+        role: Role whose model is exported.
+        dtype: Data type of the exported weights: keep, bf16, fp16 or fp32. Any other than keep
+            needs ``to``.
+        max_shard_gb: Maximum size of a safetensors file in GB.
+        to: Full path of a new folder; empty for the step's own folder, next to its configuration
+            and tokenizer.
     """
     with remote_options(**pin_to_this_node()):
         await gather_results([export_model.submit(root, step, role, dtype, max_shard_gb, to)])

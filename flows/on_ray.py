@@ -1,4 +1,4 @@
-"""Tasks on Ray: on the node whose shared memory holds the images, and never lost sight of."""
+"""Run Prefect tasks on the Ray node that holds the images, and detect tasks whose process died."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,16 @@ _OPTIONS = get_options_context()
 
 
 @cache
-def _run_task() -> Any:
+def _get_remote_function() -> Any:
     return ray.remote(_TASK_BODY)
 
 
 class NodeRayTaskRunner(RayTaskRunner):
-    """Runs tasks on Ray as Prefect's runner does, all of them by one remote function.
+    """Prefect's Ray task runner with a single remote function for all tasks.
 
-    Prefect's makes one a task. Ray keeps each for as long as the worker lives: its code in the head
-    node, what each process has imported, a class of tasks of its own in every scheduler.
+    Prefect's own runner defines a remote function per task run. Ray keeps each of them until the
+    worker exits: its code in the head node, its imports in each process, and a scheduling class in
+    every raylet.
     """
 
     def submit(
@@ -51,10 +52,17 @@ class NodeRayTaskRunner(RayTaskRunner):
         wait_for: Any = None,
         dependencies: Any = None,
     ) -> PrefectRayFuture[Any]:
-        """Hand a task to Ray with the options of the context; its parameters are values."""
+        """Submit a task to Ray with the Ray options of the current context.
+
+        Args:
+            task: The task to run.
+            parameters: Its arguments by name. They must be values, not futures.
+            wait_for: Futures to wait for, as in Prefect's task runners.
+            dependencies: Upstream task runs by parameter, for the task run's graph.
+        """
         run_id = uuid4()
-        started = (
-            _run_task()
+        submitted = (
+            _get_remote_function()
             .options(name=task.name, **_OPTIONS.get().current_remote_options)
             .remote(
                 task=task,
@@ -65,14 +73,14 @@ class NodeRayTaskRunner(RayTaskRunner):
                 context=serialize_context(),
             )
         )
-        return PrefectRayFuture[Any](task_run_id=run_id, wrapped_future=started)
+        return PrefectRayFuture[Any](task_run_id=run_id, wrapped_future=submitted)
 
 
 def list_living_nodes() -> dict[str, str]:
-    """Ray's ids of the nodes that are alive, by each of their names.
+    """Map each name of each living Ray node to the node's Ray id.
 
-    Those are the id itself, the name that Ray was started with there, and the host name, which
-    several nodes on one machine share.
+    A node has three names: its Ray id, the name that Ray was started with, and its host name, which
+    several nodes of one machine share.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     names = ("NodeManagerHostname", "NodeName", "NodeID")
@@ -80,17 +88,17 @@ def list_living_nodes() -> dict[str, str]:
 
 
 def pin_to_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Ray options that pin a task to a node.
+    """Return Ray options that pin a task to a node.
 
-    A task asks for no CPU: it must start while the training holds them all. Ray must not repeat it
-    by itself either, Prefect's retries are the ones that can be seen.
+    The task requests no CPU, because it must start while the training uses all of them. Ray does
+    not retry it: Prefect does, visibly.
 
     Args:
-        name: one of the names of `list_living_nodes`.
-        alive: those, where they were asked for already.
+        name: A name of the node, see `list_living_nodes`.
+        alive: The living nodes; by default Ray is asked.
 
     Raises:
-        StackError: no such node is alive; Ray would wait for ever.
+        StackError: No node of that name is alive. Ray would wait for it forever.
     """
     alive = list_living_nodes() if alive is None else alive
     if name not in alive:
@@ -103,47 +111,50 @@ def pin_to_node(name: str, alive: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def pin_to_this_node() -> dict[str, object]:
-    """As `pin_to_node`, of the node that the flow runs on."""
+    """Return Ray options that pin a task to the node of the flow run, see `pin_to_node`."""
     return pin_to_node(Settings().node)
 
 
 @cache
-def _waiters() -> ThreadPoolExecutor:
-    """Threads that do nothing but wait for tasks: the loop's own are few, and are others', too.
+def _get_result_threads() -> ThreadPoolExecutor:
+    """Threads that wait for task results.
 
-    They are made when they are needed, so that there may be as many as there are tasks.
+    The event loop's own pool is small and shared. This pool starts a thread on demand only, so it
+    may be as large as the number of tasks in flight.
     """
-    return ThreadPoolExecutor(1000, "waits-for-a-task")
+    return ThreadPoolExecutor(1000, "task-result")
 
 
 async def gather_results(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
-    """All results, once every task has ended; the worker's other flows go on meanwhile.
+    """Wait until every task has ended, and return their results in order.
+
+    Other flow runs of the worker continue meanwhile.
 
     Raises:
-        Exception: the first failure.
+        Exception: The error of the first task that failed.
     """
-    ended = await gather_outcomes(futures)
-    for result in ended:
-        if isinstance(result, BaseException):
-            raise result
-    return ended
+    outcomes = await gather_outcomes(futures)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
 
 
 async def gather_outcomes(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
-    """As `gather_results`, with what failed in the place of its result.
+    """Wait until every task has ended, and return the result or error of each in order.
 
-    A task whose Ray process died would be shown as running for ever, so it is marked as crashed
-    here.
+    A task run whose Ray process died would stay Running in the API, so it is set to Crashed here.
     """
     loop = asyncio.get_running_loop()
     waiting = [
-        loop.run_in_executor(_waiters(), copy_context().run, future.result) for future in futures
+        loop.run_in_executor(_get_result_threads(), copy_context().run, future.result)
+        for future in futures
     ]
-    ended = await asyncio.gather(*waiting, return_exceptions=True)
-    for future, result in zip(futures, ended, strict=True):
-        if isinstance(result, RayError):
-            state: State[Any] = Crashed(message=f"Its Ray process died: {result}")
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    for future, outcome in zip(futures, outcomes, strict=True):
+        if isinstance(outcome, RayError):
+            state: State[Any] = Crashed(message=f"Its Ray process died: {outcome}")
             async with get_client() as client:
-                with suppress(ObjectNotFound):  # it died before it had begun
+                with suppress(ObjectNotFound):  # the process died before the task run was created
                     await client.set_task_run_state(future.task_run_id, state, force=True)
-    return ended
+    return outcomes

@@ -1,4 +1,4 @@
-"""``replicate-step``: copy a committed step into a store, on Ray."""
+"""``replicate-step``: copy a committed step to a remote."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect_ray.context import remote_options
 
 from flows.on_ray import NodeRayTaskRunner, gather_results
-from tasks.replicate import replicate_step as send
+from tasks.replicate import replicate_to_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
 from trinity_sync.remote.remote_root import refuse_credentials
@@ -21,33 +21,35 @@ DEPLOYMENT = "replicate-step/replicate-step"
 
 @flow(name="replicate-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> None:
-    """Copy one step.
+    """Copy one committed step to a remote.
 
     Args:
-        root: the job's root folder, absolute; on a file system that all Ray nodes see.
-        step: a committed one.
-        url: the job's folder in the store, without credentials: those are in Ray's environment.
-        keep_last: so many of the newest steps stay in the store; 0 keeps all.
+        root: Full path of the job's root folder, on a file system that all Ray nodes share.
+        step: A committed step.
+        url: URL of the job's folder in the remote, without credentials: those are in Ray's
+            environment.
+        keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
     with remote_options(num_cpus=0, max_retries=0):
-        await gather_results([send.submit(root, step, url, keep_last)])
+        await gather_results([replicate_to_remote.submit(root, step, url, keep_last)])
 
 
-async def request_copy(request: SaveRequest, url: str) -> None:
-    """Create a flow run that copies a committed checkpoint to the remote, unless a save does that.
+async def request_replication(request: SaveRequest, url: str) -> None:
+    """Create a flow run that copies a committed checkpoint to the remote.
 
-    The save is committed whatever becomes of this: a server that refuses is logged.
+    A root with a required remote needs none, because the save itself uploads the step. A failure
+    is logged and does not affect the save.
 
     Args:
-        request: of the save.
-        url: of the job's folder in the remote; empty for none.
+        request: The committed save.
+        url: URL of the job's folder in the remote; empty for no remote.
     """
     if not url or request.kind != "checkpoint":
         return
     try:
         if await asyncio.to_thread(required_remote_of, request.root):
-            return  # the save itself sends it
-        refuse_credentials(url)  # parameters are shown to everybody
+            return
+        refuse_credentials(url)  # the Prefect UI shows parameters
         async with get_client() as client:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
             fields = {
@@ -58,4 +60,4 @@ async def request_copy(request: SaveRequest, url: str) -> None:
             }
             await request_run(client, deployment.id, fields)
     except Exception as error:
-        logger.warning("%s is committed; its copy cannot be requested: %r", request.run_name, error)
+        logger.warning("%s is committed; cannot request its copy: %r", request.run_name, error)

@@ -1,4 +1,4 @@
-"""``retention``: remove steps that the policies let go of, once newer ones are whole."""
+"""``retention``: remove the steps that no retention policy keeps."""
 
 from datetime import datetime
 
@@ -17,17 +17,18 @@ async def retention(
     dry_run: bool = False,
     now: datetime | None = None,
 ) -> None:
-    """Remove what nobody keeps: no policy, no pin, no lease, no pointer.
+    """Remove every step that no policy, pin, lease or latest pointer keeps.
 
     Args:
-        root: Full path of the job's root folder; empty for every job that has committed something
-            on this node (or those of TRINITY_SYNC_MAINTAIN).
-        keep: Which checkpoints stay, such as last=3,every=100,hourly=24,best=2:reward:max; empty
+        root: Full path of the job's root folder; empty for every job that has committed a step on
+            this node (or those of TRINITY_SYNC_MAINTAIN).
+        keep: Policy for checkpoints, such as last=3,every=100,hourly=24,best=2:reward:max; empty
             for TRINITY_SYNC_KEEP, which keeps all unless it is set.
-        keep_syncs: Which steps of weights only stay; empty for TRINITY_SYNC_KEEP_SYNCS, the last 2
-            unless it is set.
+        keep_syncs: Policy for steps that hold weights only; empty for TRINITY_SYNC_KEEP_SYNCS,
+            which keeps the last 2 unless it is set.
         dry_run: Show what would be removed, and remove nothing.
-        now: Time that policies reckon with, for a look ahead with dry_run; empty for the clock's.
+        now: Current time for the policies, to preview a later date with dry_run; empty for the
+            present.
     """
-    with remote_options(**pin_to_this_node()):  # it sees the roots, others may not
+    with remote_options(**pin_to_this_node()):  # other nodes may not mount the roots
         await gather_results([prune.submit(root, keep, keep_syncs, dry_run, now)])

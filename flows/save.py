@@ -1,15 +1,15 @@
-"""``save-step``: model, optimizer, extras and metadata in parallel on Ray, then the commit.
+"""``save-step``: persist the images of a step on their nodes, then commit the step.
 
-The flow's completion is the gate that Trinity's CheckpointMonitor used to be: every part's result
-is asked for before the commit begins. There is one task a component and node, on the node whose
-memory holds the images. What comes after the commit (the way to the store in which steps count, the
-export of models that the trainer asked for, the removal of older steps) may fail and be retried
-without touching it.
+One task per component and node persists images, on the node whose shared memory holds them. The
+commit task is submitted after the results of all of them are known: a Prefect flow can be Completed
+although a task died. What follows the commit (export, replication, pruning) can fail and be retried
+without affecting the committed step.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from prefect import flow, get_run_logger
 from prefect.futures import PrefectFuture
@@ -23,14 +23,15 @@ from flows.on_ray import (
     list_living_nodes,
     pin_to_node,
 )
-from flows.replicate import request_copy
-from tasks.commit import commit_step, free_slots, note_failure
-from tasks.export import export_requested
-from tasks.persist import PERSIST
+from flows.replicate import request_replication
+from tasks.commit import commit_step, free_slots, mark_images_failed
+from tasks.export import export_requested_models
+from tasks.persist import PERSIST_TASKS
 from tasks.prune import prune_after_commit
-from tasks.replicate import send_step
+from tasks.replicate import upload_to_required_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
+from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.settings import Settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
@@ -38,145 +39,217 @@ from trinity_sync.storage.required_remote import required_remote_of
 from trinity_sync.storage.save import Persisted
 
 
+@dataclass
+class NodeSave:
+    """The shards of a save that one node holds, and what its tasks have persisted so far."""
+
+    shards: NodeShards
+    persisted: list[Persisted] = field(default_factory=list)
+
+
 @flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> None:
-    """Write one step's images and commit them; then export models, if that was asked for.
+    """Persist and commit one step, then export, replicate and prune as requested.
 
     Args:
-        request: the step; on which nodes its images wait is in the job's root.
+        request: The save. The placement files in the root name the nodes that hold its images.
     """
-    began, counts = time.perf_counter(), False
-    settings, shares, parts = Settings(), list[NodeShards](), list[list[Persisted]]()
+    start = time.perf_counter()
+    nodes: list[NodeSave] = []
     try:
-        shares = await asyncio.to_thread(
-            await_node_shards, request.save, gather_s=settings.gather_s
-        )
-        parts, failure = await _persist(request, shares)
-        if failure:
-            raise failure
+        nodes = await find_nodes(request)
+        await persist_images(request, nodes)
         persisted = time.perf_counter()
-        home = pin_to_node(shares[0].node)
-        with remote_options(**home):
-            everything = [part for of_node in parts for part in of_node]
-            (exports,) = await gather_results([commit_step.submit(request, everything, shares[0])])
-        took = persisted - began, time.perf_counter() - persisted
-        await _free_slots(request, parts[1:], shares[1:])
-        await _send(request, home)
-        counts = True
-        metrics.METRICS.committed(request, everything, *took)
-        try:
-            if exports:  # the step counts already, whatever becomes of them
-                with remote_options(**home):
-                    await gather_results([export_requested.submit(request)])
-        finally:
-            await request_copy(request, settings.remote_of(request.root))
+        has_exports = await commit(request, nodes)
+        committed = time.perf_counter()
+        await free_remaining_slots(request, nodes[1:])
+        await upload_if_required(request, nodes[0])
     except Exception as error:
-        if not counts:
-            metrics.METRICS.failed(request)
-        await _note_failure(request, shares, parts, str(error))
+        metrics.METRICS.count_failed_save(request)
+        await mark_failed(request, nodes, str(error))
         raise
+    metrics.METRICS.count_committed_save(
+        request,
+        [result for node in nodes for result in node.persisted],
+        persist_s=persisted - start,
+        commit_s=committed - persisted,
+    )
+    await request_replication(request, Settings().remote_of(request.root))
+    if has_exports:
+        await export_models(request, nodes[0])
     if request.keep:
-        await _prune(request, shares[0].node)
+        await prune(request, nodes[0])
 
 
-async def _persist(
-    request: SaveRequest, shares: Sequence[NodeShards]
-) -> tuple[list[list[Persisted]], BaseException | None]:
-    """What the tasks have made, by node, and why some have made nothing.
+async def find_nodes(request: SaveRequest) -> list[NodeSave]:
+    """Return the nodes that hold images of the save, starting with the node of rank 0."""
+    shards = await asyncio.to_thread(await_node_shards, request.save, gather_s=Settings().gather_s)
+    return [NodeSave(each) for each in shards]
+
+
+async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
+    """Persist every component on every node in parallel, and add the results to ``nodes``.
+
+    Args:
+        request: The save.
+        nodes: The nodes that hold its images, starting with the node of rank 0.
 
     Raises:
-        SaveError: a node is gone, and with it what was to be written there.
+        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
+        Exception: The error of the first task that failed, once all tasks have ended.
     """
     alive = list_living_nodes()
-    for share in shares:
-        if share.node not in alive:
-            raise _lost(request, share, "is not, or no more, in this Ray cluster")
+    for node in nodes:
+        if node.shards.node not in alive:
+            raise _node_lost_error(request, node, "is not in this Ray cluster")
+    owners: list[NodeSave] = []
     futures: list[PrefectFuture[Persisted]] = []
-    where: list[int] = []
-    for number, share in enumerate(shares):
-        components = [c for c in request.components if c != "metadata" or share.has_rank_0]
-        with remote_options(**pin_to_node(share.node, alive)):
-            for turn, component in enumerate(components or [None] * (number > 0)):
-                functions = number > 0 and turn == 0  # the commit waits for those of its own node
-                futures.append(PERSIST[component].submit(request, component, share, functions))
-                where.append(number)
-    parts: list[list[Persisted]] = [[] for _ in shares]
+    for node in nodes:
+        components: list[Component | None] = [
+            c for c in request.components if c != "metadata" or node.shards.has_rank_0
+        ]
+        awaits_functions = node is not nodes[0]  # the commit task awaits those of its own node
+        if awaits_functions and not components:
+            components = [None]
+        with remote_options(**pin_to_node(node.shards.node, alive)):
+            for component in components:
+                task = PERSIST_TASKS[component]
+                futures.append(task.submit(request, component, node.shards, awaits_functions))
+                owners.append(node)
+                awaits_functions = False  # one task of the node is enough
     failures: list[BaseException] = []
-    for number, result in zip(where, await gather_outcomes(futures), strict=True):
-        if isinstance(result, RayError):
-            why = f"or a process of it, died before they were written ({type(result).__name__})"
-            failures.append(_lost(request, shares[number], why))
-            failures[-1].__cause__ = result
-        elif isinstance(result, BaseException):
-            failures.append(result)
+    for node, outcome in zip(owners, await gather_outcomes(futures), strict=True):
+        if isinstance(outcome, RayError):
+            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
+            failures.append(_node_lost_error(request, node, why))
+            failures[-1].__cause__ = outcome
+        elif isinstance(outcome, BaseException):
+            failures.append(outcome)
         else:
-            parts[number].append(result)
-    return parts, next(iter(failures), None)
+            node.persisted.append(outcome)
+    if failures:
+        raise failures[0]
 
 
-def _lost(request: SaveRequest, share: NodeShards, why: str) -> SaveError:
+def _node_lost_error(request: SaveRequest, node: NodeSave, why: str) -> SaveError:
     return SaveError(
-        f"{request.run_name} of {request.root} is not committed: node {share.node}, which holds "
-        f"{share}, {why}. If it has kept its memory, start Ray there, by that name, and retry the "
-        "flow run; the next save goes on without this one."
+        f"{request.run_name} of {request.root} is not committed: node {node.shards.node}, which "
+        f"holds {node.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
+        "retry the flow run. Later saves are unaffected."
     )
 
 
-async def _free_slots(
-    request: SaveRequest, parts: Sequence[Sequence[Persisted]], shares: Sequence[NodeShards]
-) -> None:
-    """Free the slots of the other nodes; one that cannot be reached does not undo the commit."""
+async def commit(request: SaveRequest, nodes: Sequence[NodeSave]) -> bool:
+    """Commit what the tasks of all nodes have persisted, and free the slots of the first node.
+
+    Args:
+        request: The save.
+        nodes: The nodes that hold its images, starting with the node of rank 0.
+
+    Returns:
+        Whether models of the step are to be exported.
+    """
+    persisted = [result for node in nodes for result in node.persisted]
+    with remote_options(**pin_to_node(nodes[0].shards.node)):
+        future = commit_step.submit(request, persisted, nodes[0].shards)
+        (has_exports,) = await gather_results([future])
+    return bool(has_exports)
+
+
+async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
+    """Free the slots of a committed save on the nodes that did not run the commit task.
+
+    A node that cannot be reached keeps its slots until its worker frees them.
+
+    Args:
+        request: The save.
+        nodes: The nodes.
+    """
     futures = []
-    alive = list_living_nodes() if shares else {}
-    for share, of_node in zip(shares, parts, strict=True):
-        if share.node in alive:
-            with remote_options(**pin_to_node(share.node, alive)):
-                futures.append(free_slots.submit(request, of_node, share))
-    for result in await gather_outcomes(futures):
-        if isinstance(result, BaseException):
-            get_run_logger().error("%s keeps slots for a while: %s", request.run_name, result)
+    alive = list_living_nodes() if nodes else {}
+    for node in nodes:
+        if node.shards.node in alive:
+            with remote_options(**pin_to_node(node.shards.node, alive)):
+                futures.append(free_slots.submit(request, node.persisted, node.shards))
+    for outcome in await gather_outcomes(futures):
+        if isinstance(outcome, BaseException):
+            get_run_logger().error(
+                "%s is committed; cannot free its slots on another node, the worker of that node "
+                "will retry: %s",
+                request.run_name,
+                outcome,
+            )
 
 
-async def _send(request: SaveRequest, home: dict[str, object]) -> None:
-    """Send a checkpoint to the required remote of the root: until then it does not count."""
-    if request.kind == "checkpoint" and (
-        url := await asyncio.to_thread(required_remote_of, request.root)
-    ):
-        with remote_options(**home):
-            await gather_results([send_step.submit(request.root, request.step, url)])
+async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
+    """Upload a checkpoint to the required remote of the root, without which it does not count.
+
+    Args:
+        request: The save.
+        node: The node to upload from.
+    """
+    if request.kind != "checkpoint":
+        return
+    if url := await asyncio.to_thread(required_remote_of, request.root):
+        with remote_options(**pin_to_node(node.shards.node)):
+            upload = upload_to_required_remote.submit(request.root, request.step, url)
+            await gather_results([upload])
 
 
-async def _prune(request: SaveRequest, node: str) -> None:
-    """Remove older checkpoints; where that fails, the save is committed all the same."""
+async def export_models(request: SaveRequest, node: NodeSave) -> None:
+    """Export the models that the trainer requested with the save.
+
+    Args:
+        request: The save.
+        node: The node to export on.
+    """
+    with remote_options(**pin_to_node(node.shards.node)):
+        await gather_results([export_requested_models.submit(request)])
+
+
+async def prune(request: SaveRequest, node: NodeSave) -> None:
+    """Remove older checkpoints; a failure is logged and does not affect the save.
+
+    Args:
+        request: The save.
+        node: The node to prune on.
+    """
     try:
-        with remote_options(**pin_to_node(node)):
+        with remote_options(**pin_to_node(node.shards.node)):
             await gather_results([prune_after_commit.submit(request)])
     except Exception as error:
         get_run_logger().error(
-            "%s is committed; older steps cannot be removed: %s. The next save, or trinity-sync "
-            "prune, tries again.",
+            "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
+            "retry: %s",
             request.run_name,
             error,
         )
 
 
-async def _note_failure(
-    request: SaveRequest,
-    shares: Sequence[NodeShards],
-    parts: Sequence[Sequence[Persisted]],
-    reason: str,
-) -> None:
-    """Note it on each node that is alive; what failed is raised, whatever comes of this."""
+async def mark_failed(request: SaveRequest, nodes: Sequence[NodeSave], reason: str) -> None:
+    """Mark the images of a failed save on every living node; never raises.
+
+    Args:
+        request: The save.
+        nodes: The nodes that hold its images; empty if the placement is unknown.
+        reason: Why the save failed.
+    """
     try:
         futures = []
         alive = list_living_nodes()
-        for share, of_node in zip(shares, parts or [()] * len(shares), strict=True):
-            if share.node in alive:
-                with remote_options(**pin_to_node(share.node, alive)):
-                    futures.append(note_failure.submit(request, of_node, share, reason))
-        ended = await gather_outcomes(futures)
+        for node in nodes:
+            if node.shards.node in alive:
+                with remote_options(**pin_to_node(node.shards.node, alive)):
+                    futures.append(
+                        mark_images_failed.submit(request, node.persisted, node.shards, reason)
+                    )
+        outcomes = await gather_outcomes(futures)
     except Exception as error:
-        ended = [error]
-    for each in ended:
-        if isinstance(each, BaseException):
-            get_run_logger().error("the failure cannot be noted everywhere: %s", each)
+        outcomes = [error]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            get_run_logger().error(
+                "%s failed; cannot mark its images as failed on every node: %s",
+                request.run_name,
+                outcome,
+            )

@@ -1,14 +1,14 @@
-"""``verify``: read committed steps again on Ray and mark corrupted ones, or load the newest."""
+"""``verify``: read committed steps again and mark corrupted ones, or load the newest step."""
 
 from prefect import flow
 from prefect_ray.context import remote_options
 
 from flows.on_ray import NodeRayTaskRunner, gather_results, pin_to_this_node
-from tasks.verify import choose_files, judge_steps, load_newest_checkpoints, read_files
+from tasks.verify import choose_files, load_newest_checkpoints, mark_steps, read_files
 from trinity_sync.storage.verify import split_evenly
 
 READERS = 4
-"""Tasks that read at a time."""
+"""Number of parallel tasks that read files."""
 
 
 @flow(name="verify", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
@@ -23,20 +23,21 @@ async def verify(
     """Read files of committed steps and compare their digests with the manifests.
 
     Args:
-        root: Full path of the job's root folder; empty for every job that has committed something
-            on this node (or those of TRINITY_SYNC_MAINTAIN).
-        step: Read this step, besides the newest ones.
-        newest: Read so many of the newest steps of each job.
-        sample_gb: Read about so many GB of all steps besides, other files each day.
-        seed: Which part the sample is; empty for the number of the day.
-        load: Load the newest checkpoint of each job as a restart would, all ranks' shards, and
-            measure it, instead of reading files.
+        root: Full path of the job's root folder; empty for every job that has committed a step on
+            this node (or those of TRINITY_SYNC_MAINTAIN).
+        step: Step to read in addition to the newest ones.
+        newest: Number of newest steps to read, per job.
+        sample_gb: Approximate size in GB of an additional sample of all steps. Consecutive days
+            read different files.
+        seed: Which sample to read; empty for the number of the day.
+        load: Load the newest checkpoint of each job as a restart would, with the shards of all
+            ranks, and measure it, instead of reading files.
     """
-    with remote_options(**pin_to_this_node()):  # it sees the roots, others may not
+    with remote_options(**pin_to_this_node()):  # other nodes may not mount the roots
         if load:
             await gather_results([load_newest_checkpoints.submit(root)])
             return
         (files,) = await gather_results([choose_files.submit(root, step, newest, sample_gb, seed)])
-        parts = [read_files.submit(part) for part in split_evenly(files, READERS)]
-        checked = [one for part in await gather_results(parts) for one in part]
-        await gather_results([judge_steps.submit(checked)])
+        reads = [read_files.submit(batch) for batch in split_evenly(files, READERS)]
+        checked = [file for batch in await gather_results(reads) for file in batch]
+        await gather_results([mark_steps.submit(checked)])

@@ -1,1 +1,1 @@
-"""Prefect tasks, one verb a file: name, retries and look; the work is a call into trinity_sync."""
+"""Prefect tasks: names, retries and artifacts. The work is in ``trinity_sync``."""

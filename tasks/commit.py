@@ -1,4 +1,4 @@
-"""The last task of a save, and the one that notes its failure."""
+"""Commit a save and free its slots, or mark its images as failed."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
 
 from tasks.persist import is_io_error, make_save
-from tasks.weights import show_weights
+from tasks.weights import create_weights_artifact
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS
@@ -31,8 +31,8 @@ from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 200
-"""Of a table in the Prefect UI, which is one request to the server."""
+MAX_ARTIFACT_ROWS = 200
+"""A table artifact of the Prefect UI is a single request to the server."""
 
 
 @task(
@@ -42,89 +42,117 @@ MOST_ROWS = 200
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, parts: Sequence[Persisted], home: NodeShards) -> bool:
-    """Wait for this node's functions, write manifest and iteration files, then free its slots.
+def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> bool:
+    """Commit what the tasks of all nodes have persisted, then free the slots of this node.
 
     Args:
-        request: of the save.
-        parts: what the tasks of all nodes have made.
-        home: what this node holds.
+        request: The save.
+        persisted: The results of the persist tasks of all nodes.
+        shards: The shards that this node holds.
 
     Returns:
         Whether models of the step are to be exported.
     """
     save, settings = make_save(request), Settings()
-    node = get_job_spool(home.spool, save.root)
-    written = [file for part in parts for file in part.written]
-    elsewhere = [receipt for part in parts for receipt in part.receipts]
-    shards = sum(file.record.component not in FOLDERS for file in written)
-    earlier = read_own_manifest(save.root, save.run, save.step)
-    listed = len(earlier.receipts) if earlier else 0  # a retry after the commit finds them there
-    receipts = await_receipts(
-        node,
+    spool = get_job_spool(shards.spool, save.root)
+    written = [file for result in persisted for file in result.written]
+    receipts = [receipt for result in persisted for receipt in result.receipts]
+    receipts += await_receipts(
+        spool,
         save,
-        at_least=max(0, request.expected - shards - listed - len(elsewhere)),
+        at_least=count_expected_receipts(request, written) - len(receipts),
         gather_s=settings.gather_s,
     )
     write_export_requests(save, written)
     recycle = can_reuse_blocks(save.root, settings.recycle)
-    manifest = commit(save, written, [*elsewhere, *receipts], recycle=recycle)
-    free_committed_slots(node, save, written)
+    manifest = commit(save, written, receipts, recycle=recycle)
+    free_committed_slots(spool, save, written)
     try:
         register_job(settings, request.root)
     except OSError as error:
-        logger.warning("scheduled flows do not know of %s: %s", request.root, error)
+        logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], flow_run=flow_run.id)
     try:
-        show(request, manifest, written)
-        show_weights(request.root)
-    except Exception as error:  # the server is away, and the step is committed all the same
-        logger.warning("%s is committed; its tables cannot be shown: %r", request.run_name, error)
+        create_commit_artifact(request, manifest, written)
+        create_weights_artifact(request.root)
+    except Exception as error:  # the server is away, and the step is committed nevertheless
+        logger.warning("%s is committed; cannot create its artifacts: %r", request.run_name, error)
     return bool(list_export_requests(request.root, step=request.step))
 
 
+def count_expected_receipts(request: SaveRequest, written: Sequence[Written]) -> int:
+    """Return how many save functions must have started, at least.
+
+    Args:
+        request: The save.
+        written: The files that the tasks of all nodes have written.
+    """
+    shards = sum(file.record.component not in FOLDERS for file in written)
+    committed = read_own_manifest(request.root, request.run, request.step)
+    earlier = len(committed.receipts) if committed else 0  # a retry after the commit
+    return max(0, request.expected - shards - earlier)
+
+
 def write_export_requests(save: SaveId, written: Sequence[Written]) -> None:
-    """Note which models the trainer wants to have exported; a retry finds it, whatever dies."""
-    asked = {(file.record.role, file.export) for file in written if file.export}
-    for role, export in asked:
+    """Write down which models the trainer wants exported, so that a retry finds it.
+
+    Args:
+        save: The save.
+        written: The files that the tasks of all nodes have written.
+    """
+    requested = {(file.record.role, file.export) for file in written if file.export}
+    for role, export in requested:
         trusted = export == "hf_model with remote code"
         write_export_request(save.root, ExportRequest(save.run, save.step, role, trusted))
 
 
-@task(name="free slots", persist_result=False)
-def free_slots(request: SaveRequest, parts: Sequence[Persisted], share: NodeShards) -> None:
-    """Free the slots of another node than the commit's, whose task does it at home.
+@task(name="free-slots", persist_result=False)
+def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
+    """Free the slots of a committed save on a node that did not run the commit task.
 
     Args:
-        request: of a save that is committed.
-        parts: what the tasks of the node have made.
-        share: what the node holds.
+        request: The committed save.
+        persisted: The results of this node's persist tasks.
+        shards: The shards that this node holds.
     """
-    written = [file for part in parts for file in part.written]
+    written = [file for result in persisted for file in result.written]
     save = make_save(request)
-    free_committed_slots(get_job_spool(share.spool, save.root), save, written)
+    free_committed_slots(get_job_spool(shards.spool, save.root), save, written)
 
 
-@task(name="note failure", persist_result=False)
-def note_failure(
-    request: SaveRequest, parts: Sequence[Persisted], share: NodeShards, reason: str
+@task(name="mark-failed", persist_result=False)
+def mark_images_failed(
+    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
 ) -> None:
-    """Mark the save's images on a node as failed: a retry may write them, new saves come first.
+    """Mark the images of a failed save on one node, and remove its temporary files.
 
-    What the node has written of it goes: a retry writes it anew, and one that a later run has left
-    behind is never retried.
+    Later saves evict such images first. Until then, a retry of the flow run can persist them again.
+
+    Args:
+        request: The failed save.
+        persisted: The results of this node's persist tasks.
+        shards: The shards that this node holds.
+        reason: Why the save failed.
     """
     save = make_save(request)
-    for part in parts:
-        discard(part.written)
-    mark_failed(get_job_spool(share.spool, save.root), save, reason)
+    for result in persisted:
+        discard(result.written)
+    mark_failed(get_job_spool(shards.spool, save.root), save, reason)
 
 
-def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> None:
-    """Put the committed files into the run's page of the Prefect UI; of many, the largest."""
+def create_commit_artifact(
+    request: SaveRequest, manifest: Manifest, written: Sequence[Written]
+) -> None:
+    """Show the committed files in the Prefect UI; of many, the largest.
+
+    Args:
+        request: The committed save.
+        manifest: Its manifest.
+        written: The files that the tasks of all nodes have written.
+    """
     seconds = {file.record.path: file.seconds for file in written}
-    shown = sorted(manifest.files, key=lambda file: -file.nbytes)[:MOST_ROWS]
-    left_out = len(manifest.files) - len(shown)
+    largest = sorted(manifest.files, key=lambda file: -file.nbytes)[:MAX_ARTIFACT_ROWS]
+    left_out = len(manifest.files) - len(largest)
     create_table_artifact(
         key="committed-files",
         description=f"**{request.run_name}** committed: {manifest.nbytes:,} bytes in "
@@ -139,6 +167,6 @@ def show(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -
                 else "",
                 "digest": file.digest,
             }
-            for file in sorted(shown, key=lambda file: file.path)
+            for file in sorted(largest, key=lambda file: file.path)
         ],
     )

@@ -1,4 +1,4 @@
-"""The tasks that export a model: what a save asked for, and what a person asks for."""
+"""Export models in the Hugging Face format: those requested with a save, or by a user."""
 
 import os
 from pathlib import Path
@@ -12,26 +12,33 @@ from trinity_sync.settings import Settings
 from trinity_sync.storage.export_requests import list_export_requests
 
 
-@task(name="export", persist_result=False)
-def export_requested(request: SaveRequest) -> None:
-    """Export what the trainer asked for with a save that is committed now."""
-    from trinity_sync.formats.hf_export import (
-        run_export_request,  # torch takes seconds, and saves need it not
-    )
+@task(name="export-requested-models", persist_result=False)
+def export_requested_models(request: SaveRequest) -> None:
+    """Export the models that the trainer requested with a committed save."""
+    from trinity_sync.formats.hf_export import run_export_request  # imports torch, which is slow
 
     require_allowed(Settings(), request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for wanted in list_export_requests(request.root, step=request.step):
-        if wanted.run == request.run:
-            run_export_request(request.root, wanted)
+    for export in list_export_requests(request.root, step=request.step):
+        if export.run == request.run:
+            run_export_request(request.root, export)
 
 
-@task(name="export model", persist_result=False)
+@task(name="export-model", persist_result=False)
 def export_model(
     root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
 ) -> None:
-    """Write one role's model of a committed step as a Hugging Face folder."""
-    from trinity_sync.formats.hf_export import export_step  # as above
+    """Write one role's model of a committed step as a Hugging Face folder.
+
+    Args:
+        root: Full path of the job's root folder.
+        step: A committed step.
+        role: Role whose model is exported.
+        dtype: Data type of the exported weights: keep, bf16, fp16 or fp32.
+        max_shard_gb: Maximum size of a safetensors file in GB.
+        to: Full path of a new folder; None for the step's own folder.
+    """
+    from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
 
     for path in (root, *([to] if to else [])):
         require_allowed(Settings(), path)

@@ -1,6 +1,6 @@
-"""The parallel tasks of a save: one a component and node, on the node that holds the images."""
+"""The parallel tasks of a save: one per component and node, on the node that holds the images."""
 
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
@@ -16,15 +16,6 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.receipts import await_receipts, sync_function_files
 from trinity_sync.storage.save import Persisted
 
-TASK_NAMES: dict[Component | None, str] = {
-    "model": "model",
-    "optim": "optimizer",
-    "extra_state": "extras",
-    "metadata": "metadata",
-    "attachments": "attachments",
-    None: "functions",
-}
-
 
 def make_save(request: SaveRequest) -> SaveId:
     """Return the save of a request, once this node's settings allow flows to work on its root.
@@ -37,15 +28,18 @@ def make_save(request: SaveRequest) -> SaveId:
 
 
 def persist_component(
-    request: SaveRequest, component: Component | None, share: NodeShards, functions: bool = False
+    request: SaveRequest,
+    component: Component | None,
+    shards: NodeShards,
+    with_functions: bool = False,
 ) -> Persisted:
-    """Write a node's images of one component under temporary names, durably.
+    """Persist the images of one component on one node, durably and under temporary names.
 
     Args:
-        request: of the save.
-        component: None where all that the step saves comes from functions.
-        share: what the node holds.
-        functions: wait for the save functions of the node, too, and sync what they wrote.
+        request: The save.
+        component: The component; None if only save functions write on this node.
+        shards: The shards that this node holds.
+        with_functions: Also wait for the save functions of this node and sync their files.
     """
     settings, save = Settings(), make_save(request)
     options = WriteOptions(
@@ -55,15 +49,21 @@ def persist_component(
         writers=settings.writers,
         nice=settings.nice,
     )
-    spool = get_job_spool(share.spool, save.root)
-    written = persist(share, save, component, options) if component else []
-    receipts = await_receipts(spool, save) if functions else []
+    written = persist(shards, save, component, options) if component else []
+    spool = get_job_spool(shards.spool, save.root)
+    receipts = await_receipts(spool, save) if with_functions else []
     sync_function_files(save, receipts)
     return Persisted(written, receipts)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the disk failed, which may pass; what is missing, corrupted or abandoned stays so."""
+    """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``.
+
+    An I/O error may be transient. A missing, corrupted or superseded image stays so.
+
+    Args:
+        state: The Failed state of the task run.
+    """
     try:
         await state.aresult()
     except Exception as error:
@@ -71,17 +71,18 @@ async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -
     return False
 
 
-PERSIST: dict[
-    Component | None, Task[[SaveRequest, Component | None, NodeShards, bool], Persisted]
-] = {
+PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool], Persisted]
+
+PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(
         persist_component,
-        name=name,
-        description=f"{'Write' if component else 'Wait for'} the {name} of one node",
+        name=f"persist-{component or 'function-files'}",
+        description=f"Persist {component or 'the files of save functions'} on one node",
         retries=3,
         retry_delay_seconds=[1, 5, 15],
         retry_condition_fn=is_io_error,
         persist_result=False,
     )
-    for component, name in TASK_NAMES.items()
+    for component in (*get_args(Component), None)
 }
+"""One task per component, so that the Prefect UI shows each by its name."""

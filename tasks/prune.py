@@ -1,4 +1,4 @@
-"""The tasks that remove steps: those of a schedule or a person, and those after a commit."""
+"""Remove steps: on a schedule, on request, or after a commit."""
 
 import logging
 import time
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 def prune(
     root: str | None, keep: str, keep_syncs: str, dry_run: bool, now: datetime | None = None
 ) -> None:
-    """Remove what policies do not keep, root by root, and show it all.
+    """Remove the steps that no policy keeps, root by root, and show what became of each step.
 
     Args:
-        root: as the flow's.
-        keep: policy of checkpoints; empty for that of the settings.
-        keep_syncs: policy of steps of weights only; likewise.
-        dry_run: show the plan and touch nothing.
-        now: time that policies reckon with; the clock's by default.
+        root: Root of the job; None for all known jobs.
+        keep: Policy for checkpoints; empty for that of the settings.
+        keep_syncs: Policy for steps that hold weights only; empty for that of the settings.
+        dry_run: Show what would be removed, and remove nothing.
+        now: Current time for the policies; by default the present.
 
     Raises:
-        ConfigError: a policy cannot be understood, or was refused for a root; others are pruned.
+        ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
     settings = Settings()
     quarantine = parse_policy(settings.keep_quarantine)
@@ -48,16 +48,15 @@ def prune(
         superseded=quarantine,
         quarantine=quarantine,
     )
-    at = now.timestamp() if now else time.time()
-    done: list[Pruned] = []
-    refused: list[str] = []
+    pruned: list[Pruned] = []
+    failures: list[str] = []
     for each in select_roots(root, settings):
         try:
-            done.append(
+            pruned.append(
                 prune_root(
                     each,
                     rules,
-                    at,
+                    now.timestamp() if now else time.time(),
                     spool=settings.spool,
                     recycle=settings.recycle,
                     dry_run=dry_run,
@@ -65,15 +64,15 @@ def prune(
                 )
             )
         except (TrinitySyncError, OSError) as error:
-            refused.append(f"{each}: {error}")
-    show(done, dry_run=dry_run)
-    if refused:
-        raise ConfigError("\n".join(refused))
+            failures.append(f"{each}: {error}")
+    create_retention_artifact(pruned, dry_run=dry_run)
+    if failures:
+        raise ConfigError("\n".join(failures))
 
 
 @task(name="prune", persist_result=False)
 def prune_after_commit(request: SaveRequest) -> None:
-    """Remove the checkpoints that a save's ``keep`` does not cover; its own is committed by now."""
+    """Remove all checkpoints but the newest ``request.keep``, after the save is committed."""
     settings = Settings()
     quarantine = parse_policy(settings.keep_quarantine)
     require_allowed(settings, request.root)
@@ -85,26 +84,31 @@ def prune_after_commit(request: SaveRequest) -> None:
         recycle=settings.recycle,
         on_removed=lambda steps: try_mirror(settings, request.root, steps),
     )
-    for each, why in done.removal.spared if done.removal else ():
-        logger.info("step %d in %s stays: %s", each.step, request.root, why)
+    for step, why in done.removal.spared if done.removal else ():
+        logger.info("keeping step %d in %s: %s", step.step, request.root, why)
 
 
 def _update_catalog(root: Path, settings: Settings, _steps: Sequence[int]) -> None:
-    """Have the catalog say what the files say, whoever has changed them since the last time."""
+    """Rebuild the catalog from the files of the root."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
             rebuild(engine, root)
-    except Exception as error:  # whatever is wrong with it, the files are as they should be
-        logger.warning("the catalog does not know of all changes of %s: %s", root, error)
+    except Exception as error:  # the catalog is best effort, the files count
+        logger.warning("cannot update the catalog for %s: %s", root, error)
 
 
-def show(done: list[Pruned], *, dry_run: bool) -> None:
-    """Put what became of every step into the run's page of the Prefect UI."""
-    freed = sum(each.nbytes for each in done)
-    steps = sum(len(each.removed) for each in done)
+def create_retention_artifact(pruned: Sequence[Pruned], *, dry_run: bool) -> None:
+    """Show in the Prefect UI what became of every step.
+
+    Args:
+        pruned: The results, one per root.
+        dry_run: Whether they are a preview.
+    """
+    freed = sum(each.nbytes for each in pruned)
+    steps = sum(len(each.removed) for each in pruned)
     create_table_artifact(
         key="retention",
-        description=f"{steps} steps of {len(done)} jobs {'would be ' if dry_run else ''}removed, "
+        description=f"{steps} steps of {len(pruned)} jobs {'would be ' if dry_run else ''}removed, "
         f"{freed:,} bytes",
         table=[
             {
@@ -116,7 +120,7 @@ def show(done: list[Pruned], *, dry_run: bool) -> None:
                 "state": outcome.state,
                 "why": outcome.why,
             }
-            for each in done
+            for each in pruned
             for outcome in each.outcomes
         ]
         + [
@@ -125,7 +129,7 @@ def show(done: list[Pruned], *, dry_run: bool) -> None:
                 "step": f"quarantine {name}",
                 "state": "would be removed" if dry_run else "removed",
             }
-            for each in done
+            for each in pruned
             for name in each.quarantine
         ],
     )

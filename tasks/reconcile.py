@@ -1,4 +1,4 @@
-"""The task of the ``reconcile`` flow, and its report."""
+"""Repair what crashes left on a node, and show the findings."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 
-from tasks.weights import show_weights
+from tasks.weights import create_weights_artifact
 from trinity_sync.orchestration.job_registry import select_roots
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
@@ -17,17 +17,17 @@ from trinity_sync.storage.gc import Finding
 
 @task(name="repair", persist_result=False)
 def repair(root: str | None, grace_s: float = GRACE_S) -> None:
-    """Repair what crashes left on this node, and show what was repaired and what was not.
+    """Repair what crashes left on this node, and show what was repaired and what was left.
 
     Args:
-        root: root of the job; None for all known jobs.
-        grace_s: seconds for which a file that seems unused is left alone.
+        root: Root of the job; None for all known jobs.
+        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
     settings = Settings()
     roots = select_roots(root, settings)
-    show_findings(asyncio.run(_reconcile(settings, roots, grace_s)))
+    create_findings_artifact(asyncio.run(_reconcile(settings, roots, grace_s)))
     for each in roots:
-        show_weights(each)
+        create_weights_artifact(each)
 
 
 async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) -> list[Finding]:
@@ -35,8 +35,8 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
         return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
-def show_findings(found: Sequence[Finding]) -> None:
-    """Show a table of the findings on the run's page of the Prefect UI, if there are any."""
+def create_findings_artifact(found: Sequence[Finding]) -> None:
+    """Show the findings in the Prefect UI, if there are any."""
     if not found:
         return
     mended = sum(finding.state == "mended" for finding in found)

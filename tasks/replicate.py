@@ -1,4 +1,4 @@
-"""Copy a committed step into a store, or have it count there."""
+"""Copy a committed step to a remote, required or not."""
 
 import logging
 import time
@@ -19,8 +19,8 @@ from trinity_sync.settings import Settings
 logger = logging.getLogger(__name__)
 
 
-async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the store failed, which may pass; a step that is corrupted here stays so."""
+async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Return whether the remote failed, which may be transient; a corrupted step stays so."""
     try:
         await state.aresult()
     except Exception as error:
@@ -32,40 +32,51 @@ async def _store_was_away(_task: Task[Any, Any], _run: TaskRun, state: State[Any
     name="replicate",
     retries=3,
     retry_delay_seconds=[10, 60, 300],
-    retry_condition_fn=_store_was_away,
+    retry_condition_fn=_is_remote_error,
     persist_result=False,
 )
-def replicate_step(root: str, step: int, url: str, keep_last: int) -> None:
-    """Send what the store lacks of the step, then its manifest; show what it cost.
+def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
+    """Upload the files of a step that the remote lacks, then the manifest.
 
-    In the remote of the settings, its policy holds.
+    If ``url`` is the remote of the settings, also prune it by their ``remote_keep``.
+
+    Args:
+        root: Full path of the job's root folder.
+        step: A committed step.
+        url: URL of the job's folder in the remote, without credentials.
+        keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
     _require_allowed(root, url)
     settings = Settings()
     done = replicate(root, url, step, keep_last=keep_last)
-    gone = [*done.removed]
+    removed = [*done.removed]
     if url.rstrip("/") == settings.remote_of(root).rstrip("/"):
-        gone += prune_remote(Path(root), url, settings.remote_keep, time.time())
-    removed = f"; removed there: steps {gone}" if gone else ""
+        removed += prune_remote(Path(root), url, settings.remote_keep, time.time())
+    pruned = f"; removed from the remote: steps {removed}" if removed else ""
     create_markdown_artifact(
         key="replicated",
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
-        f"{done.nbytes:,} bytes sent in {done.seconds:.1f} s{removed}.",
+        f"{done.nbytes:,} bytes sent in {done.seconds:.1f} s{pruned}.",
     )
 
 
 @task(
-    name="to the store",
+    name="upload-to-required-remote",
     retries=3,
     retry_delay_seconds=[10, 60, 300],
-    retry_condition_fn=_store_was_away,
+    retry_condition_fn=_is_remote_error,
     persist_result=False,
 )
-def send_step(root: str, step: int, url: str) -> None:
-    """Send the step of a save to the store in which it counts; then what else is missing there.
+def upload_to_required_remote(root: str, step: int, url: str) -> None:
+    """Upload a committed step to the required remote of its root.
 
-    The rest (steps that a store that was away did not get, retention there) is for the next save
-    to try again, should it fail.
+    Then upload earlier steps that the remote lacks because it was away, and prune it. If that
+    fails, the next save retries it.
+
+    Args:
+        root: Full path of the job's root folder.
+        step: A committed step.
+        url: URL of the job's folder in the remote, without credentials.
     """
     _require_allowed(root, url)
     send(Path(root), url, step)
@@ -73,7 +84,13 @@ def send_step(root: str, step: int, url: str) -> None:
         send_missing(Path(root), url)
         prune_remote(Path(root), url, Settings().remote_keep, time.time())
     except (TrinitySyncError, OSError) as error:
-        logger.error("step %d is in %s; what else is to be done there failed: %s", step, url, error)
+        logger.error(
+            "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "
+            "will retry: %s",
+            step,
+            url,
+            error,
+        )
 
 
 def _require_allowed(root: str, url: str) -> None:

@@ -1,4 +1,4 @@
-"""The tasks of a verification: choose files, read them in parallel, mark steps; or load."""
+"""Verify committed steps: choose files, read them in parallel, mark corrupted steps; or load."""
 
 import time
 from collections.abc import Sequence
@@ -14,11 +14,19 @@ from trinity_sync.storage import verify
 from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
 
 
-@task(name="choose", persist_result=False)
+@task(name="choose-files", persist_result=False)
 def choose_files(
     root: str | None, step: int | None, newest: int, sample_gb: float, seed: int | None
 ) -> list[ChosenFile]:
-    """Choose what to read: of one job, or a share of each that is known."""
+    """Choose the files to read, of one job or of all known jobs.
+
+    Args:
+        root: Root of the job; None for all known jobs, among which the sample is divided.
+        step: Step to read in addition to the newest ones.
+        newest: Number of newest steps to read, per job.
+        sample_gb: Approximate size in GB of an additional sample of all steps.
+        seed: Which sample to read; None for the number of the day.
+    """
     roots = select_roots(root, Settings())
     return [
         file
@@ -33,42 +41,41 @@ def choose_files(
     ]
 
 
-@task(name="read", persist_result=False)
+@task(name="read-files", persist_result=False)
 def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
-    """Read files and compare them with their manifests."""
+    """Read files and compare their digests with the manifests."""
     return verify.check_files(files, nice=Settings().nice, clock=time.perf_counter)
 
 
-@task(name="judge", persist_result=False)
-def judge_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
-    """Mark corrupted steps, unmark valid ones, move the pointers, and show the result.
+@task(name="mark-steps", persist_result=False)
+def mark_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
+    """Mark corrupted steps, unmark valid ones, update the latest pointers, and show the result.
 
     Raises:
-        CommitError: something is corrupted.
+        CommitError: A step is corrupted.
     """
-    verdicts = verify.judge_steps(checked)
-    bad = [verdict for verdict in verdicts if verdict.state == "corrupted"]
-    show(verdicts)
-    if bad:
-        named = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in bad)
+    verified = verify.judge_steps(checked)
+    create_verification_artifact(verified)
+    if corrupted := [each for each in verified if each.state == "corrupted"]:
+        reasons = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in corrupted)
         raise CommitError(
-            f"{len(bad)} of {len(verdicts)} steps are corrupted and not loaded any more: {named}. "
-            "Restore the files from a copy and verify the step again, or remove it."
+            f"{len(corrupted)} of {len(verified)} steps are corrupted and no longer loaded: "
+            f"{reasons}. Restore the files from a copy and verify the step again, or remove it."
         )
-    return verdicts
+    return verified
 
 
-@task(name="load", persist_result=False)
+@task(name="load-checkpoints", persist_result=False)
 def load_newest_checkpoints(root: str | None) -> None:
-    """Load the newest checkpoint of a job, or of each that is known, and show what it took.
+    """Load the newest checkpoint of a job, or of all known jobs, and show how long it took.
 
     Args:
-        root: as the flow's.
+        root: Root of the job; None for all known jobs.
 
     Raises:
-        CommitError: one cannot be loaded; the others were, and are shown.
+        CommitError: A checkpoint cannot be loaded; the others were loaded and are shown.
     """
-    from trinity_sync.storage.verify_load import load_newest  # imports torch, which takes seconds
+    from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
 
     rows, failures = [], []
     for each in select_roots(root, Settings()):
@@ -93,30 +100,30 @@ def load_newest_checkpoints(root: str | None) -> None:
             )
     create_table_artifact(
         key="loaded-checkpoints",
-        description="How long a restart would wait for its newest checkpoint, on this node",
+        description="Time to load the newest checkpoint on this node, as a restart does",
         table=rows,
     )
     if failures:
         raise CommitError("; ".join(failures))
 
 
-def show(verdicts: Sequence[VerifiedStep]) -> None:
-    """Put what came out into the run's page of the Prefect UI."""
-    files = sum(verdict.files for verdict in verdicts)
-    nbytes = sum(verdict.nbytes for verdict in verdicts)
+def create_verification_artifact(steps: Sequence[VerifiedStep]) -> None:
+    """Show the verified steps in the Prefect UI."""
+    files = sum(step.files for step in steps)
+    nbytes = sum(step.nbytes for step in steps)
     create_table_artifact(
         key="verified-steps",
-        description=f"{files} files read again, {nbytes:,} bytes, in {len(verdicts)} steps",
+        description=f"Read {files} files, {nbytes:,} bytes, of {len(steps)} steps",
         table=[
             {
-                "root": verdict.root,
-                "step": verdict.step,
-                "state": verdict.state,
-                "files": verdict.files,
-                "bytes": f"{verdict.nbytes:,}",
-                "GB/s": f"{verdict.nbytes / verdict.seconds / 1e9:.2f}" if verdict.seconds else "",
-                "what is wrong": verdict.wrong,
+                "root": step.root,
+                "step": step.step,
+                "state": step.state,
+                "files": step.files,
+                "bytes": f"{step.nbytes:,}",
+                "GB/s": f"{step.nbytes / step.seconds / 1e9:.2f}" if step.seconds else "",
+                "problem": step.wrong,
             }
-            for verdict in verdicts
+            for step in steps
         ],
     )

@@ -1,4 +1,4 @@
-"""The table of the version of the weights that each reader serves."""
+"""Artifact: which version of the weights each reader serves."""
 
 import re
 import time
@@ -10,8 +10,8 @@ from trinity_sync.layout import job_id
 from trinity_sync.weights.report import read_sync_report
 
 
-def show_weights(root: str | Path) -> None:
-    """Publish the readers' versions as a Prefect artifact, unless the Synchronizer was stopped."""
+def create_weights_artifact(root: str | Path) -> None:
+    """Show in the Prefect UI which version each reader serves, if the job has a Synchronizer."""
     found = read_sync_report(root, time.time())
     if found is None or found.lives is False or not found.readers:
         return
@@ -19,7 +19,7 @@ def show_weights(root: str | Path) -> None:
     newest = found.newest.step if found.newest else "none"
     create_table_artifact(
         key=f"weights-{job}",
-        description=f"Readers of `{root}` and the versions that they serve; the newest is {newest}",
+        description=f"Version of `{root}` that each reader serves; the newest is {newest}",
         table=[
             {
                 "reader": reader.name,

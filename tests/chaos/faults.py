@@ -80,7 +80,7 @@ def trainer_rank_stopped(world: World, random: Random) -> None:
 @fault
 def writer_killed(world: World, random: Random) -> None:
     in_mid_write(world)
-    writers = [each for name in ("model", "optim") for each in world.ray_processes(f"ray::{name}")]
+    writers = world.ray_processes("ray::persist-")
     if writers:
         with suppress(psutil.NoSuchProcess):
             random.choice(writers).kill()

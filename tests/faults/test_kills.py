@@ -52,7 +52,7 @@ def test_a_ray_worker_killed_in_mid_write(
     saves: CheckpointCoordinator, root: Path, stack: StackState, api: Api
 ) -> None:
     begin_slow_save(saves, root, 2)
-    (writer,) = ray_processes(stack, "ray::model")
+    (writer,) = ray_processes(stack, "ray::persist-model")
     writer.kill()
     with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all(120)

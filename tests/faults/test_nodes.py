@@ -42,7 +42,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
 
             def waits() -> bool:
                 every = psutil.Process(node.pid).children(recursive=True)
-                return any(each.name().startswith("ray::model") for each in every)
+                return any(each.name().startswith("ray::persist-model") for each in every)
 
             until(waits, "the task on the other node")
             kill(node)
@@ -51,7 +51,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
                 ranks[0].wait_all(120)
             run = api.ended(api.run_of(key_of(root, 2)).id)
             assert run.state.is_failed()
-            api.ended_tasks(run, "model")
+            api.ended_tasks(run, "persist-model")
             assert [image.failed for image in ranks[0].spool.tickets()[0]] == [True]
             assert read_manifest(root, 2) is None
             assert newest(root).step == 1

@@ -29,7 +29,7 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
 
 
 def kind_of(task: TaskRun) -> str:
-    """Return the task's name in the flow, such as "model", without the number of its run."""
+    """Return the task's name, such as "persist-model", without the suffix of its run."""
     return task.name.rpartition("-")[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.replicate import request_copy
+from flows.replicate import request_replication
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.unit.job import Job
 from tests.waiting import until
@@ -28,9 +28,9 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
     url, api = f"file://{tmp_path}/store", Api()
-    asyncio.run(request_copy(request(job.root, "state_dict"), url))  # syncs are not copied
+    asyncio.run(request_replication(request(job.root, "state_dict"), url))  # syncs are not copied
     for _ in range(2):
-        asyncio.run(request_copy(request(job.root), url))
+        asyncio.run(request_replication(request(job.root), url))
     (run,) = api.runs_of(f"{request(job.root).key}/replicate")
     ended = api.ended(run.id)
     assert ended.state
@@ -48,7 +48,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
         saves.save(4, {"model": {"w": torch.ones(9)}})
         saves.wait_all(120)
         assert Remote(url).step(4).state == "valid"
-        names = {"model", "commit", "to the store"}
+        names = {"persist-model", "commit", "upload-to-required-remote"}
         run = api.ended(api.run_of(key_of(root, 4)).id)
         assert {kind_of(task) for task in api.ended_tasks(run, *names)} == names
 
@@ -69,12 +69,12 @@ def test_a_server_that_is_away_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_copy(request(tmp_path), "file:///nowhere"))
-    assert "is committed; its copy cannot be requested" in caplog.text
+        asyncio.run(request_replication(request(tmp_path), "file:///nowhere"))
+    assert "is committed; cannot request its copy" in caplog.text
 
 
 def test_a_required_remote_gets_no_second_copy(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     write_required_remote(job.root, "file:///nowhere")
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_copy(request(job.root), "file:///nowhere"))
+        asyncio.run(request_replication(request(job.root), "file:///nowhere"))
     assert caplog.text == ""

@@ -34,7 +34,11 @@ def test_durations_and_failures_come_from_the_server(
 
     facts = until(told, "two runs and their tasks")
     bad, good = facts.runs
-    assert (good.tags["step"], good.failed, {"model", "attachments"} <= {*good.tasks}) == (
+    assert (
+        good.tags["step"],
+        good.failed,
+        {"persist-model", "persist-attachments"} <= {*good.tasks},
+    ) == (
         "4",
         False,
         True,

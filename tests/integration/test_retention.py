@@ -51,7 +51,7 @@ def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
     ended = api.ended(api.run_of(key_of(root, 2)).id)
     assert ended.state is not None
     assert ended.state.is_completed()
-    tasks = api.ended_tasks(ended, "model", "commit", "prune")
+    tasks = api.ended_tasks(ended, "persist-model", "commit", "prune")
     assert [task.state.name for task in tasks if kind_of(task) == "prune"] == ["Failed"]
     assert steps_on_disk(root) == [1, 2]
 

@@ -14,7 +14,7 @@ import pytest
 
 import tasks.commit
 import tasks.prune
-from tasks.commit import commit_step, note_failure
+from tasks.commit import commit_step, mark_images_failed
 from tasks.persist import persist_component
 from tasks.prune import prune_after_commit
 from trinity_sync.client.save_request import SaveRequest
@@ -34,32 +34,32 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     """Leave out the SQL index and the pages of the Prefect UI, which no save or load reads."""
     for module in (tasks.commit, tasks.prune):
         patch.setattr(module, "try_mirror", lambda *_, **__: None)
-    for name in ("show", "show_weights"):
+    for name in ("create_commit_artifact", "create_weights_artifact"):
         patch.setattr(tasks.commit, name, lambda *_: None)
 
 
 def save_step(request: SaveRequest) -> Iterator[str]:
     """What `flows.save.save_step` does; each task that has ended is told of."""
-    shares: list[NodeShards] = []
-    parts: list[Persisted] = []
+    nodes: list[NodeShards] = []
+    persisted: list[Persisted] = []
     failures: list[Exception] = []
     try:
-        shares = await_node_shards(request.save, gather_s=GATHER_S)
+        nodes = await_node_shards(request.save, gather_s=GATHER_S)
         yield "began"
-        for share in shares:
+        for shards in nodes:
             for component in request.components:
                 try:  # the tasks are parallel: each of them ends, whatever becomes of the others
-                    parts.append(persist_component(request, component, share))
+                    persisted.append(persist_component(request, component, shards))
                 except Exception as error:
                     failures.append(error)
                 yield f"{component} is written"
         if failures:
             raise failures[0]
-        commit_step.fn(request, parts, shares[0])
+        commit_step.fn(request, persisted, nodes[0])
         yield "committed"
     except Exception as error:
-        for share in shares:
-            note_failure.fn(request, parts, share, str(error))
+        for shards in nodes:
+            mark_images_failed.fn(request, persisted, shards, str(error))
         raise
     if request.keep:
         prune_after_commit.fn(request)

@@ -43,9 +43,11 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
     job.stage(4, {"model": {"w": torch.zeros(1000)}})
     written = job.persist(4)
-    metrics.committed(request(job, 4), [Persisted(written)], persist_s=2.0, commit_s=0.25)
-    metrics.committed(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
-    metrics.failed(request(job, 5))
+    metrics.count_committed_save(
+        request(job, 4), [Persisted(written)], persist_s=2.0, commit_s=0.25
+    )
+    metrics.count_committed_save(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
+    metrics.count_failed_save(request(job, 5))
     found = scraped(metrics.serve(settings))
     assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
     assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
@@ -81,9 +83,9 @@ def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
 
 def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
-    metrics.committed(request(job, 40, 2, "old"), [], persist_s=1.0, commit_s=0.25)
+    metrics.count_committed_save(request(job, 40, 2, "old"), [], persist_s=1.0, commit_s=0.25)
     for step in (3, 2):  # the second is late
-        metrics.committed(request(job, step, 1, "new"), [], persist_s=1.0, commit_s=0.25)
+        metrics.count_committed_save(request(job, step, 1, "new"), [], persist_s=1.0, commit_s=0.25)
     assert newest_step(metrics.serve(settings)) == 3
 
 
@@ -95,7 +97,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
     os.mkfifo(manifest)  # whoever opens it waits until somebody writes
     metrics = WorkerMetrics()
     port = metrics.serve(settings)
-    metrics.committed(request(job, 8), [], persist_s=1.0, commit_s=0.25)
+    metrics.count_committed_save(request(job, 8), [], persist_s=1.0, commit_s=0.25)
     assert newest_step(port) == 8
     with manifest.open("w"):
         manifest.unlink()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tasks.replicate import replicate_step, send_step
+from tasks.replicate import replicate_to_remote, upload_to_required_remote
 from tests.conftest import environment
 from tests.unit.job import Job
 from tests.unit.steps import commit_files
@@ -328,9 +328,9 @@ def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
     url = spelled.format(tmp_path / "theirs")
     with environment({"TRINITY_SYNC_ALLOWED": json.dumps([str(job.root)])}):
-        for task in (replicate_step.fn, send_step.fn):
+        for task in (replicate_to_remote.fn, upload_to_required_remote.fn):
             with pytest.raises(ConfigError):
-                task(str(job.root), 1, url, *([0] if task is replicate_step.fn else []))
+                task(str(job.root), 1, url, *([0] if task is replicate_to_remote.fn else []))
     assert (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes() == before
 
 

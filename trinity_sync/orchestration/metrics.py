@@ -63,19 +63,26 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def committed(
+    def count_committed_save(
         self,
         request: SaveRequest,
-        parts: Iterable[Persisted],
+        persisted: Iterable[Persisted],
         persist_s: float,
         commit_s: float,
     ) -> None:
-        """Count a save that was committed, and what it cost."""
+        """Count a committed save, its bytes and its durations.
+
+        Args:
+            request: The save.
+            persisted: The results of its persist tasks.
+            persist_s: Seconds until all files were durable.
+            commit_s: Seconds of the commit task.
+        """
         labels = (request.job, request.kind)
         self._saves.labels(*labels, "committed").inc()
         self._phases.labels(*labels, "persist").observe(persist_s)
         self._phases.labels(*labels, "commit").observe(commit_s)
-        written = [file for part in parts for file in part.written]
+        written = [file for result in persisted for file in result.written]
         self._bytes.labels(*labels).inc(
             sum(file.record.nbytes for file in written if file.temporary)
         )
@@ -83,8 +90,8 @@ class WorkerMetrics:
         for kind in SERVES_AS[request.kind] if weights else (request.kind,):
             self._stand(request.job, kind, request.run_key, request.step, time.time())
 
-    def failed(self, request: SaveRequest) -> None:
-        """Count a save that failed."""
+    def count_failed_save(self, request: SaveRequest) -> None:
+        """Count a failed save."""
         self._saves.labels(request.job, request.kind, "failed").inc()
 
     def serve(self, settings: Settings) -> int:
