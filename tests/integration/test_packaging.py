@@ -87,7 +87,7 @@ def test_the_wheel_holds_every_room_and_the_deployments(wheel: Path) -> None:
         for room, below in (("flows", PIPELINE), ("tasks", PIPELINE), ("trinity_sync", ""))
         for path in (CHECKOUT / room).rglob("*.py")
     }
-    assert {*rooms, "trinity_sync/py.typed"} <= names
+    assert {*rooms, "trinity_sync/py.typed", "trinity_sync/cli/report.html.j2"} <= names
     deployments = content.read(f"{PIPELINE}flows/prefect.yaml")
     assert deployments == (CHECKOUT / "prefect.yaml").read_bytes()
 

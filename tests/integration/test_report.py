@@ -7,7 +7,7 @@ import torch
 
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.orchestration.report import JobFacts, gather
+from trinity_sync.orchestration.report import JobReport, collect_report
 from trinity_sync.stack.services import StackState
 
 
@@ -27,8 +27,8 @@ def test_durations_and_failures_come_from_the_server(
             saves.wait_all(90)
         assert saves.attachment(4, "position") == b"17"
 
-    def told() -> JobFacts | None:
-        facts = gather(stack_settings, root)
+    def told() -> JobReport | None:
+        facts = collect_report(stack_settings, root)
         both = len(facts.runs) == 2 and all(run.tasks.get("commit") for run in facts.runs)
         return facts if both else None
 

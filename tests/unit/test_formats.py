@@ -42,7 +42,7 @@ from trinity_sync.orchestration.recovery.reconcile import (
     reconcile,
     repair_known_roots,
 )
-from trinity_sync.orchestration.report import gather
+from trinity_sync.orchestration.report import collect_report
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import fetch_newest, prune_remote, send, send_missing
@@ -686,7 +686,7 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
     with open_catalog(f"sqlite:///{tmp_path}/catalog.db") as engine:
         assert rebuild(engine, job.root) == 2
     with environment({}):
-        facts = gather(Settings(home=tmp_path), job.root)
+        facts = collect_report(Settings(home=tmp_path), job.root)
     assert [each.state for each in facts.steps][::2] == ["valid", "valid"]
     assert "upgrade trinity-sync" in facts.steps[1].state
     assert facts.readers == {}

@@ -12,9 +12,9 @@ import torch
 
 from tests.conftest import environment
 from tests.unit.job import Job
-from trinity_sync.cli.page import render
-from trinity_sync.orchestration.prefect_queries import RunFacts
-from trinity_sync.orchestration.report import JobFacts, gather
+from trinity_sync.cli.report_html import render_report
+from trinity_sync.orchestration.prefect_queries import FlowRunSummary
+from trinity_sync.orchestration.report import JobReport, collect_report
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin
@@ -24,7 +24,7 @@ from trinity_sync.weights.state_files import write_state
 
 
 @pytest.fixture
-def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
+def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
     """A job with a step of each sort, seen while one of them is read."""
     for step in (10, 20, 30, 40):
         job.stage(step, {"model": {"w": torch.zeros(9)}})
@@ -40,35 +40,36 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobFacts]:
     (job.root / ".trinity_sync/weights").mkdir()
     write_state(job.root, {"registry": registry.to_json()})
     with environment({}), acquire_lease(job.root, 30, "reader 7"):
-        yield gather(Settings(home=tmp_path), job.root)
+        yield collect_report(Settings(home=tmp_path), job.root)
 
 
-def with_runs(facts: JobFacts) -> JobFacts:
+def with_runs(facts: JobReport) -> JobReport:
     """As if a Prefect server had answered; the integration tests ask a real one."""
     run = {"began": 1.7e9, "tags": {"step": "30", "run": "1", "kind": "checkpoint"}, "url": ""}
-    good = RunFacts(
+    good = FlowRunSummary(
         "save actor step 30", "Completed", 1.7e9, 1.5, {"commit": 0.25}, run["tags"], False, "", ""
     )
-    bad = RunFacts(
+    bad = FlowRunSummary(
         "save actor step 33", "Failed", 1.7e9, 2.0, {}, {}, True, "no rank 1", "http://p/runs/1"
     )
     kept = {"step": 10, "run": 1, "kinds": "checkpoint", "state": "kept", "why": "pinned"}
-    found = {**vars(facts), "runs": [bad, good], "retention": [kept], "no_server": ""}
-    return JobFacts(**found)
+    found = {**vars(facts), "runs": [bad, good], "retention": [kept], "server_error": ""}
+    return JobReport(**found)
 
 
 def text_of(page: str) -> str:
     """What a reader sees, row by row."""
     without = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
-    return html.unescape(re.sub(r"<[^>]+>", "|", without.replace("</tr>", "\n")))
+    dense = re.sub(r">\s+<", "><", without)  # as a browser ignores it
+    return html.unescape(re.sub(r"<[^>]+>", "|", dense.replace("</tr>", "\n")))
 
 
 def row_of(page: str, first: str) -> str:
     return next(line for line in text_of(page).splitlines() if line.strip("|").startswith(first))
 
 
-def test_every_step_is_there_with_its_state(facts: JobFacts) -> None:
-    page = render(facts)
+def test_every_step_is_there_with_its_state(facts: JobReport) -> None:
+    page = render_report(facts)
     for step, words in {
         "10|": ("1", "checkpoint", "valid"),
         "20|": ("corrupted",),
@@ -81,20 +82,20 @@ def test_every_step_is_there_with_its_state(facts: JobFacts) -> None:
     assert sorted(map(int, re.findall(r"data-step='(\d+)'", page))) == [10, 20, 30, 35]
 
 
-def test_who_needs_a_step_is_named_and_nothing_is_taken_for_markup(facts: JobFacts) -> None:
-    seen = text_of(render(facts))
+def test_who_needs_a_step_is_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
+    seen = text_of(render_report(facts))
     assert "the <b>paper</b>'s" in seen
-    assert "<b>paper" not in render(facts)
+    assert "<b>paper" not in render_report(facts)
     assert "reader 7" in seen
     assert "explorer-1" in seen
 
 
-def test_without_a_server_it_says_what_it_does_not_know(facts: JobFacts) -> None:
-    assert "no Prefect server is known" in text_of(render(facts))
+def test_without_a_server_it_says_what_it_does_not_know(facts: JobReport) -> None:
+    assert "no Prefect server is known" in text_of(render_report(facts))
 
 
-def test_durations_failures_and_retention_are_shown_where_they_are_known(facts: JobFacts) -> None:
-    page = render(with_runs(facts))
+def test_durations_failures_and_retention_are_shown_where_they_are_known(facts: JobReport) -> None:
+    page = render_report(with_runs(facts))
     assert "1.50 s (commit 0.25)" in row_of(page, "30|")
     assert "no rank 1" in row_of(page, "save actor step 33|")
     assert "href='http://p/runs/1'" in page
@@ -103,16 +104,16 @@ def test_durations_failures_and_retention_are_shown_where_they_are_known(facts: 
 
 def test_an_empty_job_is_a_page_too(tmp_path: Path) -> None:
     with environment({}):
-        page = render(gather(Settings(home=tmp_path), tmp_path))
+        page = render_report(collect_report(Settings(home=tmp_path), tmp_path))
     assert "nothing is committed" in page
 
 
-def test_a_browser_shows_it_and_loads_nothing_else(facts: JobFacts, tmp_path: Path) -> None:
+def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no Chromium here: apt-get install chromium")
     page = tmp_path / "report.html"
-    page.write_text(render(with_runs(facts)))
+    page.write_text(render_report(with_runs(facts)))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{page}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from trinity_sync.cli.app import Root, app, read_settings, require_existing
-from trinity_sync.cli.page import render
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 
@@ -24,11 +23,12 @@ def report(
     ),
 ) -> None:
     """Write one HTML page about a job that needs no network: steps, times, failures, readers."""
-    from trinity_sync.orchestration.report import gather
+    from trinity_sync.cli.report_html import render_report
+    from trinity_sync.orchestration.report import collect_report
 
     if output.is_dir():
         raise ConfigError(f"{output} is a folder; pass the name of a file as --output")
-    page = render(gather(read_settings(), require_existing(root)))
+    page = render_report(collect_report(read_settings(), require_existing(root)))
     try:
         replace_file(output, page, sync=False)
     except OSError as error:

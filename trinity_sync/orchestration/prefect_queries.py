@@ -244,24 +244,29 @@ def filter_pool(pool: str) -> WorkPoolFilter:
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """A flow run of a job that has ended, or is under way."""
+class FlowRunSummary:
+    """A flow run of a job."""
 
     name: str
     state: str
-    began: float
-    """Seconds since the epoch; 0 where it has not begun."""
+    started_at: float
+    """Seconds since the epoch; 0 if it has not started."""
     seconds: float
     tasks: dict[str, float]
-    """Seconds of each task, the longest of its name."""
+    """Seconds of the longest task run of each name."""
     tags: dict[str, str]
     """``step``, ``run``, ``kind``."""
     failed: bool
     message: str
     url: str
 
+    @property
+    def is_save(self) -> bool:
+        """Whether it is a run of ``save-step``."""
+        return "kind" in self.tags
 
-def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[RunFacts]:
+
+def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSummary]:
     """Read the newest flow runs of the job at ``root``, at most `PAGE`, newest first."""
     tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
     runs = client.read_flow_runs(
@@ -271,7 +276,7 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[RunFacts]
     )
     tasks = _read_tasks(client, runs)
     base = str(client.api_url).removesuffix("/").removesuffix("/api")
-    return [_make_facts(run, tasks.get(str(run.id), []), base) for run in runs]
+    return [_summarize_run(run, tasks.get(str(run.id), []), base) for run in runs]
 
 
 def read_retention(client: SyncPrefectClient, root: str | Path) -> list[dict[str, Any]]:
@@ -301,17 +306,17 @@ def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, lis
     return found
 
 
-def _make_facts(run: FlowRun, tasks: list[TaskRun], base: str) -> RunFacts:
+def _summarize_run(run: FlowRun, tasks: list[TaskRun], base: str) -> FlowRunSummary:
     seconds: dict[str, float] = {}
     for task in tasks:
         name = task.name.rpartition("-")[0] or task.name
         took = task.total_run_time.total_seconds()
         seconds[name] = max(took, seconds.get(name, 0.0))
     state = run.state
-    return RunFacts(
+    return FlowRunSummary(
         name=run.name,
         state=state.name or "" if state else "",
-        began=run.start_time.timestamp() if run.start_time else 0.0,
+        started_at=run.start_time.timestamp() if run.start_time else 0.0,
         seconds=run.total_run_time.total_seconds(),
         tasks=dict(sorted(seconds.items())),
         tags=dict(tag.partition(":")[::2] for tag in run.tags),

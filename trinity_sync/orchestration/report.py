@@ -1,4 +1,4 @@
-"""All that is known of a job, for a page to show: its files, and what Prefect remembers of it."""
+"""Collect what the files of a job and the Prefect server know about it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from trinity_sync.errors import FormatError, StackError
 from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
-    RunFacts,
+    FlowRunSummary,
     find_api_url,
     open_client,
     read_job_runs,
@@ -27,17 +27,23 @@ from trinity_sync.weights.state_files import read_state
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """One step on disk."""
+class StepSummary:
+    """A step on disk."""
 
     step: int
     state: str
     manifest: Manifest | None
     pointers: tuple[str, ...]
+    """Kinds whose latest pointer names the step."""
 
     @property
-    def by_component(self) -> dict[str, int]:
-        """Bytes of each component; of what functions wrote under ``other``."""
+    def is_loadable(self) -> bool:
+        """Whether the step is committed and not corrupted."""
+        return self.state in ("valid", "superseded")
+
+    @property
+    def bytes_by_component(self) -> dict[str, int]:
+        """Bytes of each component, and under ``other`` of the files of save functions."""
         found: dict[str, int] = {}
         for record in self.manifest.files if self.manifest else ():
             name = record.component or "other"
@@ -46,48 +52,75 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
-class JobFacts:
-    """What `gather` found."""
+class JobReport:
+    """The steps, flow runs and readers of a job."""
 
     root: str
     job: str
-    made_at: float
-    steps: list[StepFacts]
+    created_at: float
+    """Seconds since the epoch."""
+    steps: list[StepSummary]
     quarantined: list[str]
     """Steps in quarantine, as ``time/global_step_N``."""
     leases: list[Lease]
     pins: list[Pin]
     readers: dict[str, dict[str, Any]]
-    """Who serves which version of the weights, by name."""
-    runs: list[RunFacts] = field(default_factory=list)
+    """The version of the weights that each reader serves, by the reader's name."""
+    runs: list[FlowRunSummary] = field(default_factory=list)
     retention: list[dict[str, Any]] = field(default_factory=list)
-    no_server: str = ""
-    """Why nothing of Prefect is known."""
+    server_error: str = ""
+    """Why the Prefect server could not be asked; empty if it answered."""
+
+    @property
+    def failed_runs(self) -> list[FlowRunSummary]:
+        """The flow runs that failed, newest first."""
+        return [run for run in self.runs if run.failed]
+
+    def list_saves(self, step: StepSummary) -> list[FlowRunSummary]:
+        """Return the flow runs that committed a step."""
+        if not step.manifest:
+            return []
+        of_step = {"step": str(step.step), "run": str(step.manifest.run)}
+        return [
+            run
+            for run in self.runs
+            if run.is_save and not run.failed and of_step.items() <= run.tags.items()
+        ]
 
 
-def gather(settings: Settings, root: Path, *, clock: Callable[[], float] = time.time) -> JobFacts:
-    """Read the job's files, and ask the Prefect server if one answers."""
+def collect_report(
+    settings: Settings, root: Path, *, clock: Callable[[], float] = time.time
+) -> JobReport:
+    """Read the files of a job, and query the Prefect server if it answers.
+
+    Args:
+        settings: Where the Prefect server is.
+        root: Root of the job.
+        clock: The current time in seconds since the epoch.
+    """
     root = root.resolve()
-    runs, retention, problem = _asked(settings, root)
-    pointers = {kind: read_iteration(root, kind) for kind in KINDS}
+    runs, retention, server_error = _query_server(settings, root)
+    iterations = {kind: read_iteration(root, kind) for kind in KINDS}
     known = known_runs(root)
     quarantined = sorted(quarantine_folder(root).glob("*/global_step_*"))
-    return JobFacts(
+    return JobReport(
         root=str(root),
         job=job_id(root),
-        made_at=clock(),
-        steps=[_step(root, step, pointers, known) for step in steps_on_disk(root)],
+        created_at=clock(),
+        steps=[_summarize_step(root, step, iterations, known) for step in steps_on_disk(root)],
         quarantined=["/".join(path.parts[-2:]) for path in quarantined],
         leases=list_leases(root),
         pins=list_pins(root),
-        readers=_readers(root),
+        readers=_read_readers(root),
         runs=runs,
         retention=retention,
-        no_server=problem,
+        server_error=server_error,
     )
 
 
-def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[str, Any]], str]:
+def _query_server(
+    settings: Settings, root: Path
+) -> tuple[list[FlowRunSummary], list[dict[str, Any]], str]:
     url = find_api_url(settings)
     if not url:
         return [], [], "no Prefect server is known"
@@ -98,17 +131,17 @@ def _asked(settings: Settings, root: Path) -> tuple[list[RunFacts], list[dict[st
         return [], [], str(error)
 
 
-def _step(
+def _summarize_step(
     root: Path, step: int, iterations: Mapping[Kind, int | None], known: Sequence[Run]
-) -> StepFacts:
+) -> StepSummary:
     pointers = tuple(kind for kind, target in iterations.items() if target == step)
     found = step_state(root, step, known)
     state = found.reason if found.state == "another format" else found.state
-    return StepFacts(step, state, found.manifest, pointers)
+    return StepSummary(step, state, found.manifest, pointers)
 
 
-def _readers(root: Path) -> dict[str, dict[str, Any]]:
-    """Of the Synchronizer's state file; empty where there is none, or another format."""
+def _read_readers(root: Path) -> dict[str, dict[str, Any]]:
+    """Read the readers from the Synchronizer's state file; empty if there is no readable one."""
     try:
         readers = (read_state(root) or {})["registry"]["readers"]
         return {str(name): dict(serving) for name, serving in readers.items()}
