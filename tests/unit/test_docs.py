@@ -1,5 +1,6 @@
 """What the documents cite is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -24,3 +25,20 @@ def test_every_file_of_tests_that_is_cited_exists() -> None:
         for path in re.findall(r"tests/[\w/]+\.py", document.read_text())
     }
     assert [path for path in sorted(cited) if not (REPOSITORY / path).exists()] == []
+
+
+def test_the_path_of_a_save_names_functions_that_exist() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| \d+ \|[^|]+\|([^|]+)\|([^|]+)\|$", text, re.MULTILINE)
+    assert len(rows) == 10
+    for functions, files in rows:
+        defined = set()
+        for name in re.findall(r"`([\w/.]+)`", files):
+            (path,) = (
+                p for p in (REPOSITORY / name, REPOSITORY / "trinity_sync" / name) if p.is_file()
+            )
+            defined |= {
+                node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")
+            }
+        cited = {part for name in re.findall(r"`([\w.]+)`", functions) for part in name.split(".")}
+        assert cited <= defined
