@@ -12,7 +12,7 @@ from tasks.replicate import replicate_to_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
 from trinity_sync.remote.remote_root import refuse_credentials
-from trinity_sync.storage.required_remote import required_remote_of
+from trinity_sync.storage.required_remote import read_required_remote
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ async def request_replication(request: SaveRequest, url: str) -> None:
     if not url or request.kind != "checkpoint":
         return
     try:
-        if await asyncio.to_thread(required_remote_of, request.root):
+        if await asyncio.to_thread(read_required_remote, request.root):
             return
         refuse_credentials(url)  # the Prefect UI shows parameters
         async with get_client() as client:

@@ -35,7 +35,7 @@ from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
 from trinity_sync.settings import Settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
-from trinity_sync.storage.required_remote import required_remote_of
+from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.save import Persisted
 
 
@@ -190,7 +190,7 @@ async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
     """
     if request.kind != "checkpoint":
         return
-    if url := await asyncio.to_thread(required_remote_of, request.root):
+    if url := await asyncio.to_thread(read_required_remote, request.root):
         with remote_options(**pin_to_node(node.shards.node)):
             upload = upload_to_required_remote.submit(request.root, request.step, url)
             await gather_results([upload])

@@ -17,6 +17,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
+from trinity_sync.storage.callable_saves import await_callable_saves
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import (
     ExportRequest,
@@ -24,9 +25,8 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.manifest import Manifest, read_own_manifest
+from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.receipts import await_receipts
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: No
     save, settings = make_save(request), Settings()
     spool = get_job_spool(shards.spool, save.root)
     written = [file for result in persisted for file in result.written]
-    receipts = [receipt for result in persisted for receipt in result.receipts]
-    receipts += await_receipts(
+    statuses = [status for result in persisted for status in result.statuses]
+    statuses += await_callable_saves(
         spool,
         save,
-        at_least=count_expected_receipts(request, written) - len(receipts),
+        at_least=count_expected_callables(request, written) - len(statuses),
         gather_s=settings.gather_s,
     )
     write_export_requests(save, written)
     recycle = can_reuse_blocks(save.root, settings.recycle)
-    manifest = commit(save, written, receipts, recycle=recycle)
+    manifest = commit(save, written, statuses, recycle=recycle)
     free_committed_slots(spool, save, written)
     try:
         register_job(settings, request.root)
@@ -80,7 +80,7 @@ def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: No
     return bool(list_export_requests(request.root, step=request.step))
 
 
-def count_expected_receipts(request: SaveRequest, written: Sequence[Written]) -> int:
+def count_expected_callables(request: SaveRequest, written: Sequence[Written]) -> int:
     """Return how many save functions must have started, at least.
 
     Args:
@@ -88,8 +88,8 @@ def count_expected_receipts(request: SaveRequest, written: Sequence[Written]) ->
         written: The files that the tasks of all nodes have written.
     """
     shards = sum(file.record.component not in FOLDERS for file in written)
-    committed = read_own_manifest(request.root, request.run, request.step)
-    earlier = len(committed.receipts) if committed else 0  # a retry after the commit
+    committed = read_run_manifest(request.root, request.run, request.step)
+    earlier = len(committed.callables) if committed else 0  # a retry after the commit
     return max(0, request.expected - shards - earlier)
 
 

@@ -11,9 +11,9 @@ from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.receipts import await_receipts, sync_function_files
 from trinity_sync.storage.save import Persisted
 
 
@@ -51,9 +51,9 @@ def persist_component(
     )
     written = persist(shards, save, component, options) if component else []
     spool = get_job_spool(shards.spool, save.root)
-    receipts = await_receipts(spool, save) if with_functions else []
-    sync_function_files(save, receipts)
-    return Persisted(written, receipts)
+    statuses = await_callable_saves(spool, save) if with_functions else []
+    sync_callable_files(save, statuses)
+    return Persisted(written, statuses)
 
 
 async def is_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:

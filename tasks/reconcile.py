@@ -39,10 +39,10 @@ def create_findings_artifact(found: Sequence[Finding]) -> None:
     """Show the findings in the Prefect UI, if there are any."""
     if not found:
         return
-    mended = sum(finding.state == "mended" for finding in found)
+    repaired = sum(finding.state == "repaired" for finding in found)
     create_table_artifact(
         key="reconciled",
-        description=f"{mended} mended, {len(found) - mended} left",
+        description=f"{repaired} repaired, {len(found) - repaired} left",
         table=[
             {
                 "state": finding.state,

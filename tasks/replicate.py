@@ -12,7 +12,7 @@ from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
-from trinity_sync.remote.required import prune_remote, send, send_missing
+from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
 
@@ -79,9 +79,9 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
         url: URL of the job's folder in the remote, without credentials.
     """
     _require_allowed(root, url)
-    send(Path(root), url, step)
+    replicate_required(Path(root), url, step)
     try:
-        send_missing(Path(root), url)
+        replicate_missing(Path(root), url)
         prune_remote(Path(root), url, Settings().remote_keep, time.time())
     except (TrinitySyncError, OSError) as error:
         logger.error(

@@ -15,7 +15,7 @@ from grpo_copy.recording import Recording
 from grpo_copy.run import History, Schedule, repeat, start_explorer, train
 from grpo_copy.trainer import EXPLORER, Sync, TrainerGroup
 from trinity_sync import Synchronizer
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import is_committed
 
 STEPS = 140
@@ -63,7 +63,7 @@ def run_job(
     say(f"step {KILL_AT} [green]committed[/] {seconds:.1f} s after its trainer died")
 
     ranks = TrainerGroup(untrained, root, output)
-    committed = newest(root)
+    committed = find_newest(root)
     assert committed is not None
     state = ranks.load(committed.step)
     explorer = start_explorer(untrained, root, sync, state)

@@ -11,7 +11,7 @@ import ray
 
 from tests.chaos.training import Expected, Notes, digest
 from trinity_sync.errors import CommitError, TrinitySyncError
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.restore import load_states
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -29,7 +29,7 @@ def main() -> None:
     expected, had = Expected(), (0, 0)
     while True:
         time.sleep(PAUSE_S)
-        found = newest(root, "state_dict")
+        found = find_newest(root, "state_dict")
         if found is None or (found.run, found.step) == had:
             continue
         try:

@@ -18,7 +18,7 @@ import psutil
 
 from tests.chaos.world import Hang, World
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.runs import find_newest_run
 
 Fault = Callable[[World, Random], None]
 FAULTS: dict[str, Fault] = {}
@@ -234,7 +234,7 @@ def database_killed(world: World, random: Random) -> None:
 def duplicate_trigger(world: World, random: Random) -> None:
     moment(world, random, "handed over")
     step = [n["step"] for n in world.notes() if n["what"] == "handed over"][-1]
-    run = newest_run(world.root)
+    run = find_newest_run(world.root)
     assert run is not None
     request = SaveRequest(
         root=str(world.root),

@@ -20,7 +20,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.corruption import read_corruption
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import find_superseding_run, list_runs
 from trinity_sync.storage.verify import check_files, choose_files
@@ -65,7 +65,7 @@ def _newest_is_no_older(world: World, ledger: Ledger) -> Iterator[str]:
         if note["what"] == "committed"
         for step in note["steps"]
     ]
-    found = newest(world.root)
+    found = find_newest(world.root)
     have = (found.run, found.step) if found else (0, 0)
     runs = {step: run for run, step in sorted(ledger.committed | world.commits().keys())}
     known = [(runs[step], step) for step in told if step in runs]

@@ -28,7 +28,7 @@ from tests.postgres import Postgres
 from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import committed_steps
+from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
@@ -219,7 +219,7 @@ class World:
 
     def commits(self) -> dict[tuple[int, int], Manifest]:
         """By run and step, what is committed now."""
-        return {(each.run, each.step): each for each in committed_steps(self.root)}
+        return {(each.run, each.step): each for each in iter_committed_steps(self.root)}
 
     def ray_processes(self, title: str) -> list[psutil.Process]:
         assert self.stack.ray is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.weights.state_files import read_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,12 +31,12 @@ def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
     assert "prompts of all steps: equal to the last bit" in told.stdout
     assert "optimizer: equal to the last bit" in told.stdout
     (root,) = tmp_path.glob("job-*")
-    steps = [manifest.step for manifest in committed_steps(root)]
+    steps = [manifest.step for manifest in iter_committed_steps(root)]
     every = 5 if sync == "checkpoint" else 20
     assert steps == list(range(every, 141, every))
     killed_at = require_committed(root, 80)
     assert killed_at.kinds == ("checkpoint", "state_dict")
-    assert killed_at.file("attachments/explorer.rng") is not None
+    assert killed_at.find_file("attachments/explorer.rng") is not None
     book = read_state(root)
     assert book is None or book["registry"]["versions"][-1]["step"] == 140
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -11,8 +11,8 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 SIZE = 15_000_000
@@ -28,15 +28,15 @@ def begin_slow_save(saves: CheckpointCoordinator, root: Path, step: int) -> None
 
 
 def assert_only_step_1_counts(root: Path) -> None:
-    assert newest(root).step == 1
-    assert read_iteration(root, "checkpoint") == 1
+    assert find_newest(root).step == 1
+    assert read_latest_pointer(root, "checkpoint") == 1
     assert torch.load(root / "global_step_1" / FILE)["w"].tolist() == [1.0] * 10
 
 
 def assert_committed(root: Path, step: int) -> None:
     until(lambda: read_manifest(root, step), f"the commit of step {step}", 150)
     require_committed(root, step)
-    until(lambda: read_iteration(root, "checkpoint") == step, "the iteration file")
+    until(lambda: read_latest_pointer(root, "checkpoint") == step, "the iteration file")
     weights = torch.load(root / f"global_step_{step}" / FILE)["w"]
     assert torch.equal(weights, torch.full((SIZE,), float(step)))
 

@@ -26,8 +26,8 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 
 def test_the_trainer_killed_the_instant_after_the_hand_over(
@@ -69,7 +69,7 @@ def test_a_ray_worker_killed_in_mid_write(
     assert_committed(root, 2)
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(120)
-    assert newest(root).step == 3
+    assert find_newest(root).step == 3
 
 
 def test_the_flows_process_killed_in_mid_write(
@@ -84,7 +84,7 @@ def test_the_flows_process_killed_in_mid_write(
     saves.wait_all(60)
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(120)
-    assert newest(root).step == 3
+    assert find_newest(root).step == 3
 
 
 def test_the_prefect_server_killed_in_mid_write(
@@ -95,7 +95,7 @@ def test_the_prefect_server_killed_in_mid_write(
     started = torch.full((SIZE,), 3.0)
     staged = saves.save(3, {"model": {"w": started}})  # training does not notice
     assert staged.nbytes > SIZE
-    assert read_iteration(root, "checkpoint") in (1, 2)
+    assert read_latest_pointer(root, "checkpoint") in (1, 2)
     embedded.up(stack_settings)
     assert_committed(root, 3)
     require_committed(root, 1)
@@ -115,7 +115,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
     assert [image.failed for image in saves.spool.tickets()[0]] == [True]  # it gives way at once
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(120)
-    assert newest(root).step == 3
+    assert find_newest(root).step == 3
 
 
 def test_a_step_without_one_of_its_ranks_fails_and_names_it(
@@ -125,5 +125,5 @@ def test_a_step_without_one_of_its_ranks_fails_and_names_it(
     lonely.save(2, {"model": {"w": torch.ones(3)}})
     with pytest.raises(SaveFailedError, match=r"step 2 .*model of role actor rank 1"):
         lonely.wait_all(120)
-    assert newest(root) is None
+    assert find_newest(root) is None
     lonely.close()

@@ -17,8 +17,8 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,8 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
             api.ended_tasks(run, "persist-model")
             assert [image.failed for image in ranks[0].spool.tickets()[0]] == [True]
             assert read_manifest(root, 2) is None
-            assert newest(root).step == 1
-            assert read_iteration(root, "checkpoint") == 1
+            assert find_newest(root).step == 1
+            assert read_latest_pointer(root, "checkpoint") == 1
 
             for saves in ranks:  # whether Ray knows by now or not
                 saves.save(3, {"model": STATE})
@@ -66,7 +66,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
                 living.save(step, {"model": STATE})
                 living.wait_all(120)
     require_committed(root, 1)
-    assert newest(root).step == 6
+    assert find_newest(root).step == 6
 
 
 def test_trainers_killed_on_both_nodes_the_instant_after_the_hand_over(

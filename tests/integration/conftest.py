@@ -12,7 +12,7 @@ from tests.unit.job import Job
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
-from trinity_sync.storage.manifest import FileRecord, Manifest, ReceiptRecord, write_manifest
+from trinity_sync.storage.manifest import CallableRecord, FileRecord, Manifest, write_manifest
 
 CommitStep = Callable[..., Path]
 
@@ -38,7 +38,7 @@ def commit_step(root: Path) -> CommitStep:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(b"x" * 1000)
             records.append(FileRecord(name, 1000, f"xxh3-128:{step:032x}", role, component))
-        receipt = ReceiptRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
+        receipt = CallableRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
         manifest = Manifest("job", run, step, (kind,), tuple(records), (receipt,), 1.7e9 + step)
         write_manifest(root, manifest)
         advance_latest_pointer(root, kind, run, step)

@@ -18,12 +18,12 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 from tests.waiting import until
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.runs import find_newest_run
 
 
 def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     """By which Prefect knows the flow run of a save of the newest run."""
-    run = newest_run(root)
+    run = find_newest_run(root)
     request = SaveRequest(root=str(root), step=step, run=run.number, run_key=run.key, kind=kind)
     return request.key
 

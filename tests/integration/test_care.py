@@ -19,8 +19,8 @@ from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 
 @pytest.fixture
@@ -101,13 +101,13 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     assert verified.state.is_failed()
     assert "1 of 2 steps are corrupted" in verified.state.message
     assert "corrupted" in table(api, verified)
-    assert newest(root).step == read_iteration(root, "checkpoint") == 1
+    assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 1
 
     (root / "latest_checkpointed_iteration.txt").write_text("2")
     reconciled = run(api, "reconcile/reconcile", root=str(root))
     assert reconciled.state.is_completed(), reconciled.state.message
     assert "names step 1 now" in table(api, reconciled)
-    assert read_iteration(root, "checkpoint") == 1
+    assert read_latest_pointer(root, "checkpoint") == 1
 
 
 def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
@@ -131,7 +131,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     with api.client as client:  # what the UI's Retry button does
         client.set_flow_run_state(failed.id, AwaitingRetry(), force=True)
     weights = "actor/huggingface/model.safetensors"
-    until(lambda: require_committed(root, 4).file(weights), "the retried export")
+    until(lambda: require_committed(root, 4).find_file(weights), "the retried export")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 
@@ -122,7 +122,9 @@ def test_ls_of_an_empty_root_says_so(root: Path) -> None:
     assert "no steps" in done.stdout
 
 
-def test_show_lists_files_with_digests_and_receipts(root: Path, commit_step: CommitStep) -> None:
+def test_show_lists_files_with_digests_and_callable_saves(
+    root: Path, commit_step: CommitStep
+) -> None:
     folder = commit_step(7)
     (folder / "actor/optim_world_size_1_rank_0.pt").write_bytes(b"short")
     done = run("show", root, 7)
@@ -131,7 +133,7 @@ def test_show_lists_files_with_digests_and_receipts(root: Path, commit_step: Com
         assert word in done.stdout
     found = json.loads(run("show", root, 7, "--json").stdout)
     assert found["state"] == "corrupted"
-    assert [receipt["name"] for receipt in found["receipts"]] == ["lora"]
+    assert [each["name"] for each in found["callables"]] == ["lora"]
 
 
 def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> None:
@@ -146,11 +148,11 @@ def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: C
     for step in (10, 20, 30):
         commit_step(step)
     assert run("rewind", root, "--to", 10).returncode == 1  # nobody there to say yes
-    assert read_iteration(root, "checkpoint") == 30
+    assert read_latest_pointer(root, "checkpoint") == 30
     done = json.loads(run("rewind", root, "--to", 10, "--yes", "--json").stdout)
     assert done["quarantined"] == [30, 20]
     assert Path(done["folder"], "global_step_30", MANIFEST).exists()
-    assert read_iteration(root, "checkpoint") == 10
+    assert read_latest_pointer(root, "checkpoint") == 10
     refused = run("rewind", root, "--to", 20, "--yes")
     assert refused.returncode == 1
     assert is_one_sentence(refused.stderr)
@@ -380,7 +382,7 @@ def test_verify_marks_what_is_corrupted_and_ls_shows_it(
     assert is_one_sentence(run("verify", root, "--load", "--step", 20).stderr)
     states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)}
     assert states == {10: "valid", 20: "corrupted"}
-    assert read_iteration(root, "checkpoint") == 10
+    assert read_latest_pointer(root, "checkpoint") == 10
     assert "verified at" in run("show", root, 20).stdout
 
 

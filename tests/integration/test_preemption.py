@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.restore import load_states
 
 TRAINING = textwrap.dedent(
@@ -68,7 +68,7 @@ def test_the_step_at_which_the_signal_came_is_committed(root: Path, tmp_path: Pa
     assert words["undone"] == []
     assert words["submitted"] == ["model", "optim"]
     assert words["committed"] == ["checkpoint", "state_dict"]
-    found = newest(root)
+    found = find_newest(root)
     assert found is not None
     assert found.step == words["step"] == words["trained"]
     states = load_states(root, found.step, "actor")
@@ -90,7 +90,7 @@ def test_with_no_time_left_nothing_is_begun(root: Path, tmp_path: Path) -> None:
     words = preempted(root, tmp_path / "spool", server="there", grace_s=0)
     assert words["submitted"] == []
     assert any("the 0 s were over" in sentence for sentence in words["undone"])
-    assert newest(root) is None
+    assert find_newest(root) is None
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from trinity_sync.layout import Kind
 from trinity_sync.orchestration.deploy import PRIORITIES
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.restore import load_states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
@@ -126,7 +126,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
                 job.wait_all(timeout=300)
         workers = set()
         for number, root in enumerate(roots):
-            assert [manifest.step for manifest in committed_steps(root)] == [1]
+            assert [manifest.step for manifest in iter_committed_steps(root)] == [1]
             assert require_committed(root, 1).kinds == KINDS
             assert set(load_states(root, 1, "actor")["model"]["w"].tolist()) == {float(number)}
             for kind in KINDS:

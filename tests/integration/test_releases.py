@@ -18,7 +18,7 @@ from tests.integration.prefect_api import until
 from tests.unit.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.storage.discovery import committed_steps
+from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.manifest import read_manifest
 
 STATE = {"model": {"w": torch.arange(5000.0)}}
@@ -96,7 +96,7 @@ def test_a_trainer_of_another_release_is_told_what_to_upgrade_and_its_neighbour_
     for step in (1, 2, 3):  # beside them, saves are committed and older ones removed
         saves.save(step, STATE, keep=1)
         saves.wait_all(90)
-    until(lambda: [m.step for m in committed_steps(root)] == [3], "the retention")
+    until(lambda: [m.step for m in iter_committed_steps(root)] == [3], "the retention")
     other = Job(tmp_path / "other", open_job_spool(stack_settings.spool, tmp_path / "other"))
     other.root.mkdir()
     other.stage(7, STATE)  # by a trainer that dies before it asks: the worker's sweep finds it

@@ -35,7 +35,7 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     ended = api.ended(run.id)
     assert ended.state
     assert ended.state.is_completed(), ended.state.message
-    assert Remote(url).step(4).state == "valid"
+    assert Remote(url).read_step(4).state == "valid"
     assert until(lambda: api.artifacts_of(run), "the artifact")[0].key == "replicated"
 
 
@@ -60,7 +60,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
         saves.save(5, {"model": {"w": torch.ones(9)}})
         with pytest.raises(SaveFailedError, match=r"brought to file://.* resumed from step 4"):
             saves.wait_all(120)
-    there = Remote(url).manifest(5)
+    there = Remote(url).read_manifest(5)
     assert there
     assert there.run == 2
 

@@ -13,7 +13,7 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.leases import acquire_lease
 
 STATE = {"w": torch.arange(5000.0)}
@@ -36,7 +36,7 @@ def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_remov
     with pytest.raises(SaveFailedError, match="no room"):
         saves.wait_all(90)
     api.ended(api.run_of(key_of(root, 3)).id)
-    assert newest(root).step == 2
+    assert find_newest(root).step == 2
     require_committed(root, 2)
 
 
@@ -103,7 +103,7 @@ def test_a_policy_that_is_not_understood_fails_the_flow_with_a_sentence(
     ended = api.ended(api.start({"root": str(root), "keep": "most"}, "retention/retention"))
     assert ended.state is not None
     assert ended.state.is_failed()
-    assert "'most' is not understood" in str(ended.state.message)
+    assert "'most' is unknown" in str(ended.state.message)
 
 
 def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
@@ -152,8 +152,8 @@ def test_prune_keeps_all_checkpoints_unless_it_is_asked(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--keep", "least=3"], "'least=3' is not understood"),
-        (["--keep", "every=100"], "keeps none of the 2 steps"),
+        (["--keep", "least=3"], "'least=3' is unknown"),
+        (["--keep", "every=100"], "keeps none of its 2 steps"),
         (["--keep", "best=1:reward:max"], "no step has the metric 'reward'"),
     ],
 )

@@ -28,7 +28,7 @@ from trinity_sync import (
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.runs import open_run
@@ -112,7 +112,7 @@ def test_saves_in_a_row_all_commit_in_their_own_state(
     weight.fill_(-1)
     saves.wait_all(120)
     assert [load(root, step)["w"][0].item() for step in range(1, 5)] == [1, 2, 3, 4]
-    assert newest(root).step == 4
+    assert find_newest(root).step == 4
     assert saves.latest() == root / "global_step_4"
     assert saves.latest_step() == 4
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_holds_no_more_than_its_steps_sync_commits_all_the_sam
         saves.wait_all(90)
         assert require_committed(root, step).kinds == ("checkpoint", "state_dict")
         assert torch.equal(load(root, step)["w"], STATE["w"])
-    assert newest(root).step == 8
+    assert find_newest(root).step == 8
     until(lambda: not saves.spool.tickets()[0], "the slots to be free again")
 
 
@@ -215,8 +215,8 @@ def test_the_files_of_a_save_function_are_part_of_the_commit(
     saves.save(7, {"model": STATE})
     saves.wait_all(90)
     manifest = require_committed(root, 7)
-    assert manifest.file("actor/huggingface/model.safetensors").nbytes == 7
-    assert [receipt.name for receipt in manifest.receipts] == ["hf_model"]
+    assert manifest.find_file("actor/huggingface/model.safetensors").nbytes == 7
+    assert [each.name for each in manifest.callables] == ["hf_model"]
 
 
 def test_saves_by_functions_alone_commit_once_they_are_registered(
@@ -298,7 +298,7 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})
         saves.wait_all(90)
-    assert newest(root).step == 12
+    assert find_newest(root).step == 12
 
 
 def test_a_component_that_comes_after_its_step_was_handed_over_is_refused(
@@ -349,7 +349,7 @@ def test_a_failed_run_commits_when_it_is_retried(
     saves.wait_all(90)
     root.rename(aside)
     saves.save(16, {"model": STATE})
-    with pytest.raises(SaveFailedError, match=r"step 16 .*is gone; make it and retry"):
+    with pytest.raises(SaveFailedError, match=r"step 16 .*is missing; create it and retry"):
         saves.wait_all(90)
     aside.rename(root)
     run = api.ended(api.run_of(key(saves, 16)).id)

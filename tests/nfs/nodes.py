@@ -29,29 +29,33 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.capabilities import require_capabilities
-from trinity_sync.fs.locks import file_lock, one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock, file_lock
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
-from trinity_sync.storage.latest_pointer import read_iteration
-from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
-from trinity_sync.storage.manifest import read_own_manifest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
+from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import NodeRanks, NodeShards, read_placement, write_placement
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
-from trinity_sync.storage.required_remote import is_sent, note_sent, write_required_remote
+from trinity_sync.storage.required_remote import (
+    is_replicated,
+    record_replicated,
+    write_required_remote,
+)
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save import Written
@@ -96,14 +100,14 @@ def keep_last(number: int) -> Rules:
 
 
 def removed_by(root: Path, rules: Rules) -> list[int]:
-    done = remove_steps(root, plan_removals(survey(root), rules, time.time()))
+    done = remove_steps(root, plan_removals(list_step_infos(root), rules, time.time()))
     return [each.step for each in done.removed]
 
 
 def look_at(root: Path) -> list[Any]:
     """What a node that is asked this has in its caches afterwards."""
-    seen = [list_leases(root), list_runs(root), newest(root)]
-    seen += [read_own_manifest(root, 1, step) for step in range(1, 10)]
+    seen = [list_leases(root), list_runs(root), find_newest(root)]
+    seen += [read_run_manifest(root, 1, step) for step in range(1, 10)]
     return [list(root.rglob("*")), seen]
 
 
@@ -135,7 +139,7 @@ def read_on_until(root: Path, last: int) -> list[int]:
     """Look for the newest step again and again, and read what was found, digests compared."""
     seen: list[int] = []
     while not seen or seen[-1] < last:
-        found = newest(root)
+        found = find_newest(root)
         if found is None or (seen and found.step == seen[-1]):
             continue
         try:
@@ -160,7 +164,7 @@ def begin_together(root: Path, spool: Path, rank: int) -> list[str]:
 
 
 def hold_the_lock(root: Path, told: Path) -> None:
-    with one_change_at_a_time(root):
+    with acquire_commit_lock(root):
         told.touch()
         time.sleep(3600)
 
@@ -270,9 +274,9 @@ def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
 ) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
-    with one_change_at_a_time(root), removal_lock(root):
+    with acquire_commit_lock(root), acquire_removal_lock(root):
         pass  # their files are known here
-    planned = plan_removals(survey(root), keep_last(1), time.time())
+    planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
     other.call(claim, root, 1)
     assert [each.step for each in remove_steps(root, planned).removed] == [2]
 
@@ -283,7 +287,7 @@ def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
     """Else a rank takes it for another system's, and loads what is corrupted."""
     role_folder = root / "global_step_1/actor"
     role_folder.mkdir(parents=True)
-    assert read_own_manifest(root, 1, 1) is None
+    assert read_run_manifest(root, 1, 1) is None
     other.call(commit_files, root, 1)
     other.call(os.truncate, root / "global_step_1" / MODEL, 10)
     with pytest.raises(CommitError, match="is corrupted"):
@@ -347,10 +351,10 @@ def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
     for step in (1, 2):
         commit_files(root, step)
     first, second = require_committed(root, 1), require_committed(root, 2)
-    note_sent(root, url, first)
-    assert not is_sent(root, second)
-    other.call(note_sent, root, url, second)
-    assert is_sent(root, second)
+    record_replicated(root, url, first)
+    assert not is_replicated(root, second)
+    other.call(record_replicated, root, url, second)
+    assert is_replicated(root, second)
 
 
 def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(
@@ -361,11 +365,11 @@ def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(
     here = mount_without_plus / root.relative_to(SHARE)
     fresh = replacing_folder(root) / "global_step_1"
     fresh.mkdir(parents=True)
-    assert [each.state for each in remove_replaced(here)] == ["mended"]
+    assert [each.state for each in remove_replaced(here)] == ["repaired"]
     fresh.mkdir()
     look_at(here)
     other.call(os.rename, root / "global_step_1", fresh.with_name("global_step_1.replaced"))
-    assert [each.state for each in remove_replaced(here)] == ["mended", "mended"]
+    assert [each.state for each in remove_replaced(here)] == ["repaired", "repaired"]
     assert require_committed(here, 1)
 
 
@@ -399,8 +403,8 @@ def test_a_step_committed_on_one_node_is_known_on_the_other(
     commit_files(root, 1)
     other.call(look_at, root)
     commit(save_of(root, 2), write_shard(root, spool_folder, 2, 2.0))
-    assert other.call(newest, root).step == 2
-    assert other.call(read_iteration, root, "checkpoint") == 2
+    assert other.call(find_newest, root).step == 2
+    assert other.call(read_latest_pointer, root, "checkpoint") == 2
     other.call(assert_holds, root, 2, 2.0)
 
 
@@ -449,7 +453,7 @@ def test_a_step_that_the_other_node_has_committed_anew_is_not_removed_by_an_old_
     open_run(root, "old", 0)
     for step in (1, 2, 3):
         commit_files(root, step)
-    old = plan_removals(survey(root), keep_last(1), time.time())
+    old = plan_removals(list_step_infos(root), keep_last(1), time.time())
     look_at(root)
     run = other.call(open_run, root, "new", 0).number
     theirs = other.call(partial(write_shard, run=run), root, spool_folder, 2, 2.0)
@@ -534,7 +538,7 @@ def test_what_replaced_a_step_and_is_still_read_is_left_and_said_once(root: Path
     folder.mkdir(parents=True)
     with (folder / "read").open("x"):
         assert [each.state for each in remove_replaced(root)] == ["left"]
-    assert [each.state for each in remove_replaced(root)] == ["mended"]
+    assert [each.state for each in remove_replaced(root)] == ["repaired"]
 
 
 def test_a_reader_on_the_other_node_has_whole_steps_while_old_ones_are_removed(
@@ -592,7 +596,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
     receipt = gate.read_text()
     gate.unlink()
     os.mkfifo(gate)
-    planned = plan_removals(survey(root), keep_last(1), time.time())
+    planned = plan_removals(list_step_infos(root), keep_last(1), time.time())
     cut_off.begin(partial(remove_steps, spool=spool_folder), root, planned)
     with gate.open("w") as file:
         cut_off.network("down")
@@ -607,7 +611,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
 def test_a_server_that_starts_again_in_the_middle_of_a_save_loses_nothing(
     root: Path, spool_folder: Path
 ) -> None:
-    with one_change_at_a_time(root):
+    with acquire_commit_lock(root):
         pass  # the client has a state there, which it has to claim again
     serve(0)
     try:

@@ -18,7 +18,7 @@ from tests.trinity.conftest import Configure
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
 from trinity_sync.storage.runs import list_runs
@@ -60,7 +60,7 @@ def test_a_training_by_trinitys_own_launcher_is_committed_pruned_exported_and_re
     }
     launch(configure(trainer))
     assert steps_on_disk(root) == [3]
-    assert read_iteration(root, "checkpoint") == read_iteration(root, "state_dict") == 3
+    assert read_latest_pointer(root, "checkpoint") == read_latest_pointer(root, "state_dict") == 3
     manifest = read_manifest(root, 3)
     assert manifest is not None
     shards = [(f.component, f.rank) for f in manifest.files if f.path.endswith(".pt")]

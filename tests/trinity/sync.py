@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 
@@ -85,8 +85,8 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
             seen.append(model.weights)
         await engine.wait_for_save()
         assert differences(seen[0], seen[1])
-        assert read_iteration(root, "state_dict") == 4
-        assert read_iteration(root, "checkpoint") is None
+        assert read_latest_pointer(root, "state_dict") == 4
+        assert read_latest_pointer(root, "checkpoint") is None
         until(lambda: steps_on_disk(root) == [3, 4], "what is superseded to go", 30)
 
         config.synchronizer.sync_method = SyncMethod.MEMORY

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.fs.direct_io import digest_of
+from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.retention.policies import StepInfo
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
@@ -29,7 +29,7 @@ def commit_files(
     for path, content in ((MODEL, os.urandom(nbytes)), ("actor/huggingface/config.json", b"{}")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
-        digest = digest_of(folder / path)
+        digest = digest_cached_file(folder / path)
         component = "model" if path == MODEL else "metadata"
         records.append(FileRecord(path, len(content), digest, "actor", component, 0, 1))
     at = 1.7e9 + step if at is None else at

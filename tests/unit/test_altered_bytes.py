@@ -19,21 +19,21 @@ from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import differences, mirror
 from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import (
     ExportRequest,
-    steps_awaiting_export,
+    list_steps_awaiting_export,
     write_export_request,
 )
-from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
-from trinity_sync.storage.pins import pin, steps_in_use, tag
+from trinity_sync.storage.pins import list_steps_in_use, pin, tag
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import newest_run, open_run, refuse_superseded
+from trinity_sync.storage.runs import find_newest_run, open_run, refuse_superseded
 from trinity_sync.storage.verify import check_files, choose_files
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -71,18 +71,18 @@ def weights(root: Path, step: int) -> float:
 
 def test_an_altered_manifest_is_passed_over_for_the_step_before(root: Path) -> None:
     for where in altered(step_folder(root, 3) / "manifest.json"):
-        found = newest(root)
+        found = find_newest(root)
         assert found.step == 2 or found == require_committed(root, 3), where
-    assert weights(root, newest(root).step) == 3.0
+    assert weights(root, find_newest(root).step) == 3.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_altered_iteration_file_moves_no_resume_and_is_mended(root: Path, kind: str) -> None:
     for where in altered(root / ITERATION_FILES[kind]):
-        assert newest(root, kind).step == 3, where
-        with one_change_at_a_time(root):
+        assert find_newest(root, kind).step == 3, where
+        with acquire_commit_lock(root):
             repair_latest_pointer(root, kind)
-        assert read_iteration(root, kind) == 3, where
+        assert read_latest_pointer(root, kind) == 3, where
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -92,12 +92,12 @@ def test_an_altered_run_record_lets_nothing_back_that_was_left_behind(
     for where in altered(root / f".trinity_sync/runs/{number}.json"):
         with pytest.raises((SupersededError, CommitError)):
             refuse_superseded(root, 1, "1", 4)
-        assert newest(root).step == 3, where
+        assert find_newest(root).step == 3, where
         with suppress(CommitError):
-            assert newest_run(root).number == 2, where
-        with suppress(CommitError), one_change_at_a_time(root):
+            assert find_newest_run(root).number == 2, where
+        with suppress(CommitError), acquire_commit_lock(root):
             repair_latest_pointer(root, "checkpoint")
-        assert read_iteration(root, "checkpoint") == 3, where
+        assert read_latest_pointer(root, "checkpoint") == 3, where
 
 
 def test_an_altered_pin_tag_or_lease_still_keeps_its_step(root: Path) -> None:
@@ -107,15 +107,15 @@ def test_an_altered_pin_tag_or_lease_still_keeps_its_step(root: Path) -> None:
         for path in (root / ".trinity_sync/pins").iterdir():
             for where in altered(path):
                 with suppress(CommitError):  # a tag that is torn holds all of them up
-                    assert {1, 2} <= set(steps_in_use(root)), where
+                    assert {1, 2} <= set(list_steps_in_use(root)), where
         for where in altered(lease.path):
-            assert set(steps_in_use(root)) == {1, 2, 3}, where
+            assert set(list_steps_in_use(root)) == {1, 2, 3}, where
 
 
 def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
     mark_corrupted(root, 3, Corruption({SHARD: "is missing"}, 1.7e9 + 0.5))
     for where in altered(step_folder(root, 3) / "corrupted.json"):
-        assert newest(root).step == 2, where
+        assert find_newest(root).step == 2, where
         with pytest.raises(CommitError, match="step 3"):
             require_committed(root, 3)
 
@@ -123,7 +123,7 @@ def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
 def test_an_altered_note_or_export_request_is_of_no_consequence(root: Path, job: Job) -> None:
     write_export_request(root, ExportRequest(2, 3, "actor"))
     for where in altered(root / ".trinity_sync/exports/global_step_3.actor.request"):
-        assert set(steps_awaiting_export(root)) <= {3}, where
+        assert set(list_steps_awaiting_export(root)) <= {3}, where
     notes = job.spool.folder.glob("*.kept")
     (note,) = (path for path in notes if b'"step": 3' in path.read_bytes())
     for where in altered(note):
@@ -161,7 +161,7 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
         with suppress(CatalogError), open_catalog(url) as engine:
             list_jobs(engine)
             differences(engine, root)
-        assert newest(root).step == 3
+        assert find_newest(root).step == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.unit.restricted import restricted
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
@@ -131,27 +131,29 @@ def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
         "/over/it": "fuse.s3fs",
         "/nameless": "tmpfs",
     }
-    assert {path: mount_of(path, MOUNTS).kind for path in kinds} == kinds
-    assert mount_of("/anywhere", "").kind == "unknown"
+    assert {path: find_mount(path, MOUNTS).kind for path in kinds} == kinds
+    assert find_mount("/anywhere", "").kind == "unknown"
 
 
 def test_mounts_of_object_stores_are_known_by_name() -> None:
     paths = ["/over/it", "/bucket", "/juice", "/data", "/home"]
-    assert [mount_of(path, MOUNTS).is_object_store for path in paths] == [True] * 2 + [False] * 3
+    assert [find_mount(path, MOUNTS).is_object_store for path in paths] == [True] * 2 + [False] * 3
 
 
 def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> None:
-    options = {path: mount_of(path, MOUNTS).keeps_locks_here for path in ("/data", "/lustre")}
+    options = {path: find_mount(path, MOUNTS).local_lock_option for path in ("/data", "/lustre")}
     assert options == {"/data": "", "/lustre": "localflock"}
-    assert mount_of("/data/two words", MOUNTS).keeps_locks_here == "nolock"
-    late = [mount_of(path, MOUNTS).sees_late for path in ("/data", "/data/two words")]
+    assert find_mount("/data/two words", MOUNTS).local_lock_option == "nolock"
+    late = [
+        find_mount(path, MOUNTS).weak_consistency_option for path in ("/data", "/data/two words")
+    ]
     assert late == ["", "nocto"]
 
 
 def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert can_reuse_blocks(tmp_path, True) is not mount_of(tmp_path).shared
+    assert can_reuse_blocks(tmp_path, True) is not find_mount(tmp_path).shared
     assert not can_reuse_blocks(tmp_path, False)
     assert can_reuse_blocks("/proc", "always")
     assert not can_reuse_blocks("/proc", True)

@@ -26,21 +26,21 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
 )
-from trinity_sync.fs.direct_io import digest_of
+from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.retention.prune import survey
+from trinity_sync.retention.prune import list_step_infos
 from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import discard
 
 
@@ -70,9 +70,13 @@ def test_a_committed_step_names_every_file_with_size_and_digest(job: Job, tmp_pa
     for record in manifest.files:
         path = folder(job, 7) / record.path
         assert path.stat().st_size == record.nbytes
-        assert digest_of(path) == record.digest
+        assert digest_cached_file(path) == record.digest
     assert (folder(job, 7) / ".full_checkpoint").exists()
-    assert read_iteration(job.root, "checkpoint") == read_iteration(job.root, "state_dict") == 7
+    assert (
+        read_latest_pointer(job.root, "checkpoint")
+        == read_latest_pointer(job.root, "state_dict")
+        == 7
+    )
     assert job.spool.tickets() == ([], [])  # the slots are free again
     assert not list(folder(job, 7).rglob("*.tmp"))
 
@@ -82,7 +86,7 @@ def test_before_the_commit_no_file_has_its_name(job: Job) -> None:
     job.persist(1)
     assert not list(folder(job, 1).rglob("*.pt"))
     assert not (folder(job, 1) / ".full_checkpoint").exists()
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> None:
@@ -115,7 +119,7 @@ def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
     assert manifest.images == images
     path = folder(job, 3) / manifest.files[0].path
     assert path.stat().st_ino == written[first][0].identity[0]  # it was official, and stays
-    assert digest_of(path) == manifest.files[0].digest
+    assert digest_cached_file(path) == manifest.files[0].digest
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
@@ -125,7 +129,7 @@ def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Ki
     job.commit(3, kind=kind)
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(3, {"model": state(2)}, kind="checkpoint")
-    with pytest.raises(SaveError, match=r"has committed actor/model\S+ .* with another content"):
+    with pytest.raises(SaveError, match=r"has committed actor/model\S+ .* with other content"):
         job.commit(3)
     assert torch.load(folder(job, 3) / MODEL)["w"][0] == 1
     assert [sealed.ticket.step for sealed in job.spool.tickets()[0]] == [3]  # it is not lost
@@ -153,9 +157,9 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
         for sealed in job.spool.tickets()[0]:  # evicted
             ticket_path(sealed.slot).unlink()
         job.stagers.pop(0).close()
-    with pytest.raises(MissingShardsError, match="mixes what rank 0 submitted at two times"):
+    with pytest.raises(MissingShardsError, match="mixes two submissions of rank 0"):
         commit(job.save(3), written)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
@@ -275,8 +279,8 @@ def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
     job.stage(4, {"model": state(1), "optim": state(1)}, rank=0)
     with pytest.raises(MissingShardsError, match=r"step 4 .*model of role actor rank 1"):
         job.commit(4, "model", "optim")
-    assert newest(job.root) is None
-    assert read_iteration(job.root, "checkpoint") is None
+    assert find_newest(job.root) is None
+    assert read_latest_pointer(job.root, "checkpoint") is None
 
 
 def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
@@ -285,7 +289,7 @@ def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
     job.stage(4, {"model": state(1)}, rank=1, world_size=3)
     with pytest.raises(MissingShardsError, match=r"mixes shards of world sizes \[2, 3\]"):
         job.commit(4)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
@@ -294,7 +298,7 @@ def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
     os.truncate(slot, 100)
     with pytest.raises(ImageError, match=r"step 4, role actor, rank 0 .*truncated: 100 of"):
         job.commit(4)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
@@ -303,7 +307,7 @@ def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
     path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
     with pytest.raises((TicketError, MissingShardsError), match=r"actor\.model\.rank0|role actor"):
         job.commit(4)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
     job.stage(6, {"model": state(1)})
     job.commit(6)
 
@@ -335,7 +339,7 @@ def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None
         job.stage(step, {"model": state(step)})
     from trinity_sync.storage.persist import _check
 
-    with pytest.raises(ImageError, match="gave way to a later step"):
+    with pytest.raises(ImageError, match="was evicted for a later step"):
         _check(job.save(1), sealed, memoryview(b""))
 
 
@@ -350,7 +354,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
     assert isinstance(caught.value.__cause__, OSError)
     assert not list(small_disk.rglob("*.tmp"))
     assert job.spool.tickets()[0][0].ticket.step == 4
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
@@ -371,7 +375,7 @@ def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
 def test_a_root_that_is_gone_is_named(job: Job) -> None:
     job.stage(4, {"model": state(1)})
     shutil.rmtree(job.root)
-    with pytest.raises(SaveError, match=r"ckpts is gone"):
+    with pytest.raises(SaveError, match=r"ckpts is missing"):
         job.commit(4)
 
 
@@ -397,9 +401,9 @@ def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) ->
     final = folder(job, 4) / written[0].record.path
     Path(written[0].temporary).unlink()
     final.write_bytes(b"x" * written[0].record.nbytes)
-    with pytest.raises(SaveError, match="was changed before its commit"):
+    with pytest.raises(SaveError, match="changed before its commit"):
         commit(job.save(4), written)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
@@ -407,8 +411,8 @@ def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
     job.stage(11, {"model": state(11)})
     job.commit(11)
     job.commit(10)
-    assert read_iteration(job.root, "checkpoint") == 11
-    assert newest(job.root).step == 11
+    assert read_latest_pointer(job.root, "checkpoint") == 11
+    assert find_newest(job.root).step == 11
     require_committed(job.root, 10)
 
 
@@ -417,10 +421,10 @@ def test_an_empty_or_torn_iteration_file_is_mended_by_the_next_commit(job: Job, 
     job.stage(4, {"model": state(1)})
     job.commit(4)
     (job.root / "latest_checkpointed_iteration.txt").write_text(torn)
-    assert newest(job.root).step == 4
+    assert find_newest(job.root).step == 4
     job.stage(5, {"model": state(1)})
     job.commit(5)
-    assert read_iteration(job.root, "checkpoint") == 5
+    assert read_latest_pointer(job.root, "checkpoint") == 5
 
 
 def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> None:
@@ -431,10 +435,10 @@ def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> N
     path.write_text(path.read_text()[:100])
     with pytest.raises(ManifestError, match="torn"):
         read_manifest(job.root, 5)
-    assert newest(job.root).step == 4
+    assert find_newest(job.root).step == 4
     job.stage(5, {"model": state(5)})
     job.commit(5)
-    assert newest(job.root).step == 5
+    assert find_newest(job.root).step == 5
 
 
 def test_an_edited_manifest_does_not_count(job: Job) -> None:
@@ -453,7 +457,7 @@ def test_a_step_with_a_cut_file_is_not_resumed_from(job: Job) -> None:
         job.stage(step, {"model": state(step)})
         job.commit(step)
     os.truncate(folder(job, 5) / "actor/model_world_size_1_rank_0.pt", 10)
-    assert newest(job.root).step == 4
+    assert find_newest(job.root).step == 4
     with pytest.raises(CommitError, match="has 10 bytes"):
         require_committed(job.root, 5)
 
@@ -490,8 +494,8 @@ def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
     assert open_run(job.root, "second", 10).number == 2
     with pytest.raises(SupersededError, match="run 2 resumed from step 10"):
         job.commit(12)
-    assert newest(job.root).step == 10
-    assert read_iteration(job.root, "state_dict") == 10
+    assert find_newest(job.root).step == 10
+    assert read_latest_pointer(job.root, "state_dict") == 10
 
 
 def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(job: Job) -> None:
@@ -501,7 +505,7 @@ def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(j
     job.commit(10)
     open_run(job.root, "second", 10)
     job.commit(9)
-    assert newest(job.root).step == 10
+    assert find_newest(job.root).step == 10
 
 
 def checkpoints_of_a_run(job: Job, *steps: int) -> None:
@@ -516,11 +520,11 @@ def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job:
     open_run(job.root, "second", 40)
     job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
     job.commit(40, run=2, kind="state_dict")
-    found = newest(job.root)
+    found = find_newest(job.root)
     assert (found.step, found.run, len(found.files)) == (40, 2, 2)
     assert torch.load(folder(job, 40) / MODEL.replace("model", "optim"))["w"][0] == -40
-    assert newest(job.root, "state_dict") == found
-    assert [read_iteration(job.root, kind) for kind in KINDS] == [40, 40]
+    assert find_newest(job.root, "state_dict") == found
+    assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert job.spool.tickets() == ([], [])
     assert is_committed(job.root, 2, 40, "state_dict")
 
@@ -531,10 +535,16 @@ def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
     open_run(job.root, "second", 40)
     job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
     job.commit(40, run=2, kind="state_dict")
-    assert {each.step: each.metrics for each in survey(job.root)} == {30: {}, 40: {"reward": 3.0}}
+    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+        30: {},
+        40: {"reward": 3.0},
+    }
     job.stage(40, {"model": state(41), "optim": state(41)}, run=3)
     job.commit(40, "model", "optim", run=3)
-    assert {each.step: each.metrics for each in survey(job.root)} == {30: {}, 40: {}}  # replaced
+    assert {each.step: each.metrics for each in list_step_infos(job.root)} == {
+        30: {},
+        40: {},
+    }  # replaced
 
 
 @pytest.mark.parametrize("resumed_from", [40, 30, 0])
@@ -544,12 +554,12 @@ def test_a_sync_never_takes_the_newest_checkpoint_away(job: Job, resumed_from: i
     job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
     with pytest.raises(SaveError, match=r"would replace the newest checkpoint, of run 1.*rewind"):
         job.commit(40, run=2, kind="state_dict")
-    assert (newest(job.root).step, newest(job.root).run) == (40, 1)
-    assert [read_iteration(job.root, kind) for kind in KINDS] == [40, 40]
+    assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 1)
+    assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert torch.load(folder(job, 40) / MODEL)["w"][0] == 40
     job.stage(40, {"model": state(-1), "optim": state(-1)}, run=2)
     job.commit(40, "model", "optim", run=2)  # a whole checkpoint replaces it
-    assert (newest(job.root).step, newest(job.root).run) == (40, 2)
+    assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 2)
 
 
 def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> None:
@@ -557,8 +567,12 @@ def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> Non
     open_run(job.root, "second", 30)
     job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
     job.commit(40, run=2, kind="state_dict")
-    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 50
-    assert read_iteration(job.root, "state_dict") == newest(job.root, "state_dict").step == 40
+    assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 50
+    assert (
+        read_latest_pointer(job.root, "state_dict")
+        == find_newest(job.root, "state_dict").step
+        == 40
+    )
 
 
 @pytest.mark.parametrize("claim", [pin, partial(tag, name="best")])
@@ -578,8 +592,8 @@ def test_a_sync_does_not_take_over_a_checkpoint_that_is_corrupted(job: Job) -> N
     open_run(job.root, "second", 30)
     job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
     job.commit(40, run=2, kind="state_dict")
-    assert newest(job.root).step == 30
-    assert newest(job.root, "state_dict").step == 40
+    assert find_newest(job.root).step == 30
+    assert find_newest(job.root, "state_dict").step == 40
 
 
 def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
@@ -587,11 +601,15 @@ def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
     job.commit(10)
     job.stage(20, {"optim": state(20)})
     assert job.commit(20, "optim").kinds == ("checkpoint",)
-    assert read_iteration(job.root, "checkpoint") == newest(job.root).step == 20
-    assert read_iteration(job.root, "state_dict") == newest(job.root, "state_dict").step == 10
+    assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 20
+    assert (
+        read_latest_pointer(job.root, "state_dict")
+        == find_newest(job.root, "state_dict").step
+        == 10
+    )
     job.stage(20, {"model": state(20)}, kind="state_dict")
     job.commit(20, kind="state_dict")
-    assert newest(job.root, "state_dict").step == 20
+    assert find_newest(job.root, "state_dict").step == 20
 
 
 def test_a_checkpoint_without_a_model_does_not_take_the_newest_weights_away(job: Job) -> None:
@@ -617,8 +635,8 @@ def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
     os.utime(pointer, times=(began, began + (-1 if resumed else 1)))
     job.stage(40, {"model": state(40)}, run=2 if resumed else 1)
     job.commit(40, run=2 if resumed else 1)
-    assert read_iteration(job.root, "checkpoint") == (40 if resumed else 50)
-    assert read_iteration(job.root, "state_dict") == 40
+    assert read_latest_pointer(job.root, "checkpoint") == (40 if resumed else 50)
+    assert read_latest_pointer(job.root, "state_dict") == 40
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:
@@ -633,8 +651,8 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     before = folder(job, 11).stat().st_ino
     job.commit(11, run=2)
     assert folder(job, 11).stat().st_ino != before  # exchanged as a whole
-    assert read_iteration(job.root, "checkpoint") == 11
-    assert newest(job.root).step == 11
+    assert read_latest_pointer(job.root, "checkpoint") == 11
+    assert find_newest(job.root).step == 11
     again = torch.load(folder(job, 11) / "actor/model_world_size_1_rank_0.pt")
     assert torch.equal(again["w"], state(-11)["w"])
     assert (folder(job, 11) / "data.pt").exists()
@@ -653,7 +671,7 @@ def test_what_a_run_replaces_that_began_anew_is_set_aside_whole(
     open_run(job.root, "second", 0)
     job.stage(10, {"model": state(-10)}, run=2)
     job.commit(10, run=2)
-    assert newest(job.root).run == 2
+    assert find_newest(job.root).run == 2
     (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
     assert str(aside) in caplog.text
     assert not list(aside.rglob(".*.tmp"))
@@ -684,7 +702,7 @@ def test_a_step_that_was_about_to_be_set_aside_when_all_died_is_set_aside_later(
 
 def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:
     assert [open_run(job.root, key, 0).number for key in ("a", "a", "b", "b")] == [1, 1, 2, 2]
-    assert newest_run(job.root).key == "b"
+    assert find_newest_run(job.root).key == "b"
 
 
 def test_an_empty_save_is_refused(job: Job) -> None:
@@ -715,9 +733,9 @@ def test_an_image_of_an_earlier_life_of_the_root_is_not_committed_into_the_new_o
     job.root.mkdir()
     assert open_run(job.root, "later", 0).number == earlier.number
     written = job.persist(4)
-    with pytest.raises(SupersededError, match="begun anew"):
+    with pytest.raises(SupersededError, match="recreated"):
         commit(replace(job.save(4), run_key=earlier.key), written)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:
@@ -739,8 +757,8 @@ def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_s
     first = commit(job.save(4), [], [receipt])
     commit(job.save(4), [])  # by now the receipts are forgotten
     again = require_committed(job.root, 4)
-    assert (again.files, again.receipts) == (first.files, first.receipts)
-    with pytest.raises(MissingShardsError, match="nothing was handed over"):
+    assert (again.files, again.callables) == (first.files, first.callables)
+    with pytest.raises(MissingShardsError, match="nothing was submitted"):
         commit(job.save(5), [])
 
 
@@ -752,7 +770,7 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     receipt = CallableStatus("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
     manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
     assert [file.path for file in manifest.files].count(shard) == 1
-    assert read_manifest(job.root, 3).file(shard).component == "model"
+    assert read_manifest(job.root, 3).find_file(shard).component == "model"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")

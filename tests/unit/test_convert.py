@@ -17,8 +17,8 @@ from trinity_sync.formats.from_dcp import from_dcp
 from trinity_sync.formats.saved_component import SavedComponent
 from trinity_sync.formats.to_dcp import to_dcp
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 
 STEP = 40
@@ -105,8 +105,8 @@ def test_there_and_back_is_the_same_bit_for_bit(
     to_dcp(job.root, STEP, tmp_path / "out")
     other = tmp_path / "other"
     from_dcp(tmp_path / "out", other, STEP, world_size=world_size, whole=["*running*", "*num*"])
-    assert require_committed(other, STEP) == newest(other)
-    assert read_iteration(other, "checkpoint") == STEP
+    assert require_committed(other, STEP) == find_newest(other)
+    assert read_latest_pointer(other, "checkpoint") == STEP
     to_dcp(other, STEP, tmp_path / "again")
     first, second = ({"model": dict(states["model"]), "optim": states["optim"]} for _ in "12")
     first, second = (torch.utils._pytree.tree_map(_emptied, each) for each in (first, second))
@@ -166,7 +166,7 @@ def test_small_files_join_the_step(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "small" / "huggingface").mkdir(parents=True)
     (tmp_path / "small" / "huggingface" / "config.json").write_text("{}")
     manifest = from_dcp(checkpoint, tmp_path / "job", 1, world_size=1, metadata=tmp_path / "small")
-    assert manifest.file("actor/huggingface/config.json") is not None
+    assert manifest.find_file("actor/huggingface/config.json") is not None
     assert (step_folder(tmp_path / "job", 1) / "actor/huggingface/config.json").read_text() == "{}"
 
 
@@ -183,9 +183,9 @@ def test_a_step_joins_a_job_and_moves_its_pointer_only_forward(
 ) -> None:
     commit(job, trained.states)
     from_dcp(checkpoint, job.root, STEP - 1, world_size=1)
-    assert read_iteration(job.root, "checkpoint") == STEP
+    assert read_latest_pointer(job.root, "checkpoint") == STEP
     from_dcp(checkpoint, job.root, STEP + 1, world_size=1)
-    assert read_iteration(job.root, "checkpoint") == STEP + 1
+    assert read_latest_pointer(job.root, "checkpoint") == STEP + 1
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import process_lives, process_name
+from trinity_sync.fs.process import is_process_alive, read_process_identity
 from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.daemon import Daemon, Patience
@@ -92,20 +92,20 @@ def named(tmp_path: Path) -> Iterator[int]:
 def test_a_process_is_known_whatever_bytes_it_has_for_a_name(named: int) -> None:
     assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
     assert psutil.Process(named).ppid() == os.getpid()
-    assert process_lives(process_name(named))
+    assert is_process_alive(read_process_identity(named))
 
 
 def test_the_name_of_a_process_does_not_change_when_the_clock_is_set(
     named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = process_name(named)
+    name = read_process_identity(named)
     assert name.split("/")[1] == Path(f"/proc/{named}/stat").read_text(errors="ignore").split()[-31]
     proc = tmp_path / "proc"  # in which the kernel says from then on that the boot was later
     proc.mkdir()
     (proc / str(named)).symlink_to(f"/proc/{named}")
     (proc / "stat").write_text(f"btime {int(psutil.boot_time()) + 3600}\n")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
-    assert process_name(named) == name
+    assert read_process_identity(named) == name
 
 
 def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
@@ -114,23 +114,23 @@ def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
     sleeper = start("import time; time.sleep(60)", tmp_path)
     daemon.stop(sleeper, 5)
     assert not sleeper.lives
-    assert process_lives(process_name(named))
+    assert is_process_alive(read_process_identity(named))
 
 
 HIDDEN = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
 from trinity_sync.stack import daemon
-from trinity_sync.fs.process import process_lives, process_name
-theirs = process_name(subprocess.Popen(["sleep", "60"]).pid)
+from trinity_sync.fs.process import is_process_alive, read_process_identity
+theirs = read_process_identity(subprocess.Popen(["sleep", "60"]).pid)
 os.setgroups([])  # that of root may see all
 os.setgid(12345)
 os.setuid(12345)
 ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: its own are not hidden, as of who logs in
 ours = daemon.start(["sleep", "60"], env=os.environ, cwd=Path("/"), log=Path(sys.argv[1]))
-assert process_lives(theirs) and process_lives(ours.process)
+assert is_process_alive(theirs) and is_process_alive(ours.process)
 daemon.stop(ours, 5)
-assert process_lives(theirs) and not process_lives(ours.process)
+assert is_process_alive(theirs) and not is_process_alive(ours.process)
 """
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, digest_of, write_file
-from trinity_sync.storage.persist import yield_to_others
+from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, digest_cached_file, write_file
+from trinity_sync.storage.persist import lower_thread_priority
 
 
 def mapped(content: bytes) -> memoryview:
@@ -34,7 +34,7 @@ def test_every_size_is_written_whole(tmp_path: Path, size: int, direct: bool) ->
     digest = write_file(path, mapped(content), direct=direct)
     assert path.read_bytes() == content
     assert digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
-    assert digest_of(path) == digest
+    assert digest_cached_file(path) == digest
 
 
 def test_memory_that_direct_io_refuses_is_written_all_the_same(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_who_yields_more_already_keeps_to_it_without_a_privilege(nice: int, then
             os.setpriority(os.PRIO_PROCESS, 0, 3)
             if os.getuid() == 0:
                 os.setresuid(65534, 65534, 65534)
-            yield_to_others(nice)
+            lower_thread_priority(nice)
             os._exit(os.getpriority(os.PRIO_PROCESS, 0))
         finally:
             os._exit(99)

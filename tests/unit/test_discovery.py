@@ -7,7 +7,7 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError, SupersededError
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.storage.corruption import Corruption, mark_corrupted
-from trinity_sync.storage.discovery import require_committed, step_state
+from trinity_sync.storage.discovery import read_step_state, require_committed
 from trinity_sync.storage.runs import open_run
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -23,13 +23,13 @@ def committed(job: Job) -> Job:
 
 
 def test_a_committed_step_is_valid(committed: Job) -> None:
-    found = step_state(committed.root, 2)
+    found = read_step_state(committed.root, 2)
     assert (found.state, found.reason) == ("valid", "")
     assert found.require_loadable() == require_committed(committed.root, 2)
 
 
 def test_a_step_without_a_manifest_is_not_committed(committed: Job) -> None:
-    found = step_state(committed.root, 9)
+    found = read_step_state(committed.root, 9)
     assert (found.state, found.manifest) == ("not committed", None)
     with pytest.raises(CommitError, match=r"step 9 .* is not committed"):
         found.require_loadable()
@@ -48,7 +48,7 @@ def test_a_step_is_corrupted_by_its_files_its_mark_or_its_manifest(
         mark_corrupted(committed.root, 2, Corruption({SHARD: "has other bytes"}, 0.0))
     else:
         (folder / MANIFEST).write_text("{")
-    found = step_state(committed.root, 2)
+    found = read_step_state(committed.root, 2)
     assert found.state == "corrupted"
     assert found.reason
     with pytest.raises(CommitError):
@@ -59,7 +59,7 @@ def test_a_step_that_a_later_run_went_back_from_is_superseded_and_can_be_loaded(
     committed: Job,
 ) -> None:
     open_run(committed.root, "the resumed one", 2)
-    states = {step: step_state(committed.root, step) for step in (1, 2, 3)}
+    states = {step: read_step_state(committed.root, step) for step in (1, 2, 3)}
     assert [found.state for found in states.values()] == ["valid", "valid", "superseded"]
     assert isinstance(states[3].error, SupersededError)
     assert require_committed(committed.root, 3).step == 3
@@ -68,4 +68,4 @@ def test_a_step_that_a_later_run_went_back_from_is_superseded_and_can_be_loaded(
 def test_a_superseded_step_that_is_corrupted_counts_as_corrupted(committed: Job) -> None:
     open_run(committed.root, "the resumed one", 2)
     (step_folder(committed.root, 3) / SHARD).unlink()
-    assert step_state(committed.root, 3).state == "corrupted"
+    assert read_step_state(committed.root, 3).state == "corrupted"

@@ -34,7 +34,7 @@ from trinity_sync.storage.export_requests import (
     fail_export_request,
     is_exported,
     list_export_requests,
-    steps_awaiting_export,
+    list_steps_awaiting_export,
     write_export_request,
 )
 from trinity_sync.storage.runs import open_run
@@ -416,10 +416,10 @@ def test_an_export_request_holds_its_step_until_it_ends(job: Job, commit: Commit
     for role in ("actor", "critic"):
         write_export_request(job.root, ExportRequest(1, 1, role))
     run_export_request(job.root, ExportRequest(1, 1, "actor"))
-    assert steps_awaiting_export(job.root) == {1: ["critic"]}
+    assert list_steps_awaiting_export(job.root) == {1: ["critic"]}
     with pytest.raises(CommitError, match="no model of role critic"):
         run_export_request(job.root, ExportRequest(1, 1, "critic"))
-    assert steps_awaiting_export(job.root) == {}
+    assert list_steps_awaiting_export(job.root) == {}
     assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
 
 

@@ -32,8 +32,8 @@ from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.commands import app
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
-from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.fs.records import digest_of_body
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.records import digest_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
@@ -45,7 +45,7 @@ from trinity_sync.orchestration.recovery.reconcile import (
 from trinity_sync.orchestration.report import collect_report
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import fetch_newest, prune_remote, send, send_missing
+from trinity_sync.remote.required import fetch_newest, prune_remote, replicate_missing, send
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.quarantine import prune_quarantine
@@ -58,25 +58,25 @@ from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.snapshot.version_tag import version_tag_path
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
-from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.export_requests import (
     ExportRequest,
     list_export_requests,
-    steps_awaiting_export,
+    list_steps_awaiting_export,
     write_export_request,
 )
 from trinity_sync.storage.gc import remove_dead_spool
 from trinity_sync.storage.latest_pointer import (
     advance_latest_pointer,
-    read_iteration,
+    read_latest_pointer,
     repair_latest_pointer,
 )
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
-from trinity_sync.storage.pins import pin, steps_in_use, tag, unpin
+from trinity_sync.storage.pins import list_steps_in_use, pin, tag, unpin
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.required_remote import note_sent, write_required_remote
+from trinity_sync.storage.required_remote import record_replicated, write_required_remote
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
@@ -100,7 +100,7 @@ def changed(path: Path, **values: Any) -> None:
     body = json.loads(path.read_text())
     del body["digest"]
     body |= values
-    path.write_text(json.dumps({**body, "digest": digest_of_body(body)}))
+    path.write_text(json.dumps({**body, "digest": digest_body(body)}))
 
 
 def of_another_release(path: Path, change: int = AHEAD) -> bytes:
@@ -165,13 +165,13 @@ def test_a_claim_of_another_release_holds_its_step(
         with pytest.raises(CommitError):
             require_committed(job.root, 1)
     elif name == "export_request":
-        assert (list_export_requests(job.root), steps_awaiting_export(job.root)) == (
+        assert (list_export_requests(job.root), list_steps_awaiting_export(job.root)) == (
             [],
             {1: ["actor"]},
         )
         said = caplog.text
     else:
-        said = "; ".join(steps_in_use(job.root)[1])
+        said = "; ".join(list_steps_in_use(job.root)[1])
     assert "upgrade trinity-sync in" in said
     assert str(records[name].path) in said
     assert records[name].path.read_bytes() == kept
@@ -391,7 +391,7 @@ def test_a_step_of_another_release_is_not_committed_over_and_the_others_are_comm
     job.stage(7, STATE)
     job.commit(7)
     assert path.read_bytes() == kept
-    assert [each.step for each in committed_steps(job.root)] == [6, 7]
+    assert [each.step for each in iter_committed_steps(job.root)] == [6, 7]
 
 
 @both
@@ -425,7 +425,7 @@ def test_a_resume_does_not_fall_back_from_the_newest_step_of_another_release(
     for step in (1, 2, 3):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 1) / "manifest.json", change)
-    assert newest(job.root).step == 3  # another one's older step is in nobody's way
+    assert find_newest(job.root).step == 3  # another one's older step is in nobody's way
     of_another_release(step_folder(job.root, 3) / "manifest.json", change)
     with pytest.raises(FormatError, match=upgrade(change)):
         coordinator_of().latest()
@@ -438,18 +438,18 @@ def test_iteration_files_are_not_moved_away_from_a_step_of_another_release(
     for step in (1, 2):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
-    with one_change_at_a_time(job.root):
+    with acquire_commit_lock(job.root):
         assert repair_latest_pointer(job.root, "checkpoint") is None
     assert not advance_latest_pointer(job.root, "checkpoint", 1, 1)
     (job.root / ITERATION_FILES["checkpoint"]).write_text("")
     settings = Settings(spool=spool_folder, home=tmp_path)
     register_job(settings, job.root)
     repair_known_roots(settings)
-    assert read_iteration(job.root, "checkpoint") is None
+    assert read_latest_pointer(job.root, "checkpoint") is None
     commit_files(job.root, 3)
-    assert read_iteration(job.root, "checkpoint") == 3
+    assert read_latest_pointer(job.root, "checkpoint") == 3
     (job.root / ITERATION_FILES["checkpoint"]).write_text("2")
-    with one_change_at_a_time(job.root):
+    with acquire_commit_lock(job.root):
         assert repair_latest_pointer(job.root, "checkpoint") == (
             2,
             3,
@@ -462,7 +462,7 @@ def test_a_rewind_sets_no_step_of_another_release_aside(job: Job) -> None:
     of_another_release(step_folder(job.root, 2) / "manifest.json")
     with pytest.raises(FormatError):
         rewind(job.root, 1)
-    assert newest(job.root).step == 3
+    assert find_newest(job.root).step == 3
     assert not quarantine_folder(job.root).exists()
 
 
@@ -550,8 +550,8 @@ def _store(job: Job) -> Path:
 
 def _stored(job: Job) -> Path:
     write_required_remote(job.root, "file:///copies")
-    for step in (each.step for each in committed_steps(job.root)):
-        note_sent(job.root, "file:///copies", require_committed(job.root, step))
+    for step in (each.step for each in iter_committed_steps(job.root)):
+        record_replicated(job.root, "file:///copies", require_committed(job.root, step))
     return job.root / ".trinity_sync/stored/1.json"
 
 
@@ -748,7 +748,7 @@ def test_a_step_of_another_release_in_a_store_is_shown_and_not_passed_over(
         commit_files(job.root, step)
         replicate(job.root, url, step)
     kept = of_another_release(path := tmp_path / "copies/global_step_2/manifest.json")
-    assert [each.state for each in Remote(url).steps()] == ["valid", "another format"]
+    assert [each.state for each in Remote(url).list_steps()] == ["valid", "another format"]
     assert "another format" in CliRunner().invoke(app, ["ls", url]).stdout
     for other in (lambda: fetch(url, None, tmp_path / "new"), lambda: fetch(url, 2, tmp_path)):
         with pytest.raises(FormatError):
@@ -773,9 +773,9 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
     for step in (1, 2, 3):
         send(job.root, url, step)
     kept = of_another_release(path := job.root / ".trinity_sync/stored/1.json")
-    assert send_missing(job.root, url) == [4]
+    assert replicate_missing(job.root, url) == [4]
     assert prune_remote(job.root, url, "last=1", 0) == (2, 3)
-    assert [each.step for each in Remote(url).steps()] == [1, 4]
+    assert [each.step for each in Remote(url).list_steps()] == [1, 4]
     assert path.read_bytes() == kept
 
 

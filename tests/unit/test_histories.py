@@ -24,16 +24,16 @@ from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.pins import pin, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import mark_failed
 
 LASTS = st.integers(1, 4)
@@ -116,7 +116,9 @@ class Histories(RuleBasedStateMachine):
         self.pinned -= newer
         for served in SERVES_AS[kind]:
             assert (
-                newest(self.job.root, served).step == read_iteration(self.job.root, served) == step
+                find_newest(self.job.root, served).step
+                == read_latest_pointer(self.job.root, served)
+                == step
             )
         if late:
             with pytest.raises(SupersededError):
@@ -160,13 +162,13 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def mend(self) -> None:
         for repair in FILE_REPAIRS:
-            assert all(finding.state == "mended" for finding in repair(self.job.root))
+            assert all(finding.state == "repaired" for finding in repair(self.job.root))
 
     @rule(last=LASTS, every=MULTIPLES, syncs=LASTS)
     def retain(self, last: int, every: int, syncs: int) -> None:
         self._retain(last, every, syncs)
         wanted = self._wanted(last, every, syncs)
-        have = {manifest.step for manifest in committed_steps(self.job.root)}
+        have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert wanted <= have
         assert have - wanted <= self.crashed | self._resumed_from() | self._pointed_at()
         self.steps = {step: known for step, known in self.steps.items() if step in have}
@@ -175,13 +177,13 @@ class Histories(RuleBasedStateMachine):
     @rule(last=LASTS, every=MULTIPLES, syncs=LASTS, moment=st.integers(1, 12))
     def retain_until_a_crash(self, last: int, every: int, syncs: int, moment: int) -> None:
         in_a_process(lambda: self._retain(last, every, syncs), self.folder, die_before=moment)
-        have = {manifest.step for manifest in committed_steps(self.job.root)}
+        have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert self._wanted(last, every, syncs) <= have
         self.steps = {step: known for step, known in self.steps.items() if step in have}
 
     def _retain(self, last: int, every: int, syncs: int) -> None:
         rules = Rules(parse_policy(f"last={last},every={every}"), parse_policy(f"last={syncs}"))
-        made = plan_removals(survey(self.job.root), rules, now=0)
+        made = plan_removals(list_step_infos(self.job.root), rules, now=0)
         remove_steps(self.job.root, made, spool=self.folder / "spool")
 
     def _by_age(self, sort: Kind) -> list[int]:
@@ -200,16 +202,16 @@ class Histories(RuleBasedStateMachine):
         return wanted | {step for kind in KINDS if (step := self._newest(kind)) is not None}
 
     def _resumed_from(self) -> set[int]:
-        run = newest_run(self.job.root)
+        run = find_newest_run(self.job.root)
         return {run.resumed_from} if run else set()
 
     def _pointed_at(self) -> set[int | None]:
-        return {read_iteration(self.job.root, kind) for kind in KINDS}
+        return {read_latest_pointer(self.job.root, kind) for kind in KINDS}
 
     @invariant()
     def the_newest_commit_of_each_kind_loads(self) -> None:
         for kind in KINDS:
-            found = newest(self.job.root, kind)
+            found = find_newest(self.job.root, kind)
             assert (found and found.step) == self._newest(kind)
             if found:
                 states = load_states(self.job.root, found.step, "actor", rank=0, world_size=1)
@@ -217,7 +219,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def what_is_committed_is_whole_and_what_is_claimed_is_there(self) -> None:
-        have = {manifest.step for manifest in committed_steps(self.job.root)}
+        have = {manifest.step for manifest in iter_committed_steps(self.job.root)}
         assert have == set(self.steps)
         assert self.pinned | set(self.leased) <= have
         for step in have:
@@ -226,7 +228,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def the_iteration_files_name_whole_steps(self) -> None:
         for kind in KINDS:
-            named = read_iteration(self.job.root, kind)
+            named = read_latest_pointer(self.job.root, kind)
             if named is not None:
                 assert kind in require_committed(self.job.root, named).kinds
 

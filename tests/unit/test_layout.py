@@ -21,7 +21,7 @@ from trinity_sync.layout import (
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
-from trinity_sync.storage.discovery import committed_steps, newest
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 
 NO_STEPS = ["007", "\u0667", "+7", "-7", "7_0", " 7", "7 ", "7\n", "", "9" * 19, "7.bak", "0x7"]
 
@@ -30,7 +30,7 @@ NO_STEPS = ["007", "\u0667", "+7", "-7", "7_0", " 7", "7 ", "7\n", "", "9" * 19,
 def test_a_step_has_one_name(tmp_path: Path, name: str) -> None:
     shutil.copytree(commit_files(tmp_path, 7), tmp_path / name)
     assert steps_on_disk(tmp_path) == [7]
-    assert len(list(committed_steps(tmp_path))) == 1
+    assert len(list(iter_committed_steps(tmp_path))) == 1
     assert not is_step_folder(name)
     with pytest.raises(ConfigError, match="not of the form"):
         split_role_path(tmp_path / name / "actor")
@@ -49,7 +49,7 @@ def test_what_is_no_folder_is_no_step(tmp_path: Path) -> None:
     (tmp_path / "global_step_9").symlink_to(tmp_path / "gone")
     (tmp_path / "global_step_10").symlink_to("global_step_10")
     assert steps_on_disk(tmp_path) == [7]
-    assert newest(tmp_path).step == 7
+    assert find_newest(tmp_path).step == 7
 
 
 def test_a_manifest_that_is_no_file_hides_no_other_step(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_manifest_that_is_no_file_hides_no_other_step(tmp_path: Path) -> None:
             (step_folder(tmp_path, step) / "manifest.json").unlink()
     (tmp_path / "global_step_8/manifest.json").mkdir()
     (tmp_path / "global_step_9/manifest.json").symlink_to("manifest.json")
-    assert newest(tmp_path).step == 7
+    assert find_newest(tmp_path).step == 7
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
     job.stager().close()
-    assert newest(root).step == 4
+    assert find_newest(root).step == 4
     assert job.spool.root == root
     assert get_job_spool(job.spool.folder, root) == job.spool
     settings = Settings(home=tmp_path / "home")

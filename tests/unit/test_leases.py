@@ -18,8 +18,8 @@ from trinity_sync.storage.leases import (
     LONG_LEASE_S,
     Lease,
     acquire_lease,
+    acquire_removal_lock,
     list_leases,
-    removal_lock,
 )
 from trinity_sync.storage.pins import (
     list_pins,
@@ -65,7 +65,7 @@ def ended_lease(job: Job) -> Lease:
 
 @pytest.mark.parametrize("ttl_s", [math.inf, math.nan, -1.0, 1e12, True, "60"])
 def test_a_lease_of_no_number_of_seconds_is_refused(committed: Job, ttl_s: float) -> None:
-    with pytest.raises(ConfigError, match=r"step 4 of .* a lease of .* s for me .* pin the step"):
+    with pytest.raises(ConfigError, match=r"step 4 of .* for the lease of me; .* pin the step"):
         acquire_lease(committed.root, 4, "me", ttl_s=ttl_s)
     assert list_leases(committed.root) == []
     with acquire_lease(committed.root, 4, "me", ttl_s=1e11):
@@ -118,7 +118,7 @@ def test_a_late_renewal_counts_as_long_as_the_step_is_there(committed: Job) -> N
 
 def test_a_removal_leaves_ended_leases_to_the_next_look(committed: Job) -> None:
     lease = ended_lease(committed)
-    with removal_lock(committed.root):
+    with acquire_removal_lock(committed.root):
         assert list_leases(committed.root) == []
     assert lease.path.exists()
     assert list_leases(committed.root) == []
@@ -205,7 +205,7 @@ def test_a_lease_waits_for_a_removal_and_then_sees_that_the_step_is_gone(committ
         except CommitError as error:
             answers.append(error)
 
-    with removal_lock(committed.root):
+    with acquire_removal_lock(committed.root):
         reader = threading.Thread(target=read)
         reader.start()
         (committed.root / "global_step_4").rename(committed.root / "removed")

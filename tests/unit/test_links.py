@@ -11,9 +11,9 @@ from tests.unit.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.retention.planner import Removal, Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import LINKED, remove_steps, survey
+from trinity_sync.retention.prune import LINKED, list_step_infos, remove_steps
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import pin
@@ -41,7 +41,7 @@ def move_away(folder: Path, elsewhere: Path) -> Path:
 
 def prune(root: Path) -> Removal:
     last = parse_policy("last=1")
-    return remove_steps(root, plan_removals(survey(root), Rules(last, last), now=2e9))
+    return remove_steps(root, plan_removals(list_step_infos(root), Rules(last, last), now=2e9))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -53,7 +53,7 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
         commit_files(tmp_path, step, nbytes=WORTHWHILE)
     there = move_away(step_folder(tmp_path, 2), elsewhere)
     before = content(there)
-    made = plan_removals(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_removals(list_step_infos(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
     assert {each.step: why for each, why in made.kept}[2] == LINKED
     assert [each.step for each in prune(tmp_path).removed] == [1, 3]
     assert steps_on_disk(tmp_path) == [2, 4]
@@ -64,7 +64,7 @@ def test_retention_leaves_the_link_and_removes_the_others(tmp_path: Path, elsewh
 def test_a_step_that_is_linked_after_the_plan_is_spared(tmp_path: Path, elsewhere: Path) -> None:
     for step in (1, 2):
         commit_files(tmp_path, step)
-    made = plan_removals(survey(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
+    made = plan_removals(list_step_infos(tmp_path), Rules(*[parse_policy("last=1")] * 2), now=2e9)
     move_away(step_folder(tmp_path, 1), elsewhere)
     done = remove_steps(tmp_path, made)
     assert [why for _, why in done.spared] == [LINKED]
@@ -142,7 +142,7 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     for step in (1, 2):
         save(job, step, float(step))
     move_away(step_folder(job.root, 2), elsewhere)
-    assert newest(job.root).step == 2
+    assert find_newest(job.root).step == 2
     assert weights(job, 2) == 2.0
     pin(job.root, 2)
     acquire_lease(job.root, 2, "reader").release()
@@ -166,7 +166,7 @@ def test_a_rewind_sets_the_link_aside_and_renamed_back_it_counts_again(
     there = move_away(step_folder(job.root, 2), elsewhere)
     before = content(there)
     done = rewind(job.root, 1)
-    assert (done.quarantined, newest(job.root).step) == ((2,), 1)
+    assert (done.quarantined, find_newest(job.root).step) == ((2,), 1)
     assert content(there) == before
     step_folder(done.folder, 2).rename(step_folder(job.root, 2))
     assert require_committed(job.root, 2).step == 2
@@ -177,6 +177,6 @@ def test_a_root_that_is_a_link_is_the_root_that_it_leads_to(job: Job, tmp_path: 
     link.symlink_to(job.root)
     for step in (1, 2, 3):
         save(job, step, float(step))
-    assert newest(link).step == 3
+    assert find_newest(link).step == 3
     assert [each.step for each in prune(link).removed] == [1, 2]
     assert steps_on_disk(job.root) == [3]

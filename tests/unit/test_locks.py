@@ -21,14 +21,14 @@ from tests.unit.restricted import restricted
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs import locks
-from trinity_sync.fs.locks import LockFile, file_lock, file_lock_if_free, one_change_at_a_time
+from trinity_sync.fs.locks import LockFile, acquire_commit_lock, file_lock, file_lock_if_free
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
-from trinity_sync.storage.leases import acquire_lease, list_leases, removal_lock
+from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
 
 SOMEBODY = 12345
@@ -160,7 +160,7 @@ TAKE = {
     "a lock file": "held.enter_context(file_lock(path))",
     "a slot that is filled": "slot = Slot(path); slot.image(9); assert slot.try_lock()",
     "a slot that is read": "content = held.enter_context(locked(path))",
-    "an image that is restored": "content = map_open(held.enter_context(slot_lock.held(path)), 9)",
+    "an image that is restored": "content = map_fd(held.enter_context(slot_lock.held(path)), 9)",
 }
 
 
@@ -181,7 +181,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         from trinity_sync.snapshot.slot_lock import lock_slot
         from trinity_sync.snapshot.slot import Slot
         from trinity_sync.fs.locks import file_lock
-        from trinity_sync.fs.direct_io import map_open
+        from trinity_sync.fs.direct_io import map_fd
         path, held = Path(sys.argv[1]), ExitStack()
         exec(sys.argv[2])
         if sys.argv[3] == "started":
@@ -358,7 +358,7 @@ def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
     monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
     for step in (1, 2):
         commit_files(job.root, step)
-    made = plan_removals(survey(job.root), Rules(LastN(1), All()), now=0)
+    made = plan_removals(list_step_infos(job.root), Rules(LastN(1), All()), now=0)
     assert [each.step for each in made.removed] == [1]
     with running(HOLD, job.root / ".trinity_sync/removal.lock", "shared") as hangs:
         with pytest.raises(LockTimeoutError, match=f"removal.lock .* process {hangs.pid} "):
@@ -479,10 +479,10 @@ def test_who_may_only_read_a_root_holds_nothing_up(
     os.umask(0o022)
     job.stage(1, {"model": {"w": torch.ones(3)}}, strategy="single_thread")
     job.commit(1)
-    with one_change_at_a_time(job.root), removal_lock(job.root):
+    with acquire_commit_lock(job.root), acquire_removal_lock(job.root):
         pass
     metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
-    remove_steps(job.root, plan_removals(survey(job.root), Rules(LastN(1), All()), now=0))
+    remove_steps(job.root, plan_removals(list_step_infos(job.root), Rules(LastN(1), All()), now=0))
     locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
     assert {"commit.lock", "removal.lock", "writing.lock", "lock"} <= {path.name for path in locks}
 

@@ -13,7 +13,7 @@ from benchmarks.databases import Database, PostgreSQL, SQLite
 from benchmarks.multiplied import ROWS, Saves, multiply_steps
 from tests.postgres import Postgres
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 
 RUN, STATE, EVENT = "0198c1d0-0000-7000-8000-000000000001", str(uuid.uuid4()), str(uuid.uuid4())
@@ -105,8 +105,8 @@ def test_copied_steps_are_committed_ones(tmp_path: Path) -> None:
     record = FileRecord("actor/model.pt", len(content), "digest", "actor", "model", 0, 1)
     write_manifest(tmp_path, Manifest("job", 1, 9, ("checkpoint",), (record,), (), 9000.0))
     multiply_steps(tmp_path, 9, range(1, 4), 100.0)
-    assert [m.step for m in committed_steps(tmp_path)] == [1, 2, 3, 9]
-    assert require_committed(tmp_path, 2).file("actor/model.pt") == record
+    assert [m.step for m in iter_committed_steps(tmp_path)] == [1, 2, 3, 9]
+    assert require_committed(tmp_path, 2).find_file("actor/model.pt") == record
     oldest = read_manifest(tmp_path, 1)
     assert oldest
     assert oldest.committed_at == 8200.0

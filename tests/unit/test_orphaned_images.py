@@ -14,7 +14,7 @@ from tests.unit.job import Job
 from trinity_sync.orchestration.recovery.images import allow_eviction, find_orphaned_saves
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
 
@@ -59,11 +59,11 @@ def mark(job: Job, step: int) -> Path:
 
 def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
-    assert read_iteration(job.root, "checkpoint") is None
+    assert read_latest_pointer(job.root, "checkpoint") is None
     assert not mark(job, 5).exists()
     assert find_orphaned_steps(job) == []
-    assert read_iteration(job.root, "checkpoint") == 5
-    assert read_iteration(job.root, "state_dict") == 5
+    assert read_latest_pointer(job.root, "checkpoint") == 5
+    assert read_latest_pointer(job.root, "state_dict") == 5
     assert mark(job, 5).exists()
     assert job.spool.tickets() == ([], [])
 
@@ -100,7 +100,7 @@ def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     job.stage(6, {"model": {"w": torch.ones(10)}})
     job.commit(6)
     assert find_orphaned_steps(job) == []
-    assert read_iteration(job.root, "checkpoint") == 6
+    assert read_latest_pointer(job.root, "checkpoint") == 6
     assert job.spool.tickets() == ([], [])
 
 
@@ -111,7 +111,7 @@ def test_a_commit_that_died_and_was_left_behind_is_not_pointed_at(job: Job) -> N
     commit_and_die_after_the_manifest(job, 5)
     open_run(job.root, "second", 4)
     assert find_orphaned_steps(job) == []
-    assert read_iteration(job.root, "checkpoint") == 4
+    assert read_latest_pointer(job.root, "checkpoint") == 4
     assert job.spool.tickets() == ([], [])
 
 
@@ -122,7 +122,7 @@ def test_a_commit_that_cannot_be_finished_leaves_the_others_alone(job: Job) -> N
     assert find_orphaned_steps(job) == [6]
     (job.root / "latest_state_dict_iteration.txt").rmdir()
     assert find_orphaned_steps(job) == [6]
-    assert read_iteration(job.root, "state_dict") == 5
+    assert read_latest_pointer(job.root, "state_dict") == 5
 
 
 def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_once(

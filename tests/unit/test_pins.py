@@ -9,10 +9,10 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.pins import (
     list_pins,
+    list_steps_in_use,
     list_tags,
     pin,
     resolve_step,
-    steps_in_use,
     tag,
     unpin,
 )
@@ -37,13 +37,13 @@ def test_a_tag_names_a_step_and_keeps_it_until_it_is_removed(committed: Job) -> 
     pin(committed.root, 4)
     tag(committed.root, 4, "best", "reward 0.9")
     tag(committed.root, 4, "paper-v1")
-    assert steps_in_use(committed.root) == {
+    assert list_steps_in_use(committed.root) == {
         4: ["pinned", "tagged best: reward 0.9", "tagged paper-v1"]
     }
     assert resolve_step(committed.root, "paper-v1") == resolve_step(committed.root, "4") == 4
     assert unpin(committed.root, 4)
     assert unpin(committed.root, "best")
-    assert steps_in_use(committed.root) == {4: ["tagged paper-v1"]}
+    assert list_steps_in_use(committed.root) == {4: ["tagged paper-v1"]}
     with pytest.raises(ConfigError, match=r"'best' is neither .* \(tags: paper-v1\)"):
         resolve_step(committed.root, "best")
 
@@ -81,11 +81,11 @@ def test_a_torn_tag_is_an_error_until_it_is_set_again_or_removed(committed: Job)
         lambda: unpin(committed.root, "best"),
     ):
         (committed.root / ".trinity_sync/pins/best.json").write_text('{"st')
-        with pytest.raises(CommitError, match="the step that it keeps is unknown"):
-            steps_in_use(committed.root)
+        with pytest.raises(CommitError, match="the step of the tag is unknown"):
+            list_steps_in_use(committed.root)
         assert resolve_step(committed.root, "good") == 4
         mend()
-        assert steps_in_use(committed.root)
+        assert list_steps_in_use(committed.root)
 
 
 def test_a_tag_is_at_a_step_at_every_instant_while_it_moves(committed: Job) -> None:

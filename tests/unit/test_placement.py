@@ -28,7 +28,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.late_images import free_committed_slots
-from trinity_sync.storage.manifest import read_own_manifest
+from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import (
     NodeRanks,
@@ -134,14 +134,14 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
     write_placement(root, 1, "key", "actor", [NodeRanks("a", "/s", (0,))])
-    with pytest.raises(MissingShardsError, match=r"role critic has handed nothing over in run 1"):
+    with pytest.raises(MissingShardsError, match=r"role critic has submitted nothing in run 1"):
         await_node_shards(save_of(root, "key", "actor", "critic"), gather_s=0)
     assert read_placement(root, 1, "another life of the root", "actor") is None
     (file,) = root.glob(".trinity_sync/placements/*")
     file.write_text("{")
     with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
         read_placement(root, 1, "key", "actor")
-    with pytest.raises(SaveError, match="is gone; make it and retry"):
+    with pytest.raises(SaveError, match="is missing; create it and retry"):
         await_node_shards(save_of(root / "gone", "key", "actor"), gather_s=0)
 
 
@@ -175,7 +175,7 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
         save = two_nodes[0].save(4, run=1)
         commit(save, persist(share, save, "model", WriteOptions()))
         open_run(root, "two", 0)
-    before = read_own_manifest(root, 1, 4)
+    before = read_run_manifest(root, 1, 4)
     for rank in range(4):
         two_nodes[rank // 2].stage(4, MODEL, rank=rank, run=run)
     save = two_nodes[0].save(4, run=run)
@@ -185,11 +185,13 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
         for file in persist(share, save, "model", WriteOptions())
     ]
     Path(written[2].temporary).rename(root / "on the disk of node b")
-    named = r"model_world_size_4_rank_2\.pt, which node b wrote, is not in the root"
+    named = (
+        r"model_world_size_4_rank_2\.pt, which node b wrote, is missing on the node of the commit"
+    )
     with pytest.raises(SaveError, match=named):
         commit(save, written)
-    assert read_own_manifest(root, 1, 4) == before
-    assert read_own_manifest(root, 2, 4) is None
+    assert read_run_manifest(root, 1, 4) == before
+    assert read_run_manifest(root, 2, 4) is None
 
 
 def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:
@@ -259,7 +261,7 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     assert request.components == ()
     (share,) = await_node_shards(request.save, gather_s=0)
     part = persist_component(request, None, share, True)
-    manifest = commit(make_save(request), part.written, part.receipts)
+    manifest = commit(make_save(request), part.written, part.statuses)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]
     saves.save_async("part", fail, 5)
     with pytest.raises(SaveError, match=r"'part' of rank 0 failed: .*no adapter to save"):
@@ -307,7 +309,7 @@ def test_a_save_waits_for_a_rank_that_is_behind(two_nodes: list[Job]) -> None:
     job.stage(2, MODEL, rank=2)
     job.stage(3, MODEL, rank=2)
     share = NodeShards("b", str(job.spool.folder), {"actor": (2, 3)})
-    with pytest.raises(MissingShardsError, match=r"rank 3 was not handed over on node b within"):
+    with pytest.raises(MissingShardsError, match=r"rank 3 was not submitted on node b within"):
         persist(share, job.save(2), "model", WriteOptions(gather_s=0.05))
 
 

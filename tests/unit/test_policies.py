@@ -54,7 +54,7 @@ def test_the_best_are_kept_and_those_that_wait_for_their_metric(
 
 
 def test_a_metric_that_no_step_has_is_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"no step has the metric 'rewrd' \(there are: loss, re"):
+    with pytest.raises(ConfigError, match=r"no step has the metric 'rewrd' \(known: loss, re"):
         kept("best=1:rewrd:max", [info(1, metrics={"reward": 1, "loss": 2})])
     assert kept("best=1:reward:max", []) == []
 
@@ -105,7 +105,7 @@ def test_the_short_form_comes_back_as_it_was(text: str) -> None:
     ],
 )
 def test_a_word_that_is_not_understood_is_a_sentence(text: str, word: str) -> None:
-    with pytest.raises(ConfigError, match="is not understood") as error:
+    with pytest.raises(ConfigError, match="is unknown") as error:
         parse_policy(text)
     assert word in str(error.value)
     assert "best=2:reward:max" in str(error.value)

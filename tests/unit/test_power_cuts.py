@@ -25,22 +25,22 @@ from tests.unit.powercut import Disk, Recording, after, cuts
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.fs import atomic, create, direct_io
-from trinity_sync.fs.direct_io import digest_of
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins, replace
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark
-from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS
-from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.pins import list_pins, pin, tag, unpin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run
 
 OTHERS = float(os.environ.get("POWER_CUTS", "0.34"))
 Commit = tuple[int, int, tuple[str, ...]]
@@ -63,23 +63,23 @@ class View:
 
 def view(root: Path) -> View:
     steps, torn = {}, []
-    for manifest in committed_steps(root):
+    for manifest in iter_committed_steps(root):
         try:
             require_committed(root, manifest.step)
         except CommitError:
             continue
         folder = step_folder(root, manifest.step)
-        wrong = [r.path for r in manifest.files if digest_of(folder / r.path) != r.digest]
+        wrong = [r.path for r in manifest.files if digest_cached_file(folder / r.path) != r.digest]
         torn += [f"step {manifest.step}: {path}" for path in wrong]
         digests = tuple(record.digest for record in manifest.files)
         steps[manifest.step] = manifest.run, manifest.step, digests
-    found = {kind: newest(root, kind) for kind in KINDS}
-    last = newest_run(root)
+    found = {kind: find_newest(root, kind) for kind in KINDS}
+    last = find_newest_run(root)
     return View(
         tuple((kind, m and steps[m.step]) for kind, m in found.items()),
         frozenset(steps.values()),
         tuple(torn),
-        tuple(read_iteration(root, kind) for kind in KINDS),
+        tuple(read_latest_pointer(root, kind) for kind in KINDS),
         frozenset((each.step, each.name) for each in list_pins(root)),
         last.number if last else 0,
     )
@@ -96,7 +96,7 @@ def save(job: Job, step: int, value: float, *, kind: Kind = "checkpoint", run: i
 
 def prune(job: Job) -> None:
     rules = Rules(parse_policy("last=1"), parse_policy("last=1"))
-    remove_steps(job.root, plan_removals(survey(job.root), rules, now=0))
+    remove_steps(job.root, plan_removals(list_step_infos(job.root), rules, now=0))
 
 
 def a_whole_life(job: Job) -> Iterator[str]:
@@ -128,11 +128,11 @@ def a_whole_life(job: Job) -> Iterator[str]:
     unpin(root, 1)
     unpin(root, "good")
     yield "the pins were taken back"
-    with one_change_at_a_time(root):
+    with acquire_commit_lock(root):
         mark_corrupted(root, 4, Corruption({"actor/x.pt": "is missing"}, 0.0))
         repair_latest_pointer(root, "checkpoint")
     yield "step 4 was found corrupted"
-    with one_change_at_a_time(root):
+    with acquire_commit_lock(root):
         remove_mark(root / "global_step_4")
         repair_latest_pointer(root, "checkpoint")
     yield "step 4 was restored"
@@ -228,7 +228,8 @@ class Checker:
             assert all(
                 kind in require_committed(root, step).kinds
                 for kind in KINDS
-                if (step := read_iteration(root, kind)) is not None and dict(mended.newest)[kind]
+                if (step := read_latest_pointer(root, kind)) is not None
+                and dict(mended.newest)[kind]
             )
             if not mended.torn:
                 self._can_go_on(root, mended)
@@ -245,7 +246,7 @@ class Checker:
         if commit:
             load_states(root, commit[1], "actor")
         commit_files(root, 99, run=mended.run or 1)
-        assert newest(root).step == read_iteration(root, "checkpoint") == 99
+        assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 99
 
 
 def problems_of(folder: Path, life: Callable[[Job], Iterator[str]]) -> str:

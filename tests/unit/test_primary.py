@@ -21,21 +21,21 @@ from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import prune_remote, send, send_missing
+from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import NOT_SENT, remove_steps, survey
+from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, remove_steps
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.required_remote import is_sent, required_remote_of
+from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 from trinity_sync.storage.rewind import rewind
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -79,14 +79,14 @@ class Machine:
         """What the flow of a save does."""
         saves.save(step, {"model": state(step)})
         job = Job(saves.root, saves.spool)
-        run = newest_run(saves.root)
+        run = find_newest_run(saves.root)
         assert run
         written = job.persist(step, run=run.number)
         save = job.save(step, run=run.number)
         commit(save, written)
         free_committed_slots(saves.spool, save, written)
         if sent:
-            send(saves.root, self.url, step)
+            replicate_required(saves.root, self.url, step)
 
 
 Make = Callable[..., Machine]
@@ -121,7 +121,11 @@ def test_a_fresh_machine_goes_on_from_the_newest_step_in_the_store(
     assert latest == step_folder(resumed.root, 2)
     assert torch.equal(resumed.load(2)["model"]["w"], state(2)["w"])
     second.commit(resumed, 3)
-    assert [step.manifest.run for step in Remote(first.url).steps() if step.manifest] == [1, 1, 2]
+    assert [step.manifest.run for step in Remote(first.url).list_steps() if step.manifest] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
@@ -133,7 +137,7 @@ def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
     one.commit(saves, 2, sent=False)
     again = one.start("second", load=False)
     assert again.latest() == step_folder(again.root, 2)
-    assert [step.step for step in Remote(one.url).steps()] == [1]
+    assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
 def test_a_machine_that_comes_back_takes_what_a_later_run_made_of_its_steps(
@@ -148,7 +152,7 @@ def test_a_machine_that_comes_back_takes_what_a_later_run_made_of_its_steps(
     back = first.start("three", load=False)
     manifest = read_manifest(back.root, 2)
     assert manifest
-    assert (manifest.run, newest(back.root)) == (2, manifest)
+    assert (manifest.run, find_newest(back.root)) == (2, manifest)
     assert not list((back.root / ".trinity_sync/fetching").iterdir())
 
 
@@ -162,9 +166,9 @@ def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused
     second.commit(new, 2)
     with pytest.raises(SupersededError, match=r"run 2 at file://.* resumed from step 1"):
         first.commit(old, 2)
-    with pytest.raises(SupersededError, match=r"run 2 at file://.* is another training's"):
+    with pytest.raises(SupersededError, match=r"run 2 at file://.* belongs to another training"):
         third.commit(other, 2)
-    there = Remote(first.url).step(2)
+    there = Remote(first.url).read_step(2)
     assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
 
 
@@ -175,20 +179,20 @@ def test_of_two_that_commit_the_same_step_at_once_one_does(
     s3 = kind == "s3"
     where = f"s3://{request.getfixturevalue('bucket')}" if s3 else f"file://{tmp_path}"
     remote = Remote(f"{where}/job")
-    assert remote.create(4, "manifest.json", b"mine")
-    assert not remote.create(4, "manifest.json", b"theirs")
-    assert remote.read(4, "manifest.json") == b"mine"
-    assert remote.writes_once()
+    assert remote.create_file(4, "manifest.json", b"mine")
+    assert not remote.create_file(4, "manifest.json", b"theirs")
+    assert remote.read_file(4, "manifest.json") == b"mine"
+    assert remote.supports_exclusive_create()
 
 
 def test_what_is_to_be_written_once_is_whole_or_absent_in_a_full_folder(small_disk: Path) -> None:
     remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
-    remote.write(3, "in the way", content)
+    remote.write_file(3, "in the way", content)
     with pytest.raises(RemoteError, match="No space left"):
-        remote.create(4, "manifest.json", content)
-    assert remote.read(4, "manifest.json") is None
+        remote.create_file(4, "manifest.json", content)
+    assert remote.read_file(4, "manifest.json") is None
     (small_disk / "job/global_step_3/in the way").unlink()
-    assert remote.create(4, "manifest.json", content)
+    assert remote.create_file(4, "manifest.json", content)
 
 
 def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
@@ -198,12 +202,12 @@ def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
     saves = first.start("one")
     for step in (1, 2):
         first.commit(saves, step)
-    whole = Remote(first.url).read(2, SHARD)
+    whole = Remote(first.url).read_file(2, SHARD)
     assert whole
-    Remote(first.url).write(2, SHARD, bytes(len(whole)))
+    Remote(first.url).write_file(2, SHARD, bytes(len(whole)))
     resumed = machine("second").start("two")
     assert resumed.latest() == step_folder(resumed.root, 1)
-    assert "the step before is taken" in caplog.text
+    assert "using the step before" in caplog.text
 
 
 def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
@@ -255,12 +259,15 @@ def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
         one.commit(saves, step, sent=False)
     one.commit(saves, 3)
     rules = Rules(LastN(1), All())
-    made = plan_removals(survey(saves.root), rules, time.time())
-    assert [(kept.step, why) for kept, why in made.kept][:2] == [(1, NOT_SENT), (2, NOT_SENT)]
-    assert send_missing(saves.root, one.url) == [1, 2]
-    made = plan_removals(survey(saves.root), rules, time.time())
+    made = plan_removals(list_step_infos(saves.root), rules, time.time())
+    assert [(kept.step, why) for kept, why in made.kept][:2] == [
+        (1, NOT_REPLICATED),
+        (2, NOT_REPLICATED),
+    ]
+    assert replicate_missing(saves.root, one.url) == [1, 2]
+    made = plan_removals(list_step_infos(saves.root), rules, time.time())
     assert [step.step for step in remove_steps(saves.root, made).removed] == [1, 2]
-    assert [step.state for step in Remote(one.url).steps()] == ["valid"] * 3
+    assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
 def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pinned_one(
@@ -275,7 +282,7 @@ def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pi
     assert prune_remote(saves.root, one.url, "last=1", 0) == (1, 3)
     with pytest.raises(ConfigError, match="no metrics"):
         prune_remote(saves.root, one.url, "last=1,best=1:reward:max", 0)
-    assert [step.step for step in Remote(one.url).steps()] == [2, 4]
+    assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]
     other = machine("other").start("second", load=False)
     assert prune_remote(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
 
@@ -288,7 +295,7 @@ def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
     settings = Settings(spool=saves.settings.spool, home=one.folder)
     again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
     one.closing.callback(again.close, timeout=0)
-    assert required_remote_of(again.root) == one.url
+    assert read_required_remote(again.root) == one.url
     with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
         rewind(again.root, 1)
 
@@ -302,7 +309,7 @@ def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
     found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["store"].state, "TRINITY_SYNC_REMOTE" in found["store"].found) == ("fail", True)
     again = one.start("second")
-    assert required_remote_of(again.root) == one.url
+    assert read_required_remote(again.root) == one.url
 
 
 def test_a_training_does_not_begin_without_its_store(
@@ -333,11 +340,11 @@ def test_a_job_that_had_no_store_gets_one_with_its_next_start(
     job.commit(1)
     manifest = read_manifest(root, 1)
     assert manifest
-    assert is_sent(root, manifest)  # there is none
+    assert is_replicated(root, manifest)  # there is none
     saves = one.start("first")
-    assert not is_sent(root, manifest)
+    assert not is_replicated(root, manifest)
     one.commit(saves, 2)
-    assert send_missing(root, one.url) == [1]
+    assert replicate_missing(root, one.url) == [1]
     for stager in job.stagers.values():
         stager.close()
 
@@ -353,9 +360,9 @@ def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
     found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
     assert "step 1 is valid" in run(app, ["verify", one.url]).output
-    content = Remote(one.url).read(1, SHARD)
+    content = Remote(one.url).read_file(1, SHARD)
     assert content
-    Remote(one.url).write(1, SHARD, bytes(len(content)))
+    Remote(one.url).write_file(1, SHARD, bytes(len(content)))
     found = run(app, ["verify", one.url, "--step", "1"])
     assert (found.exit_code, f"step 1 is corrupted: {SHARD} has other bytes" in found.output) == (
         1,

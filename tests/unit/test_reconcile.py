@@ -26,7 +26,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.gc import Finding, remove_temporaries
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.save import mark_failed
 
@@ -82,7 +82,7 @@ def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
     shutil.rmtree(step_folder(job.root, 1))
     assert run(job, settings) == []
     (found,) = run(job, settings, later_s=LATER_S)
-    assert (found.what, found.state) == ("exports of step 1", "mended")
+    assert (found.what, found.state) == ("exports of step 1", "repaired")
     assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
 
 
@@ -105,9 +105,13 @@ def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Setting
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")
     (job.root / "latest_state_dict_iteration.txt").write_text("")
     mended = run(job, settings)
-    assert [finding.state for finding in mended] == ["mended", "mended"]
+    assert [finding.state for finding in mended] == ["repaired", "repaired"]
     assert "named step 1, names step 2 now" in mended[0].why
-    assert read_iteration(job.root, "checkpoint") == read_iteration(job.root, "state_dict") == 2
+    assert (
+        read_latest_pointer(job.root, "checkpoint")
+        == read_latest_pointer(job.root, "state_dict")
+        == 2
+    )
     assert run(job, settings) == []
 
 
@@ -117,7 +121,7 @@ def test_a_pointer_at_a_removed_step_moves_to_the_newest_that_is_left(
     save(job, 1, 2)
     shutil.rmtree(step_folder(job.root, 2))
     run(job, settings)
-    assert read_iteration(job.root, "checkpoint") == 1
+    assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
@@ -127,7 +131,7 @@ def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
     (step_folder(job.root, 9) / "actor").mkdir(parents=True)
     (job.root / "latest_checkpointed_iteration.txt").write_text("9")
     assert run(job, settings) == []
-    assert read_iteration(job.root, "checkpoint") == 9
+    assert read_latest_pointer(job.root, "checkpoint") == 9
 
 
 def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Settings) -> None:
@@ -143,7 +147,7 @@ def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: S
     register_job(settings, job.root)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     assert len(repair_known_roots(settings)) == 1
-    assert read_iteration(job.root, "checkpoint") == 1
+    assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_temporary_files_go_once_nobody_can_need_them(job: Job, settings: Settings) -> None:
@@ -159,7 +163,7 @@ def test_temporary_files_go_once_nobody_can_need_them(job: Job, settings: Settin
     assert remove(before=temporary.stat().st_mtime - 1) == []
     assert [finding.state for finding in remove(busy=None)] == ["left"]
     assert temporary.exists()
-    assert [finding.state for finding in remove(busy={4})] == ["mended"]
+    assert [finding.state for finding in remove(busy={4})] == ["repaired"]
     assert not temporary.exists()
 
 
@@ -170,7 +174,7 @@ def test_temporary_files_are_left_while_no_server_can_be_asked(
     assert run(job, settings) == []
     (finding,) = run(job, settings, later_s=LATER_S)
     assert (finding.state, temporary.exists()) == ("left", True)
-    assert "cannot be asked" in finding.why
+    assert "does not answer" in finding.why
 
 
 def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:
@@ -179,7 +183,7 @@ def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> N
     shutil.copytree(step_folder(job.root, 1), left)
     trash = job.root / ".trinity_sync/trash/global_step_0.x"
     shutil.copytree(step_folder(job.root, 1), trash)
-    assert [finding.state for finding in run(job, settings)] == ["mended", "mended"]
+    assert [finding.state for finding in run(job, settings)] == ["repaired", "repaired"]
     assert not left.exists()
     assert not trash.exists()
     require_committed(job.root, 1)
@@ -238,12 +242,12 @@ def test_memory_of_a_job_that_is_gone_is_given_back(
     slot.image(1 << 20)
     other.rmdir()
     (finding,) = run(job, settings, later_s=LATER_S)
-    assert (finding.state, finding.why) == ("left", "a process still has it open")
+    assert (finding.state, finding.why) == ("left", "a process has it open")
     slot.close(remove=False)
     assert run(job, settings) == []  # it is too young
     (finding,) = run(job, settings, later_s=LATER_S)
-    assert finding.state == "mended"
-    assert "bytes of memory are free again" in finding.why
+    assert finding.state == "repaired"
+    assert "bytes of memory freed" in finding.why
     assert not spool.folder.exists()
     assert job.spool.folder.exists()
 
@@ -255,7 +259,7 @@ def test_memory_with_a_sealed_image_is_left_and_named(
     job.root.rename(tmp_path / "away")
     (finding,) = run(job, settings, later_s=LATER_S)
     assert (finding.state, len(job.spool.tickets()[0])) == ("left", 1)
-    assert "1 images wait in it" in finding.why
+    assert "it has 1 unsaved images" in finding.why
 
 
 def test_temporary_files_of_small_records_go_and_those_of_others_stay(
@@ -311,13 +315,13 @@ def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     found = asyncio.run(reconcile(settings, [other, job.root], None))
     assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
-    assert read_iteration(job.root, "checkpoint") == 1
+    assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
 def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: Settings) -> None:
     save(job, 1, 2)
     (found,) = asyncio.run(reconcile(settings, [job.root], None))
-    assert (found.what, found.state) == ("catalog", "mended")
+    assert (found.what, found.state) == ("catalog", "repaired")
     assert "lacks 2 steps" in found.why
     with open_catalog(get_catalog_url(settings)) as engine:
         assert differences(engine, job.root) == []
@@ -334,7 +338,7 @@ def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settin
         with pytest.raises(CatalogError, match=r"corrupted: .* catalog rebuild ROOT"):
             differences(engine, job.root)
         (found,) = asyncio.run(reconcile(settings, [job.root], None))
-        assert (found.what, found.state) == ("catalog", "mended")
+        assert (found.what, found.state) == ("catalog", "repaired")
         assert differences(engine, job.root) == []
 
 
@@ -344,7 +348,7 @@ def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings:
     away = settings.model_copy(update={"catalog_url": "sqlite:////proc/nowhere/catalog.db"})
     found = asyncio.run(reconcile(away, [job.root], None))
     assert [(each.what, each.state) for each in found] == [
-        ("latest_checkpointed_iteration.txt", "mended"),
+        ("latest_checkpointed_iteration.txt", "repaired"),
         ("catalog", "left"),
     ]
 
@@ -370,7 +374,7 @@ def test_files_are_mended_though_the_server_does_not_take_the_login(
         found = run_with(url, job, settings)
     assert [(each.what, each.state) for each in found] == [
         ("runs", "left"),
-        ("latest_checkpointed_iteration.txt", "mended"),
+        ("latest_checkpointed_iteration.txt", "repaired"),
         (str(temporary.relative_to(job.root)), "left"),
     ]
     assert "401 Unauthorized" in found[0].why
@@ -388,6 +392,6 @@ def test_images_wait_and_files_are_mended_though_nothing_is_deployed(
         found = run_with(url, job, settings)
     assert [(each.what, each.state) for each in found] == [
         ("save actor step 2", "left"),
-        ("latest_checkpointed_iteration.txt", "mended"),
+        ("latest_checkpointed_iteration.txt", "repaired"),
     ]
     assert "run: trinity-sync deploy" in found[0].why

@@ -29,29 +29,29 @@ from trinity_sync.errors import (
     SupersededError,
     TicketError,
 )
-from trinity_sync.fs.records import digest_of_body
+from trinity_sync.fs.records import digest_body
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.slot_cache import read_cached_file
 from trinity_sync.snapshot.ticket import read_ticket
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, read_corruption
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.export_requests import (
     ExportRequest,
     list_export_requests,
-    steps_awaiting_export,
+    list_steps_awaiting_export,
     write_export_request,
 )
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
-from trinity_sync.storage.pins import list_pins, pin, steps_in_use, tag
+from trinity_sync.storage.pins import list_pins, list_steps_in_use, pin, tag
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.required_remote import (
-    is_sent,
-    note_sent,
-    required_remote_of,
+    is_replicated,
+    read_required_remote,
+    record_replicated,
     write_required_remote,
 )
 from trinity_sync.storage.runs import list_runs, open_run, refuse_superseded
@@ -85,7 +85,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     write_export_request(root, ExportRequest(1, 1, "actor"))
     write_metrics(root, 1, 1, {"reward": 0.5})
     write_required_remote(root, "file:///copies")
-    note_sent(root, "file:///copies", manifest)
+    record_replicated(root, "file:///copies", manifest)
     step = step_folder(root, 1)
     slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
     with acquire_lease(root, 1, "reader") as lease:
@@ -94,7 +94,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
         yield {
             "manifest": Kind(
                 step / "manifest.json",
-                lambda: (read_manifest(root, 1), newest(root))[0],
+                lambda: (read_manifest(root, 1), find_newest(root))[0],
                 (CommitError,),
             ),
             "run": Kind(
@@ -104,7 +104,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             ),
             "pin": Kind(private / "pins/1.json", lambda: list_pins(root)),
             "tag": Kind(private / "pins/good.json", lambda: list_pins(root), (CommitError,)),
-            "lease": Kind(lease.path, lambda: (list_leases(root), steps_in_use(root))[0]),
+            "lease": Kind(lease.path, lambda: (list_leases(root), list_steps_in_use(root))[0]),
             "ticket": Kind(ticket, lambda: read_ticket(slots[ticket]), (TicketError,)),
             "receipt": Kind(
                 next(job.spool.receipts.iterdir()),
@@ -126,11 +126,13 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 lambda: (
                     list_export_requests(root),
                     list_export_requests(root, step=1),
-                    steps_awaiting_export(root),
+                    list_steps_awaiting_export(root),
                 )[0],
             ),
-            "store": Kind(private / "store.json", lambda: required_remote_of(root), (CommitError,)),
-            "stored": Kind(private / "stored/1.json", lambda: is_sent(root, manifest)),
+            "store": Kind(
+                private / "store.json", lambda: read_required_remote(root), (CommitError,)
+            ),
+            "stored": Kind(private / "stored/1.json", lambda: is_replicated(root, manifest)),
         }
 
 
@@ -221,7 +223,7 @@ def test_a_record_of_wrong_values_is_none_or_the_error_of_its_reader(
     for _ in range(data.draw(st.integers(1, 2))):
         if body:
             body = changed(body, data)
-    body["digest"] = digest_of_body(body)
+    body["digest"] = digest_body(body)
     try:
         kind.path.write_text(json.dumps(body))
         with suppress(FormatError, *kind.errors):
@@ -277,12 +279,12 @@ def test_a_good_record_is_read(records: dict[str, Kind], name: str) -> None:
 )
 def test_an_iteration_file_that_names_no_step_names_none(job: Job, text: str) -> None:
     (job.root / ITERATION_FILES["checkpoint"]).write_text(text)
-    assert read_iteration(job.root, "checkpoint") is None
+    assert read_latest_pointer(job.root, "checkpoint") is None
 
 
 def test_a_metric_that_no_float_holds_is_refused_and_nan_is_kept(job: Job) -> None:
     log = MetricsLog(job.root)
-    with pytest.raises(ConfigError, match="is no number"):
+    with pytest.raises(ConfigError, match="is not a number"):
         log.record(1, 4, {"reward": 10**400})
     log.record(1, 4, {"loss": float("inf"), "reward": float("nan")})
     log.close()

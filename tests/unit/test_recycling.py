@@ -18,9 +18,9 @@ from tests.unit.job import Job
 from trinity_sync.errors import SaveError
 from trinity_sync.storage.block_reuse import (
     WORTHWHILE,
+    acquire_spare,
     remove_folder,
     remove_spares,
-    take_spare,
 )
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.runs import open_run
@@ -72,22 +72,22 @@ def test_a_smaller_file_is_cut_to_its_size(job: Job) -> None:
 def test_small_files_are_removed(tmp_path: Path, step: Path) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     assert not step.exists()
-    assert take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-    assert not take_spare(tmp_path, tmp_path / "other", WORTHWHILE)
+    assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
 
 
 def test_a_file_that_somebody_reads_stays_as_it_is_for_them(tmp_path: Path, step: Path) -> None:
     with (step / "shard.pt").open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # as torch.load(mmap=True)
     remove_folder(tmp_path, step, keep=PLENTY)
-    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert mapped[:6] == b"oldold"
 
 
 def test_a_file_with_another_name_stays_as_it_is_there(tmp_path: Path, step: Path) -> None:
     os.link(step / "shard.pt", tmp_path / "kept by a backup")
     remove_folder(tmp_path, step, keep=PLENTY)
-    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
 
 
 def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) ->
         (step / "own.pt").write_bytes(b"old" * WORTHWHILE)
         body = partial(remove_folder, tmp_path, step, keep=PLENTY)
         died = in_a_process(body, notes, die_before=die_before) == die_before and step.exists()
-        while take_spare(tmp_path, tmp_path / "next", WORTHWHILE):
+        while acquire_spare(tmp_path, tmp_path / "next", WORTHWHILE):
             (tmp_path / "next").write_bytes(b"new")
         assert committed.read_bytes() == b"good" * WORTHWHILE
         if not died:
@@ -114,7 +114,7 @@ def test_a_spare_that_somebody_links_is_not_taken(tmp_path: Path, step: Path) ->
     remove_folder(tmp_path, step, keep=PLENTY)
     (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
     os.link(spare, tmp_path / "a copy by links")
-    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert not (tmp_path / "one").exists()
 
 
@@ -135,7 +135,7 @@ def test_what_others_put_among_the_spares_is_not_taken(tmp_path: Path, kind: str
             pytest.skip("only root can give files away")
         else:
             os.chown(spare, 12345, 12345)
-    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert not (tmp_path / "one").is_symlink()
     assert not (tmp_path / "one").exists()
 
@@ -146,15 +146,15 @@ def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) 
     (step / "link.pt").symlink_to(elsewhere)
     remove_folder(tmp_path, step, keep=PLENTY)
     assert elsewhere.exists()
-    assert take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-    assert not take_spare(tmp_path, tmp_path / "other", WORTHWHILE)
+    assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
 
 
 def test_spares_take_no_more_room_than_they_may(tmp_path: Path, step: Path) -> None:
     for name in ("second", "third"):
         (step / name).write_bytes(b"old" * WORTHWHILE)
     remove_folder(tmp_path, step, keep=7 * WORTHWHILE)
-    taken = [take_spare(tmp_path, tmp_path / str(n), WORTHWHILE) for n in range(3)]
+    taken = [acquire_spare(tmp_path, tmp_path / str(n), WORTHWHILE) for n in range(3)]
     assert taken == [True, True, False]
 
 
@@ -164,7 +164,9 @@ def test_a_spare_is_taken_by_one_writer_only(tmp_path: Path, step: Path) -> None
     remove_folder(tmp_path, step, keep=PLENTY)
     with ThreadPoolExecutor(8) as writers:
         taken = list(
-            writers.map(lambda n: take_spare(tmp_path, tmp_path / f"t{n}", WORTHWHILE), range(40))
+            writers.map(
+                lambda n: acquire_spare(tmp_path, tmp_path / f"t{n}", WORTHWHILE), range(40)
+            )
         )
     assert sum(taken) == 21
     assert len({path.stat().st_ino for path in tmp_path.glob("t*")}) == 21
@@ -178,7 +180,7 @@ def test_the_best_fitting_spare_is_taken(tmp_path: Path) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     sizes = []
     for number, wanted in enumerate((2, 9, 1)):
-        take_spare(tmp_path, tmp_path / str(number), wanted * WORTHWHILE)
+        acquire_spare(tmp_path, tmp_path / str(number), wanted * WORTHWHILE)
         sizes.append((tmp_path / str(number)).stat().st_size // WORTHWHILE)
     assert sizes == [2, 8, 1]
 
@@ -186,7 +188,7 @@ def test_the_best_fitting_spare_is_taken(tmp_path: Path) -> None:
 def test_removing_spares_gives_their_room_back(tmp_path: Path, step: Path) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     remove_spares(tmp_path)
-    assert not take_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
@@ -215,20 +217,20 @@ def test_who_opens_a_file_that_is_looked_at_sends_no_signal_here(
     look = """
         import signal, subprocess, sys, threading
         from pathlib import Path
-        from trinity_sync.fs.file_lease import is_ours_alone
+        from trinity_sync.fs.file_lease import has_no_other_users
         seen = []
         if sys.argv[3] == "True":
             signal.signal(signal.SIGIO, lambda *_: seen.append(1))
         opener = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
         def look():
             while opener.poll() is None:
-                is_ours_alone(Path(sys.argv[1]))
+                has_no_other_users(Path(sys.argv[1]))
         thread = threading.Thread(target=look)
         thread.start()
         look()
         thread.join()
         assert not seen
-        assert is_ours_alone(Path(sys.argv[1]))
+        assert has_no_other_users(Path(sys.argv[1]))
         sys.exit(opener.returncode)
         """
     meet_leases = """

@@ -21,8 +21,8 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.required import prune_remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_states
@@ -64,16 +64,16 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     job = commit(4)
     done = replicate(job.root, any_url, 4, read_back=True)
     assert (done.uploaded, done.nbytes) == (2, read_manifest(job.root, 4).nbytes)
-    (there,) = Remote(any_url).steps()
+    (there,) = Remote(any_url).list_steps()
     assert (there.manifest, there.state) == (read_manifest(job.root, 4), "valid")
-    assert set(Remote(any_url).sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
+    assert set(Remote(any_url).list_file_sizes(4)) == {file_of(4), file_of(4, "optim"), MANIFEST}
     assert list_leases(job.root) == []
 
     back = tmp_path / "another machine"
     assert fetch(any_url, None, back)[1]
-    assert newest(back) == read_manifest(job.root, 4)
+    assert find_newest(back) == read_manifest(job.root, 4)
     assert torch.equal(load_states(back, 4, "actor")["model"]["w"], state(4)["w"])
-    assert read_iteration(back, "checkpoint") == read_iteration(back, "state_dict") == 4
+    assert read_latest_pointer(back, "checkpoint") == read_latest_pointer(back, "state_dict") == 4
     assert not fetch(any_url, 4, back)[1]
 
 
@@ -87,11 +87,11 @@ KILLED = """
 import os, signal, sys
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
-note = Remote.note_upload
+note = Remote.record_upload
 def note_and_die(self, step, record):
     note(self, step, record)
     os.kill(os.getpid(), signal.SIGKILL)
-Remote.note_upload = note_and_die
+Remote.record_upload = note_and_die
 replicate(sys.argv[1], sys.argv[2], 4, parallel=1)
 """
 
@@ -106,10 +106,12 @@ def test_an_upload_that_was_killed_is_not_committed_and_goes_on_where_it_was(
 ) -> None:
     job = commit(4)
     kill_after_the_first_file(job, any_url)
-    assert [(step.step, step.state) for step in Remote(any_url).steps()] == [(4, "not committed")]
+    assert [(step.step, step.state) for step in Remote(any_url).list_steps()] == [
+        (4, "not committed")
+    ]
     assert replicate(job.root, any_url, 4).uploaded == 1
-    assert Remote(any_url).step(4).state == "valid"
-    assert not any(UPLOADED in name for name in Remote(any_url).sizes(4))
+    assert Remote(any_url).read_step(4).state == "valid"
+    assert not any(UPLOADED in name for name in Remote(any_url).list_file_sizes(4))
 
 
 def test_a_file_that_was_written_over_since_is_sent_again(
@@ -117,8 +119,8 @@ def test_a_file_that_was_written_over_since_is_sent_again(
 ) -> None:
     job = commit(4)
     kill_after_the_first_file(job, any_url)
-    size = read_manifest(job.root, 4).file(file_of(4)).nbytes
-    Remote(any_url).write(4, file_of(4), b"x" * size)
+    size = read_manifest(job.root, 4).find_file(file_of(4)).nbytes
+    Remote(any_url).write_file(4, file_of(4), b"x" * size)
     assert replicate(job.root, any_url, 4).uploaded == 2
 
 
@@ -145,13 +147,13 @@ def test_a_file_that_is_corrupted_here_is_not_copied(commit: Callable[..., Job],
     path.write_bytes(content)
     with pytest.raises(CommitError, match="is corrupted"):
         replicate(job.root, url, 4)
-    assert Remote(url).step(4).state == "not committed"
+    assert Remote(url).read_step(4).state == "not committed"
 
 
 def test_a_step_that_is_not_committed_is_not_copied(job: Job, url: str) -> None:
     with pytest.raises(CommitError, match="is not committed"):
         replicate(job.root, url, 4)
-    assert Remote(url).steps() == []
+    assert Remote(url).list_steps() == []
 
 
 def test_the_newest_copies_stay_and_the_one_just_made(
@@ -162,7 +164,7 @@ def test_the_newest_copies_stay_and_the_one_just_made(
         job = commit(step)
         replicate(job.root, url, step)
     assert replicate(job.root, url, 1, keep_last=2).removed == (2,)
-    assert [step.step for step in Remote(url).steps()] == [1, 3, 4]
+    assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
 
 
 def test_a_corrupted_copy_is_not_committed_here_and_a_good_one_goes_on(
@@ -170,13 +172,13 @@ def test_a_corrupted_copy_is_not_committed_here_and_a_good_one_goes_on(
 ) -> None:
     job = commit(4)
     replicate(job.root, url, 4)
-    good = Remote(url).read(4, file_of(4))
-    Remote(url).write(4, file_of(4), bytes(len(good)))
+    good = Remote(url).read_file(4, file_of(4))
+    Remote(url).write_file(4, file_of(4), bytes(len(good)))
     with pytest.raises(RemoteError, match="is corrupted"):
         fetch(url, 4, tmp_path / "back")
-    assert newest(tmp_path / "back") is None
-    Remote(url).write(4, file_of(4), good)
-    assert fetch(url, 4, tmp_path / "back")[0] == newest(tmp_path / "back")
+    assert find_newest(tmp_path / "back") is None
+    Remote(url).write_file(4, file_of(4), good)
+    assert fetch(url, 4, tmp_path / "back")[0] == find_newest(tmp_path / "back")
 
 
 def test_a_copy_never_takes_the_place_of_another_step(
@@ -248,4 +250,4 @@ def test_copies_in_a_remote_that_is_not_required_go_by_its_policy(
         replicate(job.root, url, step)
     assert prune_remote(job.root, url, "all", 0) == ()
     assert prune_remote(job.root, url, "last=1", 0) == (4,)
-    assert [step.step for step in Remote(url).steps()] == [5]
+    assert [step.step for step in Remote(url).list_steps()] == [5]

@@ -16,7 +16,7 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.direct_io import PIECE, digest_of, read_file
+from trinity_sync.fs.direct_io import PIECE, digest_cached_file, read_file
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_cache import cached_file_path, read_cached_file, write_cached_file
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
@@ -139,7 +139,7 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
         (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=borrow)
     assert restored.source == "disk"
     assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
-    assert f"does not hold {SHARD} any more" in caplog.text
+    assert f"no longer holds {SHARD}" in caplog.text
 
 
 def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
@@ -214,7 +214,7 @@ def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
     with path.open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(
-        CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Take another"
+        CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Choose another"
     ):
         load_shard(job.root, 1, SHARD)
 
@@ -277,7 +277,7 @@ def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None
     path.write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
     content, digest = read_file(path, nbytes)
     assert bytes(content) == path.read_bytes()
-    assert digest == digest_of(path)
+    assert digest == digest_cached_file(path)
 
 
 def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
@@ -290,7 +290,7 @@ def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
         "step": 1,
         "path": SHARD,
         "nbytes": path.stat().st_size,
-        "file_digest": digest_of(path),
+        "file_digest": digest_cached_file(path),
     }
 
 

@@ -13,7 +13,7 @@ from tests.unit.job import Job
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.runs import find_newest_run
 
 
 def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -42,7 +42,7 @@ def test_a_step_that_cannot_be_loaded_begins_nothing(
     with pytest.raises(CommitError, match="or load another step"):
         second.load(40)
     assert second.load(30)["model"]["w"][0] == 30
-    assert newest_run(saved).resumed_from == 30
+    assert find_newest_run(saved).resumed_from == 30
     assert list_leases(saved) == []
 
 
@@ -139,7 +139,7 @@ def test_a_state_that_has_changed_is_not_taken_for_the_one_of_its_step(
         assert late.failed
     else:
         assert late.ticket.image == image
-        with pytest.raises(SaveError, match="with another content"):
+        with pytest.raises(SaveError, match="with other content"):
             job.commit(10)
 
 
@@ -192,4 +192,4 @@ def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
     late.record_metrics(41, {"reward": 1.0})
     for each in (early, loading, late):
         each.save(41, state(41))
-    assert job.commit(41, run=2).run == newest_run(saved).number == 2
+    assert job.commit(41, run=2).run == find_newest_run(saved).number == 2

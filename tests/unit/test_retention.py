@@ -16,13 +16,13 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.retention.prune import prune as drive
-from trinity_sync.retention.prune import remove_steps, survey
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage.block_reuse import WORTHWHILE, take_spare
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import (
     EXPORT_HOLDS_S,
     ExportRequest,
@@ -53,7 +53,7 @@ def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
 
 
 def planned(root: Path, checkpoints: str = "last=1", syncs: str = "last=2") -> RemovalPlan:
-    return plan_removals(survey(root), rules(checkpoints, syncs), now=2e9)
+    return plan_removals(list_step_infos(root), rules(checkpoints, syncs), now=2e9)
 
 
 def prune(root: Path, checkpoints: str = "last=1", syncs: str = "last=2", **other: Path) -> Removal:
@@ -78,7 +78,7 @@ def test_a_plan_says_what_stays_and_why_and_what_goes(root: Path) -> None:
     assert reasons[2] == "pinned: the paper's"
     assert reasons[3] == "a multiple of 3"
     assert reasons[5] == "one of the last 2"
-    assert reasons[6].startswith("newest checkpoint; newest state_dict; the iteration file of ")
+    assert reasons[6].startswith("newest checkpoint; newest state_dict; the latest pointer of ")
     assert numbers(list(made.removed)) == [1, 4]
     assert made.nbytes == 2 * 1002
     assert steps_on_disk(root) == [1, 2, 3, 4, 5, 6]
@@ -118,7 +118,7 @@ def test_the_newest_of_each_kind_stays_whatever_a_policy_says(root: Path) -> Non
     assert steps_on_disk(root) == [10, 20, 40]
     prune(root, "last=1", "last=1")
     assert steps_on_disk(root) == [20, 40]
-    assert newest(root).step == 20
+    assert find_newest(root).step == 20
 
 
 def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root:
     open_run(root, "first", 0)
     open_run(root, "second", 10)
     commit_files(root, 20, run=2)
-    assert newest(root).step == 20
+    assert find_newest(root).step == 20
     prune(root)
     assert steps_on_disk(root) == [20]
 
@@ -148,13 +148,13 @@ def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: 
     assert numbers(prune(root, "last=3", "last=1").removed) == [10]
     assert steps_on_disk(root) == [20, 30, 40, 8000, 9000, 10000, 10001]
     reasons = {each.step: why for each, why in planned(root).kept}
-    assert reasons[8000] == "all are kept that a run which began at step 0 did not go on from"
+    assert reasons[8000] == "all are kept (steps superseded by a run that began at step 0)"
 
 
 def test_steps_of_the_training_before_go_as_what_was_set_aside(root: Path) -> None:
     begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
-    remove_steps(root, plan_removals(survey(root), policies, now=2e9))
+    remove_steps(root, plan_removals(list_step_infos(root), policies, now=2e9))
     assert steps_on_disk(root) == [20, 30, 40, 10001]
 
 
@@ -181,7 +181,7 @@ def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> N
     plan_before = planned(root)
     write_export_request(root, request)
     done = remove_steps(root, plan_before)
-    assert spared(done) == {10: "the model of actor is to be exported"}
+    assert spared(done) == {10: "the export of the model of actor is pending"}
     assert steps_on_disk(root) == [10, 30]
     remove_export_request(root, 10, "actor")
     prune(root)
@@ -218,11 +218,11 @@ def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> N
         commit_files(root, step)
     os.truncate(root / "global_step_3" / MODEL, 10)
     made = planned(root)
-    assert {each.step: why for each, why in made.kept}[3].startswith("the iteration file")
+    assert {each.step: why for each, why in made.kept}[3].startswith("the latest pointer")
     assert "is corrupted" in made.kept[-1][1]
     remove_steps(root, made)
     assert steps_on_disk(root) == [2, 3]
-    assert newest(root).step == 2
+    assert find_newest(root).step == 2
 
 
 def test_what_is_no_commit_is_left_alone(root: Path) -> None:
@@ -238,7 +238,7 @@ def test_what_is_no_commit_is_left_alone(root: Path) -> None:
 def test_a_policy_that_keeps_nothing_is_refused(root: Path) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
-    with pytest.raises(ConfigError, match=r"'every=100' keeps none of the 3 steps .* Add last=1"):
+    with pytest.raises(ConfigError, match=r"'every=100' keeps none of its 3 steps.* Add last=1"):
         planned(root, "every=100")
     assert steps_on_disk(root) == [1, 2, 3]
 
@@ -271,16 +271,16 @@ def test_nothing_goes_before_its_successor_is_seen_to_be_whole(root: Path) -> No
     os.truncate(root / "global_step_2" / MODEL, 10)
     done = remove_steps(root, made)
     assert done.removed == []
-    assert "its successor is not valid" in spared(done)[1]
-    assert newest(root).step == 1
+    assert "the newer step 2 is not valid" in spared(done)[1]
+    assert find_newest(root).step == 1
 
 
-def test_a_step_that_was_committed_anew_after_the_plan_is_spared(root: Path) -> None:
+def test_a_step_that_was_committed_again_after_the_plan_is_spared(root: Path) -> None:
     for step in (1, 2, 3):
         commit_files(root, step)
     made = planned(root)
     commit_files(root, 1, run=2)
-    assert spared(remove_steps(root, made)) == {1: "it was committed anew meanwhile"}
+    assert spared(remove_steps(root, made)) == {1: "it was committed again meanwhile"}
 
 
 def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
         commit_files(root, step)
     made = planned(root)
     (root / "latest_checkpointed_iteration.txt").write_text("1")
-    assert "iteration file" in spared(remove_steps(root, made))[1]
+    assert "latest pointer" in spared(remove_steps(root, made))[1]
 
 
 def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
@@ -300,9 +300,9 @@ def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
         job.stage(step, {"model": weight}, kind="state_dict")
         job.commit(step, kind="state_dict")
     spool = job.spool.folder.parent
-    assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is under way"}
+    assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is in flight"}
     job.commit(3, "model", "optim")
-    assert newest(job.root).step == 3
+    assert find_newest(job.root).step == 3
 
 
 def test_an_image_that_a_resume_left_behind_holds_no_step(job: Job) -> None:
@@ -359,7 +359,7 @@ def test_a_ticket_that_was_edited_holds_the_step_that_it_names(
     spool = job.spool.folder.parent
     done = prune(job.root, spool=spool)
     assert numbers(done.removed) == [1]
-    assert f"an image of it may wait: ticket {path}" in spared(done)[2]
+    assert f"the spool may have an image of it: ticket {path}" in spared(done)[2]
     open_run(job.root, "first", 0)
     open_run(job.root, "second", 1)  # leaves what it names behind
     commit_files(job.root, 4, run=2)
@@ -384,7 +384,7 @@ def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) 
         commit_files(root, step, nbytes=2 * WORTHWHILE)
     prune(root)
     assert len(list(root.glob(SPARE_PATTERN))) == 1
-    assert take_spare(root, root / "next", WORTHWHILE)
+    assert acquire_spare(root, root / "next", WORTHWHILE)
 
 
 def test_without_recycling_all_room_is_given_back(root: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_retention_that_dies_at_any_point_leaves_whole_steps_or_none(tmp_path:
         in_a_process(lambda root=root: prune(root, "last=1"), tmp_path, die_before=moment)
         for step in steps_on_disk(root):
             require_committed(root, step)
-        assert newest(root).step == 3
+        assert find_newest(root).step == 3
         prune(root)
         assert steps_on_disk(root) == [3]
         assert list((root / ".trinity_sync/trash").iterdir()) == []
@@ -451,12 +451,12 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
     saves.record_metrics(4, {"loss": 2})
-    with pytest.raises(ConfigError, match="cannot be named in a retention policy"):
+    with pytest.raises(ConfigError, match="cannot be used in a retention policy"):
         saves.record_metrics(4, {"eval:reward": 1.0})
-    with pytest.raises(ConfigError, match="is no number"):
+    with pytest.raises(ConfigError, match="is not a number"):
         saves.record_metrics(4, {"reward": "high"})
     saves.close()
-    (step,) = survey(job.root)
+    (step,) = list_step_infos(job.root)
     assert step.metrics == {"reward": 0.25, "loss": 2.0}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.steps import commit_files
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 
 BEGIN = """
 import json, sys, time
@@ -17,11 +17,11 @@ from pathlib import Path
 from tests.unit.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.storage.leases import acquire_lease
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.prune import remove_steps, survey
-from trinity_sync.storage.discovery import newest, require_committed
+from trinity_sync.retention.prune import remove_steps, list_step_infos
+from trinity_sync.storage.discovery import find_newest, require_committed
 root = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -30,15 +30,15 @@ RETAIN = """
 removed = []
 while not (root / "stop").exists():
     rules = Rules(parse_policy(sys.argv[2]), parse_policy("last=1"))
-    made = plan_removals(survey(root), rules, 0)
+    made = plan_removals(list_step_infos(root), rules, 0)
     removed += [each.step for each in remove_steps(root, made).removed]
 print(json.dumps(removed))
 """
 SAVE = """
 for step in range(100, 160):
-    with one_change_at_a_time(root):  # as a commit does
+    with acquire_commit_lock(root):  # as a commit does
         commit_files(root, step)
-    assert newest(root).step == step
+    assert find_newest(root).step == step
 (root / "stop").touch()
 print("null")
 """
@@ -46,7 +46,7 @@ READ = """
 read = 0
 while not (root / "stop").exists():
     try:
-        lease = acquire_lease(root, newest(root).step, "reader")
+        lease = acquire_lease(root, find_newest(root).step, "reader")
     except CommitError:
         continue  # it went between the question and the lease
     with lease:
@@ -96,7 +96,7 @@ def test_saves_readers_and_two_retentions_at_once_lose_nothing(root: Path) -> No
     )
     assert read > 0
     assert len(once + twice) == len(set(once + twice))  # each step was removed by one of them
-    assert newest(root).step == 159
+    assert find_newest(root).step == 159
     left = steps_on_disk(root)
     assert {*left, *once, *twice} == {*range(20), *range(100, 160)}
     assert {158, 159} <= {*left}

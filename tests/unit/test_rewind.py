@@ -13,14 +13,14 @@ from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.retention.quarantine import prune_quarantine
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
 from trinity_sync.storage.rewind import rewind
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.weights.committed import find_newest_version
 
 
@@ -50,10 +50,10 @@ def names(root: Path) -> list[str]:
 def test_the_step_is_the_newest_and_later_ones_lie_aside_whole(trained: Job) -> None:
     before = {step: files(trained.root / f"global_step_{step}") for step in (20, 30)}
     done = rewind(trained.root, 10)
-    assert newest(trained.root).step == 10
+    assert find_newest(trained.root).step == 10
     assert names(trained.root) == ["global_step_10"]
-    assert read_iteration(trained.root, "checkpoint") == 10
-    assert read_iteration(trained.root, "state_dict") == 10
+    assert read_latest_pointer(trained.root, "checkpoint") == 10
+    assert read_latest_pointer(trained.root, "state_dict") == 10
     assert done.quarantined == (30, 20)
     assert {step: files(done.folder / f"global_step_{step}") for step in (20, 30)} == before
 
@@ -62,15 +62,15 @@ def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
     rewind(trained.root, 20)
     with pytest.raises(SupersededError, match="step 40 of run 1"):
         trained.commit(40)
-    assert newest(trained.root).step == 20
+    assert find_newest(trained.root).step == 20
 
 
 def test_a_run_that_resumes_goes_on_from_the_step(trained: Job) -> None:
     rewind(trained.root, 20)
     run = open_run(trained.root, "resumed", 20)
     commit(trained, 30, run=run.number)
-    assert (newest(trained.root).run, newest(trained.root).step) == (3, 30)
-    assert read_iteration(trained.root, "checkpoint") == 30
+    assert (find_newest(trained.root).run, find_newest(trained.root).step) == (3, 30)
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
 
 
 def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) -> None:
@@ -78,7 +78,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
     commit(trained, 12, run=2)
     trained.stage(15, {"model": {"w": torch.zeros(9)}}, run=2)
     assert rewind(trained.root, 20).quarantined == (12, 30)
-    assert newest(trained.root).step == 20
+    assert find_newest(trained.root).step == 20
     with pytest.raises(SupersededError, match="step 15 of run 2"):
         trained.commit(15, run=2)
 
@@ -94,33 +94,33 @@ def test_what_a_run_had_left_behind_is_good_again_once_that_run_is_gone_back_beh
     assert find_newest_version(trained.root, "actor").step == 35
     repair_latest_pointer(trained.root, "checkpoint")
     repair_latest_pointer(trained.root, "state_dict")
-    assert read_iteration(trained.root, "checkpoint") == 30
-    assert read_iteration(trained.root, "state_dict") == 35
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
+    assert read_latest_pointer(trained.root, "state_dict") == 35
 
 
 def test_going_back_to_a_sync_leaves_the_checkpoint_before_it(trained: Job) -> None:
     commit(trained, 25, kind="state_dict")
     rewind(trained.root, 25)
-    assert read_iteration(trained.root, "state_dict") == 25
-    assert read_iteration(trained.root, "checkpoint") == 20
-    assert newest(trained.root).step == 20
+    assert read_latest_pointer(trained.root, "state_dict") == 25
+    assert read_latest_pointer(trained.root, "checkpoint") == 20
+    assert find_newest(trained.root).step == 20
 
 
 def test_going_back_to_the_first_sync_leaves_no_checkpoint(job: Job) -> None:
     commit(job, 5, kind="state_dict")
     commit(job, 10)
     rewind(job.root, 5)
-    assert read_iteration(job.root, "checkpoint") is None
-    assert newest(job.root) is None
-    assert newest(job.root, "state_dict").step == 5
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    assert find_newest(job.root) is None
+    assert find_newest(job.root, "state_dict").step == 5
 
 
 def test_renamed_back_a_step_counts_again(trained: Job) -> None:
     done = rewind(trained.root, 20)
     (done.folder / "global_step_30").rename(trained.root / "global_step_30")
-    assert newest(trained.root).step == 30
+    assert find_newest(trained.root).step == 30
     assert rewind(trained.root, 30).quarantined == ()
-    assert read_iteration(trained.root, "checkpoint") == 30
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
 
 
 def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job) -> None:
@@ -129,8 +129,8 @@ def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job)
         rewind(trained.root, 40)
     with pytest.raises(CommitError, match=r"step 10 .* is corrupted"):
         rewind(trained.root, 10)
-    assert newest(trained.root).step == 30
-    assert newest_run(trained.root).number == 1
+    assert find_newest(trained.root).step == 30
+    assert find_newest_run(trained.root).number == 1
 
 
 def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
@@ -140,8 +140,8 @@ def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
     ):
         rewind(trained.root, 10, force=True)
     assert (refused.value.steps, refused.value.holders) == ((30,), {30: ("explorer 7",)})
-    assert newest(trained.root).step == 30
-    assert newest_run(trained.root).number == 1
+    assert find_newest(trained.root).step == 30
+    assert find_newest_run(trained.root).number == 1
     with acquire_lease(trained.root, 10, "explorer 7"):  # of the step itself, or of an older one
         rewind(trained.root, 10)
 
@@ -151,7 +151,7 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
     with pytest.raises(StepInUseError, match="step 30: the paper's") as refused:
         rewind(trained.root, 10)
     assert refused.value.holders == {30: ("the paper's",)}
-    assert newest(trained.root).step == 30
+    assert find_newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).quarantined
     assert list_pins(trained.root) == []
 
@@ -182,11 +182,13 @@ def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> 
     assert go("newer=2d", 4 * day, dry_run=True) == [first]
     assert left() == [first, second, "my notes"]
     assert go("newer=2d", 4 * day) == [first]
-    remove_steps(trained.root, plan_removals(survey(trained.root), Rules(All(), All()), now=0))
+    remove_steps(
+        trained.root, plan_removals(list_step_infos(trained.root), Rules(All(), All()), now=0)
+    )
     assert left() == [second, "my notes"]
     assert list((trained.root / ".trinity_sync/trash").iterdir()) == []
     assert go("last=1", 99 * day) == []
-    assert newest(trained.root).step == 10
+    assert find_newest(trained.root).step == 10
 
 
 DIE = """
@@ -220,13 +222,13 @@ def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
 ) -> None:
     died = subprocess.run([sys.executable, "-c", DIE, str(trained.root), str(instant)], check=False)
     assert died.returncode == -signal.SIGKILL
-    assert newest(trained.root).step == latest
-    assert read_iteration(trained.root, "checkpoint") == pointed_at
+    assert find_newest(trained.root).step == latest
+    assert read_latest_pointer(trained.root, "checkpoint") == pointed_at
     for step in (latest, pointed_at):
         require_committed(trained.root, step)
 
     rewind(trained.root, 10)
-    assert newest(trained.root).step == read_iteration(trained.root, "checkpoint") == 10
-    assert newest_run(trained.root).number == 2
+    assert find_newest(trained.root).step == read_latest_pointer(trained.root, "checkpoint") == 10
+    assert find_newest_run(trained.root).number == 2
     aside = {path.name for path in trained.root.glob(".trinity_sync/quarantine/*/*")}
     assert aside == {"global_step_20", "global_step_30"}

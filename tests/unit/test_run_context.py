@@ -7,7 +7,7 @@ from tests.unit.job import Job
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import LastN
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 
 
 def test_a_run_that_begins_anew_where_steps_are_is_told_once(
@@ -40,5 +40,7 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
         for step in range(loaded + 1, loaded + 4):
             job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
             job.commit(step, run=number)
-        remove_steps(job.root, plan_removals(survey(job.root), Rules(LastN(2), LastN(1)), 0))
-    assert [(each.step, each.run) for each in survey(job.root)] == [(8, 3), (9, 3)]
+        remove_steps(
+            job.root, plan_removals(list_step_infos(job.root), Rules(LastN(2), LastN(1)), 0)
+        )
+    assert [(each.step, each.run) for each in list_step_infos(job.root)] == [(8, 3), (9, 3)]

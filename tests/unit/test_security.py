@@ -30,8 +30,8 @@ from trinity_sync.errors import (
     StackError,
     TrinitySyncError,
 )
-from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.fs.records import digest_of_body
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.records import digest_body
 from trinity_sync.layout import MANIFEST, shard_file, step_folder
 from trinity_sync.orchestration.job_registry import (
     list_known_roots,
@@ -226,7 +226,7 @@ def edited(root: Path, change: Any) -> None:
     body = json.loads(path.read_text())
     del body["digest"]
     change(body)
-    path.write_text(json.dumps({**body, "digest": digest_of_body(body)}))
+    path.write_text(json.dumps({**body, "digest": digest_body(body)}))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def edited(root: Path, change: Any) -> None:
         lambda body: body["files"][0].update(role="../critic"),
         lambda body: body["files"][0].update(path=7),
         lambda body: body.update(files=None),
-        lambda body: body["receipts"].append(
+        lambda body: body["callables"].append(
             {"name": "f", "rank": 0, "seconds": 1, "files": ["../outside"]}
         ),
     ],
@@ -390,7 +390,7 @@ def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Pa
     (new / ".trinity_sync" / "commit.lock").symlink_to(mine)
     with (
         pytest.raises(OSError, match="Too many levels of symbolic links"),
-        one_change_at_a_time(new),
+        acquire_commit_lock(new),
     ):
         pass
     assert mine.read_text() == "mine"

@@ -16,7 +16,7 @@ from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import SaveStrategy
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.write_permits import acquire_write_permit, write_permit_path
 
@@ -92,7 +92,7 @@ def test_a_writer_that_is_killed_in_its_turn_holds_up_no_later_save(
     assert in_its_turn.is_dir()  # it got as far as that
     stage(job, 2, strategy)
     job.commit(2)
-    assert (found := newest(job.root))
+    assert (found := find_newest(job.root))
     assert found.step == 2
     job.commit(1)  # and a retry of its own
 
@@ -108,5 +108,5 @@ def test_a_save_that_fails_in_its_turn_holds_up_no_later_one(
     mark_failed(job.spool, job.save(1), "the disk's fault")
     stage(job, 2, strategy)
     job.commit(2)
-    assert (found := newest(job.root))
+    assert (found := find_newest(job.root))
     assert found.step == 2

@@ -16,11 +16,11 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
-from trinity_sync.fs.direct_io import PIECE, READERS, digest_file, digest_of
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.direct_io import PIECE, READERS, digest_cached_file, digest_file
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import newest, require_committed
-from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
+from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import (
@@ -62,14 +62,14 @@ def states(verdicts: list[VerifiedStep]) -> dict[int, str]:
 
 
 def pointers(job: Job) -> tuple[int | None, int | None]:
-    return read_iteration(job.root, "checkpoint"), read_iteration(job.root, "state_dict")
+    return read_latest_pointer(job.root, "checkpoint"), read_latest_pointer(job.root, "state_dict")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, PIECE, PIECE * READERS * 3 + 17])
 def test_a_digest_in_pieces_is_that_of_the_whole_file(tmp_path: Path, nbytes: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(random.Random(nbytes).randbytes(nbytes))
-    assert digest_file(path, nbytes) == digest_of(path)
+    assert digest_file(path, nbytes) == digest_cached_file(path)
 
 
 def test_whole_steps_stay_as_they_are(job: Job) -> None:
@@ -96,7 +96,7 @@ def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
     (verdict,) = verify(job, newest=1)
     assert (verdict.step, verdict.state) == (2, "corrupted")
     assert f"{SHARD} has digest xxh3-128:" in verdict.wrong
-    assert newest(job.root).step == 1
+    assert find_newest(job.root).step == 1
     assert pointers(job) == (1, 1)
     with pytest.raises(CommitError, match=r"step 2 .* is corrupted: .* verified at 20"):
         require_committed(job.root, 2)
@@ -112,7 +112,7 @@ def test_a_cut_a_missing_and_a_linked_file_are_named(job: Job, tmp_path: Path) -
     said = {verdict.step: verdict.wrong for verdict in verify(job, newest=3)}
     assert "has 100 bytes instead of" in said[1]
     assert "is missing" in said[2]
-    assert "leads out of the step's folder" in said[3]
+    assert "is outside of the step's folder" in said[3]
 
 
 def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) ->
     shutil.copy(tmp_path / "copy", shard(job, 2))
     assert states(verify(job, step=2)) == {2: "restored"}
     assert pointers(job) == (2, 2)
-    assert newest(job.root).step == 2
+    assert find_newest(job.root).step == 2
 
 
 def test_a_part_that_is_whole_does_not_make_up_for_another_that_is_not(job: Job) -> None:
@@ -142,7 +142,7 @@ def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
     flip_a_byte(shard(job, 1))
     verify(job, newest=1)
     assert pointers(job) == (1, 1)
-    assert newest(job.root) is None
+    assert find_newest(job.root) is None
 
 
 def test_a_pointer_does_not_go_back_to_what_a_resumed_run_left_behind(job: Job) -> None:
@@ -207,8 +207,8 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
     died = subprocess.run([sys.executable, "-c", script], check=False)
     assert died.returncode == -signal.SIGKILL
     assert pointers(job) == (2, 2)
-    assert newest(job.root).step == 1  # the manifests say so at every instant
-    with one_change_at_a_time(job.root):
+    assert find_newest(job.root).step == 1  # the manifests say so at every instant
+    with acquire_commit_lock(job.root):
         assert repair_latest_pointer(job.root, "checkpoint") == (2, 1)
         assert repair_latest_pointer(job.root, "checkpoint") is None
     verify(job, step=2)
@@ -218,7 +218,7 @@ def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job)
 def test_a_torn_mark_still_counts(job: Job) -> None:
     save(job, 1, 2)
     (step_folder(job.root, 2) / "corrupted.json").write_text('{"files"')
-    assert newest(job.root).step == 1
+    assert find_newest(job.root).step == 1
     assert states(verify(job, step=2)) == {2: "restored"}
 
 

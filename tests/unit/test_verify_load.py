@@ -72,7 +72,7 @@ def test_a_checkpoint_with_nothing_to_load_fails(job: Job, tmp_path: Path) -> No
     (tmp_path / "theirs/global_step_3").mkdir(parents=True)
     (tmp_path / "theirs/latest_checkpointed_iteration.txt").write_text("3")
     for root in (job.root, tmp_path / "theirs"):
-        with pytest.raises(CommitError, match="holds nothing that could be loaded"):
+        with pytest.raises(CommitError, match="contains nothing that can be loaded"):
             load_newest(root)
 
 

@@ -19,10 +19,10 @@ from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from tests.unit.weights import VersionFile, upload
 from trinity_sync.errors import ImageError, WeightSyncError
-from trinity_sync.fs.direct_io import digest_of_bytes
+from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import remove_steps, survey
+from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run
@@ -133,7 +133,7 @@ def test_a_reader_never_has_parts_of_two_runs(
         when_opened(second, lambda: job.commit(1, run=2)),
         reader.open(Version(1, 1, "checkpoint", str(job.root))) as view,
     ):
-        have = [digest_of_bytes(memoryview(image.numpy())) for image in view.images]
+        have = [digest_bytes(memoryview(image.numpy())) for image in view.images]
     manifest = read_manifest(job.root, 1)
     assert manifest
     assert (view.version.run, manifest.run) == (2, 2)
@@ -160,7 +160,7 @@ def test_what_a_slow_reader_holds_outlasts_retention(
 ) -> None:
     def prune() -> list[int]:
         made = plan_removals(
-            survey(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
+            list_step_infos(job.root), Rules(parse_policy("last=1"), parse_policy("last=1")), 0
         )
         return [each.step for each in remove_steps(job.root, made).removed]
 
@@ -201,7 +201,7 @@ def test_a_root_that_may_only_be_read_is_read_without_a_lease(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[1.0, 1.0, 1.0]\n"
     assert "step 1 in" in done.stderr
-    assert "cannot be leased (Read-only file system)" in done.stderr
+    assert "(Read-only file system): do not remove it" in done.stderr
 
 
 def test_an_older_version_is_never_taken(

@@ -15,11 +15,11 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 
 from tests.conftest import environment
 from tests.unit.job import Job
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.settings import Settings
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +50,12 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: 
         async with TrinitySyncWorker(work_pool_name="any"):
             pass
 
-    with one_change_at_a_time(job.root):  # so long a commit, or a file system that is gone
+    with acquire_commit_lock(job.root):  # so long a commit, or a file system that is gone
         asyncio.run(asyncio.wait_for(start_and_stop(), 60))
     for thread in threading.enumerate():
         if thread.name == "repair-roots":
             thread.join()
-    assert read_iteration(job.root, "checkpoint") == 4
+    assert read_latest_pointer(job.root, "checkpoint") == 4
 
 
 def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(

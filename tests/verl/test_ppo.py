@@ -22,7 +22,7 @@ from tests.conftest import left_of
 from tests.verl.sft import IMPORTS, LAUNCH_S, WITH_US, make_world
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import list_runs
 
@@ -147,5 +147,5 @@ def test_the_second_start_goes_on_where_the_killed_one_had_saved(story: Story) -
 
 def test_it_ends_once_all_is_committed(story: Story) -> None:
     newest = max(story.resumed) // SAVE_EVERY * SAVE_EVERY
-    assert read_iteration(story.root, "checkpoint") == newest
+    assert read_latest_pointer(story.root, "checkpoint") == newest
     assert steps_on_disk(story.root) == list(range(SAVE_EVERY, newest + 1, SAVE_EVERY))

@@ -17,7 +17,7 @@ from tests.integration.fsdp.merged import merged
 from tests.verl.sft import ALONE, WITH_US, Launch, Losses, make_world
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -75,7 +75,7 @@ def test_its_losses_are_those_of_an_uninterrupted_training(story: Story) -> None
 def test_it_ends_once_its_last_step_is_committed_and_verl_finds_that(story: Story) -> None:
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-    assert read_iteration(story.root, "checkpoint") == STEPS
+    assert read_latest_pointer(story.root, "checkpoint") == STEPS
     assert find_latest_ckpt_path(str(story.root)) == str(step_folder(story.root, STEPS))
 
 

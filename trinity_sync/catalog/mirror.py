@@ -26,7 +26,7 @@ from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import job_id, steps_on_disk
 from trinity_sync.settings import Settings
-from trinity_sync.storage.discovery import manifest_state
+from trinity_sync.storage.discovery import read_manifest_state
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
@@ -260,7 +260,7 @@ def _make_step_rows(
                 "kinds": ",".join(manifest.kinds),
                 "nbytes": manifest.nbytes,
                 "committed_at": manifest.committed_at,
-                "damage": manifest_state(root, manifest, runs=()).reason,
+                "damage": read_manifest_state(root, manifest, runs=()).reason,
                 "flow_run": flow_run or known.get((step, manifest.committed_at)),
                 "metrics": _read_finite_metrics(root, manifest),
                 "files": {record.path: record.digest for record in manifest.files},

@@ -113,7 +113,7 @@ def _read_step(row: sa.Row[tuple[object, ...]], held: Mapping[int, list[str]]) -
 
 
 def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
-    """Return the steps, each with the run that superseded it, as `retention.survey` has them."""
+    """Return the steps, each with the run that superseded it, as `list_step_infos` has them."""
     run_of_step = {each.step: each.run for each in steps}
     line = build_lineage(runs, lambda step: run_of_step.get(step, 0))
     return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

@@ -125,7 +125,7 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
     number = None if step is None else parse_number(step)
     if step is not None and number is None:
         raise ConfigError(f"{step!r} is no number, and a store has no tags")
-    there = remote.steps() if number is None else [remote.step(number)]
+    there = remote.list_steps() if number is None else [remote.read_step(number)]
     known = sorted(
         (each.manifest for each in there if each.manifest), key=lambda each: (each.run, each.step)
     )
@@ -138,7 +138,7 @@ def _verify_in_store(url: str, step: str | None, newest: int, *, as_json: bool) 
         whole = sum(manifest.nbytes for manifest in known[-newest:])
         for manifest in known[-newest:]:
             found = {
-                record.path: remote.wrong_with(
+                record.path: remote.find_mismatch(
                     manifest.step, record, lambda n: on_progress(n, whole)
                 )
                 for record in manifest.files

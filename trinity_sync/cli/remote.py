@@ -47,7 +47,7 @@ def replicate(
 ) -> None:
     """Copy a committed step into a store, its manifest last; what is there is not sent again."""
     from trinity_sync.remote.upload import replicate as carry_out
-    from trinity_sync.storage.discovery import newest as newest_in
+    from trinity_sync.storage.discovery import find_newest as newest_in
 
     if newest == (step is not None):
         raise ConfigError("say which step: --step STEP or --newest, one of the two")

@@ -98,14 +98,14 @@ def show(
     step: Step,
     as_json: AsJson = False,
 ) -> None:
-    """Show one committed step: its files with sizes and digests, and its receipts."""
+    """Show one committed step: its files with sizes and digests, and its callable saves."""
     from trinity_sync.layout import step_folder
     from trinity_sync.storage.corruption import read_corruption
-    from trinity_sync.storage.discovery import step_state
+    from trinity_sync.storage.discovery import read_step_state
     from trinity_sync.storage.pins import list_tags
 
     number = resolve_step_argument(root, step)
-    found = step_state(root, number)
+    found = read_step_state(root, number)
     manifest = found.manifest or found.require_loadable()
     folder = step_folder(root, number)
     sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
@@ -133,12 +133,12 @@ def show(
     console.print(table)
     if corruption:
         console.print(f"corrupted: {corruption}", highlight=False)
-    if manifest.receipts:
-        receipts = Table("saved by function", "rank", "seconds", "files")
-        for receipt in manifest.receipts:
-            files = "\n".join(receipt.files)
-            receipts.add_row(receipt.name, str(receipt.rank), f"{receipt.seconds:.2f}", files)
-        console.print(receipts)
+    if manifest.callables:
+        callables = Table("callable save", "rank", "seconds", "files")
+        for each in manifest.callables:
+            files = "\n".join(each.files)
+            callables.add_row(each.name, str(each.rank), f"{each.seconds:.2f}", files)
+        console.print(callables)
 
 
 def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
@@ -149,27 +149,27 @@ def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
 
 def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
-    from trinity_sync.storage.discovery import known_runs, step_state
-    from trinity_sync.storage.latest_pointer import read_iteration
-    from trinity_sync.storage.pins import list_tags, steps_in_use
-    from trinity_sync.storage.required_remote import is_sent, required_remote_of
+    from trinity_sync.storage.discovery import list_known_runs, read_step_state
+    from trinity_sync.storage.latest_pointer import read_latest_pointer
+    from trinity_sync.storage.pins import list_steps_in_use, list_tags
+    from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 
     try:
-        has_store = bool(required_remote_of(root))
+        has_store = bool(read_required_remote(root))
     except FormatError:  # said by the command
         has_store = False
-    pointers = {kind: read_iteration(root, kind) for kind in KINDS}
-    in_use, tagged, runs = steps_in_use(root), list_tags(root).values(), known_runs(root)
+    pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
+    in_use, tagged, runs = list_steps_in_use(root), list_tags(root).values(), list_known_runs(root)
     rows = []
     for step in steps:
-        found = step_state(root, step, runs)
+        found = read_step_state(root, step, runs)
         manifest, why = found.manifest, found.reason if found.state == "another format" else ""
         pointed = [kind for kind, target in pointers.items() if target == step]
         row = {"step": step, **_summary(manifest), "pointers": pointed, "in_use": in_use[step]}
         names = [tag.name for tag in tagged if tag.step == step]
         stored = None
         try:
-            stored = is_sent(root, manifest) if has_store and manifest else None
+            stored = is_replicated(root, manifest) if has_store and manifest else None
         except FormatError as error:
             why = str(error)
         rows.append({**row, "tags": names, "stored": stored, "state": found.state, "why": why})
@@ -178,9 +178,9 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
 
 def _of_other_releases(root: str) -> list[str]:
     """What another release has written in a root besides steps, and which one to upgrade."""
-    from trinity_sync.storage.discovery import records_of_other_releases
+    from trinity_sync.storage.discovery import list_unreadable_records
 
-    return [] if "://" in root else [str(error) for error in records_of_other_releases(root)]
+    return [] if "://" in root else [str(error) for error in list_unreadable_records(root)]
 
 
 def _remote_steps(url: str) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def _remote_steps(url: str) -> list[dict[str, Any]]:
             **{"step": step.step, **_summary(step.manifest), **unknown, "state": step.state},
             "why": str(step.unreadable or ""),
         }
-        for step in Remote(url).steps()
+        for step in Remote(url).list_steps()
     ]
 
 

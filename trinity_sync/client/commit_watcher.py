@@ -29,12 +29,12 @@ from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import MANIFEST, SERVES_AS, step_folder
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.late_images import resolve_late_image
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest, read_run_number
-from trinity_sync.storage.required_remote import is_sent, required_remote_of
+from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 from trinity_sync.storage.runs import find_superseding_run, list_runs
 
 logger = logging.getLogger(__name__)
@@ -488,13 +488,17 @@ class CommitWatcher:
         root, run, step, kind = request.root, request.run, request.step, request.kind
         roles = request.roles if request.components else ()  # functions have none
         manifest = self._manifest(save)
-        if not (manifest and manifest.holds(kind, roles) and save.images <= manifest.images):
+        if not (manifest and manifest.has_kind(kind, roles) and save.images <= manifest.images):
             return False
         serves_as = {*SERVES_AS[kind]} & {*manifest.kinds}
         if not all(latest_pointer_covers(root, announced, run, step) for announced in serves_as):
             return False
         try:
-            return kind != "checkpoint" or not required_remote_of(root) or is_sent(root, manifest)
+            return (
+                kind != "checkpoint"
+                or not read_required_remote(root)
+                or is_replicated(root, manifest)
+            )
         except CommitError:  # nobody can tell, so the flow's end decides
             return False
 
@@ -524,7 +528,7 @@ def _missed(request: SaveRequest) -> str:
     """What has not been reached, to follow "was not"."""
     if is_committed(request.root, request.run, request.step, request.kind):
         with suppress(CommitError):
-            if store := required_remote_of(request.root):
+            if store := read_required_remote(request.root):
                 return f"brought to {store}, and is committed in the root only"
     return "committed"
 
@@ -537,7 +541,7 @@ def _superseded(request: SaveRequest) -> bool:
     root, run, step = request.root, request.run, request.step
     if read_run_number(root, step) == run:
         return False
-    best = newest(root, request.kind)
+    best = find_newest(root, request.kind)
     if best is not None and (best.run, best.step) > (run, step):
         return True
     return find_superseding_run(list_runs(root), run, step) is not None

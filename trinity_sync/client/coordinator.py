@@ -27,7 +27,7 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError
-from trinity_sync.fs.process import process_name
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import (
     KINDS,
     Kind,
@@ -695,7 +695,7 @@ class CheckpointCoordinator:
             step=check_number("step", step),
             kind=_kind(is_state_dict),
             rank=self.rank,
-            process=process_name(os.getpid()),
+            process=read_process_identity(os.getpid()),
         )
 
     def _take_failures(self) -> list[str]:

@@ -21,11 +21,11 @@ from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import file_lock, file_lock_if_free
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
 from trinity_sync.storage.placement import NodeRanks, group_by_node
-from trinity_sync.storage.required_remote import required_remote_of
+from trinity_sync.storage.required_remote import read_required_remote
 
 VISIBLE_S = 30.0
 """Seconds within which a node has to see what another has made: NFS may keep an old listing for as
@@ -77,7 +77,7 @@ def open_root(root: str | Path, settings: Settings) -> Path:
     """
     folder = resolve_root(root)
     require_capabilities(folder)
-    if url := settings.remote_of(folder) * settings.remote_required or required_remote_of(folder):
+    if url := settings.remote_of(folder) * settings.remote_required or read_required_remote(folder):
         from trinity_sync.remote.required import init_required_remote  # fsspec, for who needs it
 
         init_required_remote(folder, url)
@@ -182,7 +182,7 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
 
 
 def _why_late(root: Path, mine: str) -> str:
-    if late := (mount := mount_of(root)).sees_late:
+    if late := (mount := find_mount(root)).weak_consistency_option:
         return (
             f"node {mine} has mounted {mount.point} with the option {late}, and so would see "
             "late what other nodes commit and remove; mount it without"
@@ -197,7 +197,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
         revalidate_folder(root)
         if time.monotonic() > deadline:
             return (
-                f"node {mine} does not see in {root} ({mount_of(root)}) what rank 0 has written "
+                f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has written "
                 f"there on node {theirs}. The root has to be one folder on a file system that all "
                 "nodes share; with disks of their own, run each job on one node and copy its steps "
                 "(TRINITY_SYNC_REMOTE)"
@@ -210,8 +210,10 @@ def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
     root = proof.parent
     with file_lock_if_free(proof) as free:
         if free:
-            mount = mount_of(root)
-            option = f" with the option {mount.keeps_locks_here}" if mount.keeps_locks_here else ""
+            mount = find_mount(root)
+            option = (
+                f" with the option {mount.local_lock_option}" if mount.local_lock_option else ""
+            )
             return (
                 f"node {mine} was given a lock in {root} that node {theirs} has: locks of this "
                 f"file system ({mount}{option}) do not reach other nodes, and two commits could "

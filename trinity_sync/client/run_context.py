@@ -14,10 +14,10 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import is_committed, read_run_number
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.runs import Run, newest_run, open_run, record_resume
+from trinity_sync.storage.runs import Run, find_newest_run, open_run, record_resume
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RunContext:
         """Return the run; it begins at step 0 if none of its processes has begun it yet."""
         with self._opening:  # by threads that stage, too
             if self._run is None:
-                before = newest_run(self._root)
+                before = find_newest_run(self._root)
                 self._run = open_run(self._root, self._key, 0)
                 if before and before.number < self._run.number:
                     self._warn_of_earlier_steps(self._run)
@@ -74,7 +74,7 @@ class RunContext:
                     f"{step}; load before the first save"
                 )
             return
-        joined = newest_run(self._root)
+        joined = find_newest_run(self._root)
         if joined is None or joined.key != self._key or joined.resumed_from == step:
             return
         if joined.resumed_from or self._has_committed(joined):
@@ -108,7 +108,7 @@ class RunContext:
         self._has_saved = True
 
     def _warn_of_earlier_steps(self, run: Run) -> None:
-        if found := newest(self._root):
+        if found := find_newest(self._root):
             logger.warning(
                 "RUN %d BEGINS AT STEP 0 in %s, which has steps of earlier runs, the newest is %d. "
                 "From this run's first commit on, that is what a resume finds; what it replaces is "

@@ -207,7 +207,7 @@ class SaveTrigger:
                 manifest = read_manifest(request.root, step)
             except (OSError, TrinitySyncError):
                 continue
-            if manifest and manifest.run == run and manifest.holds(kind, request.roles):
+            if manifest and manifest.run == run and manifest.has_kind(kind, request.roles):
                 continue
             found[request.key] = Outcome(
                 "failed",

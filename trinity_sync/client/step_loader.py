@@ -12,7 +12,7 @@ from trinity_sync.client.collective import broadcast_from_rank_0, run_on_all_ran
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
@@ -56,7 +56,7 @@ class StepLoader:
         """Return the newest committed step; see `CheckpointCoordinator.latest_step`."""
 
         def find() -> int | None:
-            manifest = newest(self._root, kind)
+            manifest = find_newest(self._root, kind)
             return manifest.step if manifest else None
 
         if not self._asks_together:

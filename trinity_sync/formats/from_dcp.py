@@ -17,14 +17,14 @@ from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp_local import run_dcp_alone
 from trinity_sync.formats.dcp_source import Source
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import digest_of
+from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
-from trinity_sync.storage.persist import identity_of, temporary_name
-from trinity_sync.storage.runs import newest_run, open_run
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
+from trinity_sync.storage.persist import make_attempt_path, read_file_identity
+from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.save import Written, discard
 
 
@@ -87,7 +87,7 @@ def from_dcp(
             "or another root"
         )
     make_folder(base)
-    run = newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
+    run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
     save = SaveId(str(base), run.number, run.key, step, "checkpoint", (role,))
     shares = [(name, rank) for name in parts for rank in range(world_size)]
     small = _small_files(Path(metadata)) if metadata else {}
@@ -117,7 +117,7 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
     """Write a state, or bytes, under a temporary name, durably."""
     final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
     make_folder(final.parent)
-    temporary = temporary_name(final, attempt, image)
+    temporary = make_attempt_path(final, attempt, image)
     try:
         with run_dcp_alone(), temporary.open("xb") as file:
             if isinstance(content, bytes):
@@ -133,7 +133,7 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
     found = FileRecord(
         record.path,
         temporary.stat().st_size,
-        digest_of(temporary),
+        digest_cached_file(temporary),
         record.role,
         record.component,
         record.rank,
@@ -142,7 +142,7 @@ def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str
     return Written(
         found,
         temporary=os.fspath(temporary),
-        identity=identity_of(temporary),
+        identity=read_file_identity(temporary),
         components=components,
         seconds=0.0,
     )
@@ -157,7 +157,7 @@ def _small_files(folder: Path) -> dict[str, bytes]:
 
 def _tidy(save: SaveId, written: Sequence[Written]) -> None:
     """Remove what was not committed; after a commit that is nothing."""
-    if read_own_manifest(save.root, save.run, save.step):
+    if read_run_manifest(save.root, save.run, save.step):
         return
     discard(written)
     for file in written:

@@ -27,7 +27,7 @@ from trinity_sync.formats.safetensors import (
 from trinity_sync.formats.shard_reader import ShardedModel
 from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import digest_file
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import check_name, shard_file, step_folder
 from trinity_sync.storage.discovery import require_committed, require_unreplaced
@@ -244,7 +244,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
     """Put the weights into the step's folder, and into its manifest."""
     step = manifest.step
     folder = step_folder(root, step)
-    with one_change_at_a_time(root) as lock:
+    with acquire_commit_lock(root) as lock:
         now = read_manifest(root, step)
         if now is None or now.run != manifest.run:
             raise CommitError(
@@ -265,7 +265,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
         gone = {file.path for file in stale} - {record.path for record in records}
         kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
         lock.require_ours()
-        write_manifest(root, kept.joined(replace(now, files=tuple(records), receipts=())))
+        write_manifest(root, kept.merge(replace(now, files=tuple(records), callables=())))
         for path in gone:
             (folder / path).unlink(missing_ok=True)
 

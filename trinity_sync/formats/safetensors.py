@@ -17,7 +17,7 @@ import torch
 from trinity_sync.formats.hf_naming import Naming, Tensors
 from trinity_sync.formats.shard_reader import Meta, ShardedModel
 from trinity_sync.fs.atomic import make_folder, replace_file, sync_folder
-from trinity_sync.fs.direct_io import digest_of
+from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.progress import OnProgress, no_progress
 
 PROGRESS = "trinity_export.json"
@@ -49,7 +49,7 @@ class Progress:
             known
             and path.is_file()
             and path.stat().st_size == known.nbytes
-            and digest_of(path) == known.digest
+            and digest_cached_file(path) == known.digest
         )
 
     def write(self, name: str, write: Callable[[Path], object]) -> bool:
@@ -62,7 +62,7 @@ class Progress:
         with path.open("rb") as file:
             os.fsync(file.fileno())
         sync_folder(path.parent)
-        self.files[name] = WholeFile(path.stat().st_size, digest_of(path))
+        self.files[name] = WholeFile(path.stat().st_size, digest_cached_file(path))
         body = {"source": self.source, "files": {n: asdict(f) for n, f in self.files.items()}}
         replace_file(self.folder / PROGRESS, json.dumps(body, indent=1))
         return True

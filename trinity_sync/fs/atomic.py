@@ -35,7 +35,9 @@ def replace_file(
         own_name: give each write a temporary name of its own. Without it, writers must exclude each
             other, and the next one overwrites what a killed one has left.
     """
-    temporary = temporary_name(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = (
+        make_temporary_path(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
+    )
     try:
         write_whole(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
         temporary.replace(path)
@@ -63,7 +65,7 @@ def link_or_copy(path: Path, name: Path) -> None:
             os.fsync(file.fileno())
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_names(one: Path, other: Path) -> bool:
     """Swap the names of two folders atomically; return False where the file system cannot.
 
     Args:
@@ -135,7 +137,7 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def temporary_name(path: Path) -> Path:
+def make_temporary_path(path: Path) -> Path:
     """Return a name next to a file for what is to become the file."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import RootError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange, sync_folder
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, sync_folder
 from trinity_sync.fs.direct_io import ALIGNMENT
-from trinity_sync.fs.file_lease import is_ours_alone
+from trinity_sync.fs.file_lease import has_no_other_users
 from trinity_sync.fs.locks import file_lock, file_lock_if_free
-from trinity_sync.fs.mounts import Mount, mount_of
+from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")
 """What probes put into a root for a moment: ``.probe.*.tmp``, a folder, and files likewise."""
@@ -94,12 +94,12 @@ def probe_capabilities(root: Path) -> Capabilities:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             todo = "Make room there"
         raise RootError(
-            f"{root} ({mount_of(root)}) cannot be written: {error.strerror}. {todo}, or take "
+            f"{root} ({find_mount(root)}) cannot be written: {error.strerror}. {todo}, or take "
             "another root."
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Capabilities(root, mount_of(root), each)
+    return Capabilities(root, find_mount(root), each)
 
 
 class _Unsupported(Exception):
@@ -151,7 +151,7 @@ def _replaced(folder: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    if (mount := mount_of(folder)).is_object_store:
+    if (mount := find_mount(folder)).is_object_store:
         raise _Unsupported(f"{mount.kind} copies the files of a folder, one after the other")
     (folder / "old/below").mkdir(parents=True)
     (folder / "old/below/file").write_bytes(b"x")
@@ -174,7 +174,7 @@ def _exchanged(folder: Path) -> None:
     for name in ("one", "other"):
         (folder / name).mkdir()
         (folder / name / name).touch()
-    if not exchange(folder / "one", folder / "other"):
+    if not exchange_names(folder / "one", folder / "other"):
         raise _Unsupported("not supported")
     if not (folder / "one/other").exists():
         raise _Unsupported("nothing was exchanged")
@@ -195,7 +195,7 @@ def _direct(folder: Path) -> None:
 
 def _leased(folder: Path) -> None:
     (folder / "file").touch()
-    if not is_ours_alone(folder / "file"):
+    if not has_no_other_users(folder / "file"):
         raise _Unsupported("the kernel gives no lease")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_sync.layout import PRIVATE_FOLDER
 
 
-def file_time(root: str | Path) -> float:
+def read_file_system_time(root: str | Path) -> float:
     """Return the current time of a root's file system, in seconds since the epoch.
 
     Where the root cannot be written, it is the time of this node.

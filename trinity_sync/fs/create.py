@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from trinity_sync.fs.atomic import NO_LINKS, sync_folder, temporary_name, write_whole
+from trinity_sync.fs.atomic import NO_LINKS, make_temporary_path, sync_folder, write_whole
 from trinity_sync.fs.locks import file_lock
 
 
@@ -15,7 +15,7 @@ def create_file(path: Path, content: str | bytes) -> bool:
         path: the file.
         content: all that it will hold.
     """
-    temporary = temporary_name(path)
+    temporary = make_temporary_path(path)
     try:
         write_whole(temporary, content)
         _give_free_name(temporary, path)

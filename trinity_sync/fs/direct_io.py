@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.fs.locks import opened_again
+from trinity_sync.fs.locks import reopen_fd
 from trinity_sync.fs.progress import no_progress
 
 ALIGNMENT = 4096
@@ -54,7 +54,7 @@ def write_file(
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             # it runs ahead, so the pages of a mapped slot are there when they are written
-            digest = digester.submit(digest_of_bytes, content)
+            digest = digester.submit(digest_bytes, content)
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
             _write_chunks(fd, content[:whole], direct, bytes_per_s)
             if whole < len(content):  # direct I/O ends with a page
@@ -68,7 +68,7 @@ def write_file(
     return digest.result()
 
 
-def digest_of(path: Path) -> str:
+def digest_cached_file(path: Path) -> str:
     """Digest of the file at ``path``, in the form of `write_file`."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
@@ -77,7 +77,7 @@ def digest_of(path: Path) -> str:
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
-def digest_of_bytes(content: memoryview) -> str:
+def digest_bytes(content: memoryview) -> str:
     """Digest of a file's bytes, in the form of `write_file`."""
     return f"{DIGEST}:{xxhash.xxh3_128(content).hexdigest()}"
 
@@ -133,12 +133,12 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
     Raises:
         OSError: the file is missing or the disk is broken.
     """
-    with opened(path) as fd:
-        return read_open(fd, nbytes)
+    with open_direct(path) as fd:
+        return read_fd(fd, nbytes)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_direct(path: Path) -> Iterator[int]:
     """A descriptor of a file and of no link, for reads past the page cache where that is allowed.
 
     Raises:
@@ -166,7 +166,7 @@ def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = no_prog
         took(size)
         return piece
 
-    with opened(path) as fd, ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
+    with open_direct(path) as fd, ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
         for at in range(0, nbytes, PIECE):
             full = len(waiting) == 2 * READERS
             piece = take_in() if full else _fresh_memory(min(PIECE, nbytes))
@@ -178,7 +178,7 @@ def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = no_prog
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
-def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
+def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
     """As `read_file`, of an open file, direct if it was opened so, by so many threads."""
     memory = _fresh_memory(nbytes)
     digest = xxhash.xxh3_128()
@@ -191,14 +191,14 @@ def read_open(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryvi
     return memory[:nbytes], f"{DIGEST}:{digest.hexdigest()}"
 
 
-def map_open(fd: int, nbytes: int) -> tuple[memoryview, str]:
-    """As `read_open`, of a file in memory and without a copy of it.
+def map_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
+    """As `read_fd`, of a file in memory and without a copy of it.
 
     The bytes are the file's for as long as nobody writes to it, so hold its lock; what is written
     to them does not reach the file.
     """
     size = min(nbytes, os.fstat(fd).st_size)
-    with opened_again(fd) as again:  # what is mapped would keep the lock of ``fd``
+    with reopen_fd(fd) as again:  # what is mapped would keep the lock of ``fd``
         memory = memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
     return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
 

@@ -12,7 +12,7 @@ _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 """Of Linux's fcntl.h: who is told of what becomes of an open file; a thread."""
 
 
-def is_ours_alone(path: Path) -> bool:
+def has_no_other_users(path: Path) -> bool:
     """Return whether a file has no other name and no other process has it open or mapped.
 
     The kernel grants a write lease only then.

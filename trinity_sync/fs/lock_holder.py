@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from trinity_sync.fs.process import process_name
+from trinity_sync.fs.process import read_process_identity
 
 
 def describe_holder(fd: int, path: Path) -> str:
@@ -35,7 +35,7 @@ def describe_this_process() -> str:
 
 def _lives(pid: int) -> bool:
     try:
-        return bool(process_name(pid))
+        return bool(read_process_identity(pid))
     except ProcessLookupError:
         return False
 

@@ -9,8 +9,8 @@ that are started inherit none of this: descriptors are close-on-exec.
 No process waits for a lock in silence: a warning names the process that holds it, and where a lock
 is held for moments only, waiting ends with an error.
 
-The lock that keeps two changes of a root's committed steps apart is `one_change_at_a_time`. It is
-acquired before that of ``leases.removal_lock``.
+The lock that keeps two changes of a root's committed steps apart is `acquire_commit_lock`. It is
+acquired before that of ``leases.acquire_removal_lock``.
 
 To acquire a lock, a process only needs to read the file, so only those who may write into the
 folder of a lock may open it: whoever may read a root cannot keep others from it.
@@ -33,7 +33,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs.atomic import make_folder
 from trinity_sync.fs.lock_holder import describe_holder, describe_this_process
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class LockFile:
 
     def note_holder(self) -> None:
         """Write into the file who has the lock, for other nodes, whose kernels cannot tell."""
-        if not mount_of(self.path).shared:
+        if not find_mount(self.path).shared:
             return
         try:
             os.pwrite(self.fd, f"{describe_this_process()}\n".encode(), 0)
@@ -180,7 +180,7 @@ class LockFile:
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        with opened_again(self.fd, os.O_RDWR if writable else os.O_RDONLY) as fd:
+        with reopen_fd(self.fd, os.O_RDWR if writable else os.O_RDONLY) as fd:
             return mmap.mmap(fd, nbytes, flags, prot)
 
     def __del__(self) -> None:  # wherever the collector runs, so it waits for nothing
@@ -190,7 +190,7 @@ class LockFile:
 
 
 @contextmanager
-def opened_again(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
     """The same file, opened once more: it has no part in the lock of the first."""
     again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     try:
@@ -247,7 +247,7 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def one_change_at_a_time(root: str | Path) -> Iterator[LockFile]:
+def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
     """Wait for the commits and rewinds of other processes and threads; then nobody else's begin.
 
     Raises:

@@ -46,12 +46,12 @@ class Mount:
         return fuse == "fuse" and any(map(_OBJECT_STORES.fullmatch, (name, self.source)))
 
     @property
-    def keeps_locks_here(self) -> str:
+    def local_lock_option(self) -> str:
         """The option with which other nodes do not hear of locks; empty if there is none."""
         return next((each for each in self.options if _LOCKS_OF_THIS_NODE.fullmatch(each)), "")
 
     @property
-    def sees_late(self) -> str:
+    def weak_consistency_option(self) -> str:
         """The option with which it is not asked anew what others have changed; empty without it."""
         return "nocto" if "nocto" in self.options else ""
 
@@ -59,7 +59,7 @@ class Mount:
         return f"{self.kind}, mounted at {self.point}"
 
 
-def mount_of(path: str | Path, mountinfo: str | None = None) -> Mount:
+def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
     """The mount that a path is on; of type ``unknown`` where the kernel does not tell.
 
     Args:

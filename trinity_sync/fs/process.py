@@ -7,7 +7,7 @@ from pathlib import Path
 from trinity_sync.layout import parse_number
 
 
-def process_name(pid: int) -> str:
+def read_process_identity(pid: int) -> str:
     """Return ``pid/start time``: unlike a pid alone, never another process later on.
 
     The time is in clock ticks since the boot.
@@ -21,14 +21,14 @@ def process_name(pid: int) -> str:
     try:
         if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             raise ProcessLookupError(f"process {pid} has ended")
-        return f"{pid}/{process_start(pid)}"
+        return f"{pid}/{read_process_start(pid)}"
     except psutil.NoSuchProcess as error:
         raise ProcessLookupError(f"no process {pid}") from error
     except psutil.AccessDenied as error:
         raise PermissionError(f"process {pid} is hidden") from error
 
 
-def process_start(pid: int) -> int:
+def read_process_start(pid: int) -> int:
     """Return when a process started, in clock ticks since the boot.
 
     psutil says it in seconds since the epoch, which change when the clock is set.
@@ -45,8 +45,8 @@ def process_start(pid: int) -> int:
             return round(since_boot * os.sysconf("SC_CLK_TCK"))
 
 
-def process_home() -> str:
-    """Return where a process of this one's `process_name` can be looked for.
+def read_process_namespace() -> str:
+    """Return where a process of this one's `read_process_identity` can be looked for.
 
     It is ``host/pid:[namespace]``: containers may have a host name in common, and each see no
     process but their own.
@@ -54,17 +54,17 @@ def process_home() -> str:
     return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def process_lives(name: str) -> bool:
+def is_process_alive(name: str) -> bool:
     """Return whether a process still runs on this node; a hidden one counts as running.
 
     Args:
-        name: of the process, as `process_name` returns it.
+        name: of the process, as `read_process_identity` returns it.
     """
     pid = parse_number(name.partition("/")[0])
     if pid is None:
         return False
     try:
-        return process_name(pid) == name
+        return read_process_identity(pid) == name
     except ProcessLookupError:
         return False
     except PermissionError:

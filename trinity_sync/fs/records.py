@@ -100,7 +100,7 @@ def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None)
         indent: as of ``json.dumps``.
     """
     whole = {"format": format, **body}
-    return json.dumps({**whole, "digest": digest_of_body(whole)}, indent=indent)
+    return json.dumps({**whole, "digest": digest_body(whole)}, indent=indent)
 
 
 def decode_body(
@@ -119,7 +119,7 @@ def decode_body(
         FormatError: it is intact, and of another format.
     """
     body = _load_object(content)
-    if body.pop("digest", None) != digest_of_body(body):
+    if body.pop("digest", None) != digest_body(body):
         raise ValueError("it was altered")
     found = body.pop("format", None)
     if type(found) is not int:
@@ -141,7 +141,7 @@ def run_and_step(content: bytes) -> tuple[int | None, int | None]:
         return None, None
 
 
-def digest_of_body(body: dict[str, Any]) -> str:
+def digest_body(body: dict[str, Any]) -> str:
     """Return the digest of a record's values, whatever their order and spacing in the file.
 
     Raises:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_sync.client.collective import run_on_all_ranks
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError
 from trinity_sync.formats.saved_component import SavedComponent
-from trinity_sync.fs.direct_io import digest_of
+from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fsdp.collective import lease_step_on_all_ranks
 from trinity_sync.fsdp.state_dict import get_model_state, has_only_adapters
 from trinity_sync.layout import MANIFEST, shard_file, split_role_path
@@ -100,7 +100,7 @@ def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None
     ]
     for record in records[dist.get_rank() :: dist.get_world_size()]:
         path = role_folder.parent / record.path
-        require_digest(path, record, digest_of(path))
+        require_digest(path, record, digest_cached_file(path))
 
 
 def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:

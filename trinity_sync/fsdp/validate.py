@@ -14,7 +14,7 @@ from trinity_sync.layout import (
     split_role_path,
 )
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+\.pt")
 
@@ -76,7 +76,7 @@ def _committed(role_folder: Path) -> list[str] | None:
     revalidate_folder(role_folder.parent)  # another node may have committed it just now
     if not (role_folder.parent / MANIFEST).exists():
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
-        theirs = not marked and read_iteration(root, "checkpoint") == step
+        theirs = not marked and read_latest_pointer(root, "checkpoint") == step
         if theirs or not (root / PRIVATE_FOLDER).exists():
             return None  # ours is pointed at after manifest and mark are there, and never before
     prefix = f"{role}/"

@@ -88,10 +88,10 @@ def require_allowed_store(settings: Settings, url: str) -> None:
         ELSEWHERE,
         LOCAL,
         Remote,
-        protocol_of,
+        parse_protocol,
     )
 
-    protocol = protocol_of(url)
+    protocol = parse_protocol(url)
     folder = Remote(url).folder if protocol in LOCAL else None
     if folder is not None:
         require_allowed(settings, folder)

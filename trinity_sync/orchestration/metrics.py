@@ -16,7 +16,7 @@ from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
-from trinity_sync.storage.discovery import newest
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.save import Persisted
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class WorkerMetrics:
         for root in list_known_roots(settings):
             try:
                 for kind in KINDS:
-                    if best := newest(root, kind):
+                    if best := find_newest(root, kind):
                         self._stand(job_id(root), kind, None, best.step, best.committed_at)
             except (OSError, TrinitySyncError) as error:
                 logger.warning("where %s stands is not looked up: %s", root, error)

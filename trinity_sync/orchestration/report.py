@@ -16,8 +16,8 @@ from trinity_sync.orchestration.prefect_queries import (
     read_retention,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.storage.discovery import known_runs, step_state
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import list_known_runs, read_step_state
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import Lease, list_leases
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.pins import Pin, list_pins
@@ -100,8 +100,8 @@ def collect_report(
     """
     root = root.resolve()
     runs, retention, server_error = _query_server(settings, root)
-    iterations = {kind: read_iteration(root, kind) for kind in KINDS}
-    known = known_runs(root)
+    iterations = {kind: read_latest_pointer(root, kind) for kind in KINDS}
+    known = list_known_runs(root)
     quarantined = sorted(quarantine_folder(root).glob("*/global_step_*"))
     return JobReport(
         root=str(root),
@@ -135,7 +135,7 @@ def _summarize_step(
     root: Path, step: int, iterations: Mapping[Kind, int | None], known: Sequence[Run]
 ) -> StepSummary:
     pointers = tuple(kind for kind, target in iterations.items() if target == step)
-    found = step_state(root, step, known)
+    found = read_step_state(root, step, known)
     state = found.reason if found.state == "another format" else found.state
     return StepSummary(step, state, found.manifest, pointers)
 

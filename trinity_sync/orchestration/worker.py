@@ -34,7 +34,7 @@ from prefect.states import Cancelled, Pending
 from prefect.workers.base import BaseWorker
 from websockets.exceptions import ConnectionClosed
 
-from trinity_sync.fs.process import process_name
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S, load_flow
 from trinity_sync.orchestration.prefect_compat import (
     InProcessJobConfiguration,
@@ -86,7 +86,7 @@ class TrinitySyncWorker(
         self._postponed = False
         """Whether runs that were due have found no place in the last look."""
         self._away = False
-        self._infrastructure = f"{self._trinity.node}/{process_name(os.getpid())}"
+        self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
         self._recovery = NodeRecovery(
             self._trinity.spool, self._infrastructure, self._is_busy_with, self._cancel
         )

@@ -1,1 +1,1 @@
-"""Copies of committed steps behind an fsspec URL: upload, download, and required copies."""
+"""Remotes: copies of committed steps behind an fsspec URL, optional or required."""

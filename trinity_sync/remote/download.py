@@ -1,7 +1,7 @@
-"""Bring a step from a store back: download, compare digests, commit here by one rename.
+"""Download of a step from a remote: copy the files, compare digests, commit by one rename.
 
-The files gather in ``root/.trinity_sync/fetching/global_step_N``, where a download that broke off
-goes on; the folder gets its name, with the manifest inside, when all of it is whole and durable.
+Files are written to ``root/.trinity_sync/fetching/global_step_N``, where an interrupted download
+resumes. When all files are complete and durable, the folder is renamed with its manifest inside.
 """
 
 import math
@@ -15,8 +15,8 @@ import xxhash
 
 from trinity_sync.errors import CommitError, CorruptedCopyError
 from trinity_sync.fs.atomic import make_folder, revalidate_folder, sync_folder
-from trinity_sync.fs.direct_io import DIGEST, digest_of
-from trinity_sync.fs.locks import file_lock, one_change_at_a_time
+from trinity_sync.fs.direct_io import DIGEST, digest_cached_file
+from trinity_sync.fs.locks import acquire_commit_lock, file_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
@@ -31,7 +31,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.quarantine import fetching_folder
-from trinity_sync.storage.replace import exchange_folders
+from trinity_sync.storage.replace import swap_folders
 from trinity_sync.storage.runs import Run, add_run
 
 
@@ -44,37 +44,37 @@ def fetch(
     parallel: int = PARALLEL,
     on_progress: OnProgress = no_progress,
 ) -> tuple[Manifest, bool]:
-    """Have a step of the store committed under ``root``; again is harmless.
+    """Commit a step of a remote under ``root``; fetching it again is harmless.
 
-    Take the root of the same job, or a new one: a step of a later run than any that is known here
-    is the newest from then on, and what earlier runs have in flight beyond it lapses.
+    The root is that of the same job, or new. If the step's run is later than all runs of the root,
+    the step is the newest from then on, and supersedes what earlier runs have in flight beyond it.
 
     Args:
-        url: the job's folder in the store.
-        step: which step; None for the newest that is whole there.
-        root: a job's root; made if it is missing.
-        replace: let it take the place of what has its number here, by an earlier run or corrupted.
-        parallel: files at a time.
-        on_progress: is told how far the download is.
+        url: URL of the job's folder in the remote.
+        step: step number; None for the newest valid step there.
+        root: a job's root; created if it is missing.
+        replace: replace a corrupted step, or a step of an earlier run, of the same number.
+        parallel: number of files downloaded at a time.
+        on_progress: called with bytes downloaded and the total.
 
     Returns:
-        Its manifest, and whether anything had to be fetched.
+        The manifest of the step, and whether anything was downloaded.
 
     Raises:
-        CommitError: the step is not committed there, its bytes are not those of its manifest, or
-            there is another step of its number here.
-        RemoteError: the store cannot be reached or read.
-        CorruptedCopyError: the store has other bytes than the manifest says.
+        CommitError: the step is not committed there, its bytes differ from its manifest, or the
+            root has another step of the same number.
+        RemoteError: the remote cannot be reached or read.
+        CorruptedCopyError: the remote has other bytes than the manifest says.
         ConfigError: the URL cannot be used.
     """
     base, remote = Path(root).resolve(), Remote(url)
-    manifest = _manifest(remote, step)
-    if _is_here(base, manifest, replace):
+    manifest = _find_manifest(remote, step)
+    if _is_committed_here(base, manifest, replace):
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
     lock = base / PRIVATE_FOLDER / "fetching.lock"
-    with file_lock(lock, limit_s=math.inf):  # one fetch into a root at a time, however long
-        if _is_here(base, manifest, replace):
+    with file_lock(lock, limit_s=math.inf):  # one download into a root at a time
+        if _is_committed_here(base, manifest, replace):
             return manifest, False
         folder = step_folder(fetching_folder(base), manifest.step)
         make_folder(folder)
@@ -97,39 +97,41 @@ def fetch(
     return manifest, True
 
 
-def _manifest(remote: Remote, step: int | None) -> Manifest:
-    manifest = next(remote.newest_first(), None) if step is None else remote.manifest(step)
+def _find_manifest(remote: Remote, step: int | None) -> Manifest:
+    manifest = (
+        next(remote.iter_newest_first(), None) if step is None else remote.read_manifest(step)
+    )
     if manifest is None:
         what = "there is no committed step" if step is None else f"step {step} is not committed"
-        raise CommitError(f"{what} at {remote.url}; trinity-sync ls {remote.url} shows what is")
+        raise CommitError(f"{what} at {remote.url}; trinity-sync ls {remote.url} lists its steps")
     return manifest
 
 
-def _is_here(root: Path, manifest: Manifest, replace: bool) -> bool:
-    """Whether this very commit is here and whole; not if something is that gives way.
+def _is_committed_here(root: Path, manifest: Manifest, replace: bool) -> bool:
+    """Return whether the root has this very commit, valid; False if it may be replaced.
 
     Raises:
-        CommitError: something else has its place.
+        CommitError: the root has another step of the same number.
     """
     folder = step_folder(root, manifest.step)
-    revalidate_folder(root)  # another node may have fetched it just now
+    revalidate_folder(root)  # another node may have downloaded it
     if not folder.exists():
         return False
     try:
         if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
             return True
-        why, gives_way = (
-            "is not the step of the store",
+        why, replaceable = (
+            "is not the step of the remote",
             read_run_number(root, manifest.step) < manifest.run,
         )
     except CommitError as error:
-        why, gives_way = (
+        why, replaceable = (
             f"cannot be used: {error}",
             read_run_number(root, manifest.step) <= manifest.run,
         )
-    if replace and gives_way:
+    if replace and replaceable:
         return False
-    raise CommitError(f"{folder} is there already and {why}. Move it away, or take another root.")
+    raise CommitError(f"{folder} exists already and {why}. Move it away, or choose another root.")
 
 
 def _download(
@@ -137,41 +139,41 @@ def _download(
     manifest: Manifest,
     record: FileRecord,
     folder: Path,
-    took: Callable[[int], object],
+    on_read: Callable[[int], object],
 ) -> None:
     path = folder / record.path
     make_folder(path.parent)
-    if path.is_file() and digest_of(path) == record.digest:
-        took(record.nbytes)
+    if path.is_file() and digest_cached_file(path) == record.digest:
+        on_read(record.nbytes)
         return
     digest = xxhash.xxh3_128()
-    path.unlink(missing_ok=True)  # a link of others', or a file of theirs that would be ours then
+    path.unlink(missing_ok=True)  # never write into a link or a file of another user
     with path.open("xb") as file:
-        for chunk in remote.chunks(manifest.step, record.path):
+        for chunk in remote.read_chunks(manifest.step, record.path):
             digest.update(chunk)
             file.write(chunk)
-            took(len(chunk))
+            on_read(len(chunk))
         file.flush()
         os.fsync(file.fileno())
     if f"{DIGEST}:{digest.hexdigest()}" != record.digest:
         path.unlink()
         raise CorruptedCopyError(
             f"{remote.url}/global_step_{manifest.step}/{record.path} is corrupted: its digest is "
-            "not that of the manifest. Fetch another step, or replicate this one again."
+            "not that of the manifest. Fetch another step, or replicate the step again."
         )
 
 
 def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None:
     write_manifest_into(folder, manifest)
-    place = step_folder(root, manifest.step)
-    with one_change_at_a_time(root) as lock:
-        if not _is_here(root, manifest, replace):
+    target = step_folder(root, manifest.step)
+    with acquire_commit_lock(root) as lock:
+        if not _is_committed_here(root, manifest, replace):
             lock.require_ours()
             add_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
-            if place.exists():
-                exchange_folders(folder, place)
+            if target.exists():
+                swap_folders(folder, target)
             else:
-                folder.rename(place)
+                folder.rename(target)
             sync_folder(root)
             shutil.rmtree(folder, ignore_errors=True)
         update_latest_pointers(root, manifest)

@@ -1,15 +1,15 @@
-"""A store of copies behind an fsspec URL: ``s3://bucket/job``, ``file:///backup/job``, and others.
+"""Steps of a job behind an fsspec URL: ``s3://bucket/job``, ``file:///backup/job``, and others.
 
 ::
 
     url/global_step_40/manifest.json        its appearance commits the copy
-    url/global_step_40/actor/...            the files that it names
-    url/global_step_40/.uploaded/...        while it is uploaded: what each whole file holds
-    url/.trinity_sync/runs/3.json           where steps count in the store: see ``primary``
+    url/global_step_40/actor/...            the files in the manifest
+    url/global_step_40/.uploaded/...        during an upload: records of the complete files
+    url/.trinity_sync/runs/3.json           for a required remote: see ``required``
 
-Bytes are streamed in chunks, whatever the size of a file. Credentials and the store's address come
-from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for S3), so that no
-parameter, log or message can hold them.
+Bytes are streamed in chunks, whatever the size of a file. Credentials and the address of the
+service come from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for
+S3), so that no parameter, log or message contains them.
 """
 
 import uuid
@@ -44,85 +44,88 @@ from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run
 
 LOCAL = ("file", "local")
-"""Protocols of folders of this node."""
+"""Protocols of local folders."""
 ELSEWHERE = {"abfs", "abfss", "adl", "az", "box", "cos", "dbfs", "dropbox", "gcs", "gdrive", "gs"}
 ELSEWHERE |= {"hf", "lakefs", "oci", "ocilake", "oss", "s3", "s3a", "tos", "tosfs"}
-"""Protocols of stores that are on no node. The host of ``sftp``, ``smb`` or ``webhdfs`` may be this
-one, and ``hdfs`` is, where nobody has told Hadoop otherwise."""
+"""Protocols of services that are not on this node. The host of ``sftp``, ``smb`` or ``webhdfs`` may
+be this node, and ``hdfs`` is local unless Hadoop is configured otherwise."""
 CHUNK = 16 << 20
-"""Bytes of a part; a file in flight takes about three of them in memory."""
+"""Bytes of a chunk; a file in flight takes about three chunks of memory."""
 UPLOADED = ".uploaded"
 _MOST_PARTS = 9_000  # S3 takes 10,000
-_LOOKS = 8
-"""Steps that are looked at at a time."""
+_PARALLEL_READS = 8
+"""Number of steps whose state is read at a time."""
 
 
 @dataclass(frozen=True)
 class RemoteStep:
-    """A step as it lies in the store."""
+    """A step in a remote."""
 
     step: int
     manifest: Manifest | None
     state: State
-    """By names and sizes; no step in a store is ``superseded``."""
+    """State by names and sizes; no step in a remote is ``superseded``."""
     unreadable: FormatError | None = None
-    """Why this release cannot read it, if another one has sent it."""
+    """Error that says why this release cannot read it, if another release has sent it."""
 
 
 @dataclass(frozen=True)
 class _Uploaded(Record, format=ROOT_FORMAT):
-    """What a file holds that was uploaded, while its step is not committed there."""
+    """Record of a complete file of a step that is not committed in the remote yet."""
 
     nbytes: Count
     file_digest: str
-    """As in the step's manifest."""
+    """Digest as in the step's manifest."""
     state: str
-    """What the store says of the file; another one once it is written again."""
+    """Version of the file in the remote (``fsspec``'s ``ukey``); it changes with each write."""
 
 
 def refuse_credentials(url: str) -> None:
-    """See that a store's URL may be shown to anybody.
+    """Refuse a remote's URL that contains secrets.
 
     Raises:
-        ConfigError: it holds a user, a password or a query, or chains URLs that might.
+        ConfigError: it contains a user, a password or a query, or chains URLs that may.
     """
-    if "::" in url:  # fsspec's way to say that one of its file systems is behind another
+    if "::" in url:  # fsspec chains file systems
         raise ConfigError(
-            "a URL with :: chains file systems, and steps are kept in one; pass the URL of the "
-            "store alone, like s3://bucket/job or file:///copies"
+            "a URL with :: chains file systems, which is not supported; pass the URL of the remote "
+            "alone, like s3://bucket/job or file:///copies"
         )
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            f"the URL of {parts.scheme}://.../{parts.path.strip('/')} holds a user, a password "
-            "or a query; put credentials into the environment, where logs do not see them"
+            f"the URL of {parts.scheme}://.../{parts.path.strip('/')} contains a user, a password "
+            "or a query; put credentials into the environment, which is not logged"
         )
 
 
-def protocol_of(url: str) -> str:
-    """The protocol by which a store's URL is reached, as it is spelled there.
+def parse_protocol(url: str) -> str:
+    """Return the protocol of a remote's URL, as it is spelled there.
 
     Raises:
-        ConfigError: it is no URL of a folder, or may not be shown to anybody.
+        ConfigError: it is not the URL of a folder, or contains secrets.
     """
     refuse_credentials(url)
     protocol, separator, where = url.partition("://")
     if not separator or not where.strip("/"):
         raise ConfigError(
-            f"{url!r} is no URL of a folder; pass one like s3://bucket/job or file:///copies"
+            f"{url!r} is not the URL of a folder; pass one like s3://bucket/job or file:///copies"
         )
     return protocol
 
 
 class Remote:
-    """The steps of one job in a store.
+    """The steps of one job in a remote.
+
+    Args:
+        url: URL of the job's folder in the remote.
 
     Raises:
-        ConfigError: the URL cannot be used, or a package is needed for it.
+        ConfigError: the URL cannot be used, or a package for it is missing.
     """
 
     def __init__(self, url: str) -> None:
-        protocol = protocol_of(url)
+        protocol = parse_protocol(url)
         self.url = url.rstrip("/")
         local = {"auto_mkdir": True} if protocol in LOCAL else {}
         options = {"use_listings_cache": False, **local}
@@ -139,45 +142,45 @@ class Remote:
 
     @property
     def folder(self) -> Path | None:
-        """The folder on this node that it is, whatever the form of its URL; None if it is none."""
+        """Local folder of the remote, whatever the form of its URL; None if it is not local."""
         return Path(self._base) if isinstance(self._fs, LocalFileSystem) else None
 
     # ---------------------------------------------------------------- steps
 
-    def steps(self) -> list[RemoteStep]:
-        """All steps in the store, committed or not, by number."""
-        found = (step_of_folder(name) for name in self._names("", "list the steps of"))
+    def list_steps(self) -> list[RemoteStep]:
+        """Return all steps in the remote by number, committed or not."""
+        found = (step_of_folder(name) for name in self._list_names("", "list the steps of"))
         numbers = sorted(number for number in found if number is not None)
-        with ThreadPoolExecutor(_LOOKS, "steps") as pool:
-            return list(pool.map(self.step, numbers))
+        with ThreadPoolExecutor(_PARALLEL_READS, "steps") as pool:
+            return list(pool.map(self.read_step, numbers))
 
-    def step(self, step: int) -> RemoteStep:
-        """One step, which need not be there."""
+    def read_step(self, step: int) -> RemoteStep:
+        """Return a step with its state; the step need not exist."""
         try:
-            manifest = self.manifest(step)
+            manifest = self.read_manifest(step)
         except ManifestError:
             return RemoteStep(step, None, "corrupted")
         except FormatError as error:
             return RemoteStep(step, None, "another format", error)
         if manifest is None:
             return RemoteStep(step, None, "not committed")
-        sizes = self.sizes(step)
+        sizes = self.list_file_sizes(step)
         valid = all(sizes.get(record.path) == record.nbytes for record in manifest.files)
         return RemoteStep(step, manifest, "valid" if valid else "corrupted")
 
-    def committed(self) -> list[Manifest]:
-        """Return the valid steps, oldest first: by run, then by number."""
-        found = [step.manifest for step in self.steps() if step.state == "valid"]
+    def list_committed(self) -> list[Manifest]:
+        """Return the manifests of the valid steps, oldest first: by run, then by step."""
+        found = [step.manifest for step in self.list_steps() if step.state == "valid"]
         return sorted((m for m in found if m), key=lambda manifest: (manifest.run, manifest.step))
 
-    def newest_first(self) -> Iterator[Manifest]:
-        """As `committed`, the newest first.
+    def iter_newest_first(self) -> Iterator[Manifest]:
+        """Yield the manifests of the valid steps, newest first.
 
         Raises:
-            FormatError: it is the turn of a step that another release has sent.
+            FormatError: the next step was sent by another release.
         """
         found: dict[tuple[int, int], Manifest | FormatError] = {}
-        for step in self.steps():
+        for step in self.list_steps():
             if step.unreadable:
                 found[step.unreadable.run or 0, step.step] = step.unreadable
             elif step.manifest and step.state == "valid":
@@ -187,71 +190,71 @@ class Remote:
                 raise each
             yield each
 
-    def manifest(self, step: int) -> Manifest | None:
-        """The manifest of a step; None if it is not committed.
+    def read_manifest(self, step: int) -> Manifest | None:
+        """Return the manifest of a step; None if it is not committed.
 
         Raises:
-            ManifestError: it is torn or altered.
+            ManifestError: the manifest is torn or was altered.
             FormatError: another release has sent it.
         """
-        content = self.read(step, MANIFEST)
+        content = self.read_file(step, MANIFEST)
         where = f"{self.url}/global_step_{step}/{MANIFEST}"
         return None if content is None else parse_manifest(content, where, step)
 
-    def sizes(self, step: int) -> dict[str, int]:
-        """Bytes of every file of a step, by its path below the step's folder."""
+    def list_file_sizes(self, step: int) -> dict[str, int]:
+        """Return the bytes of every file of a step, by path below the step's folder."""
         folder = self._path(step, "")
-        with self._reaching(f"list step {step} in"):
+        with self._translate_errors(f"list step {step} in"):
             found: dict[str, Any] = self._fs.find(folder, detail=True)
         return {path.removeprefix(folder): info["size"] for path, info in found.items()}
 
-    def remove(self, step: int) -> None:
-        """Remove a step, its manifest first: what is left of it is never taken for a step."""
-        self.uncommit(step)
-        with self._reaching(f"remove step {step} from"):
+    def remove_step(self, step: int) -> None:
+        """Remove a step, its manifest first, so that a partial step never counts as committed."""
+        self.remove_manifest(step)
+        with self._translate_errors(f"remove step {step} from"):
             self._fs.rm(self._path(step, ""), recursive=True)
 
-    def uncommit(self, step: int) -> None:
+    def remove_manifest(self, step: int) -> None:
         """Remove the manifest of a step."""
-        with self._reaching(f"remove the manifest of step {step} from"):
+        with self._translate_errors(f"remove the manifest of step {step} from"):
             self._fs.rm_file(self._path(step, MANIFEST))
 
     # ---------------------------------------------------------------- runs
 
-    def runs(self) -> list[Run]:
-        """The runs that have sent steps here, the first one first; a torn one is passed over.
+    def list_runs(self) -> list[Run]:
+        """Return the runs that have sent steps, by number; skip torn records.
 
         Raises:
-            FormatError: one of them is of another release.
+            FormatError: a run is of another release.
         """
-        names = self._names(f"/{PRIVATE_FOLDER}/runs", "list the runs of")
+        names = self._list_names(f"/{PRIVATE_FOLDER}/runs", "list the runs of")
         found = (parse_number(name.removesuffix(".json")) for name in names)
         numbers = sorted(number for number in found if number is not None)
-        return [run for number in numbers if (run := self._run(number))]
+        return [run for number in numbers if (run := self._read_run(number))]
 
-    def claim_run(self, run: Run) -> Run | None:
-        """Let no other run have this number; returns the run that has it, None if that is torn."""
+    def create_run(self, run: Run) -> Run | None:
+        """Create the record of a run; return the run that has its number, None if that is torn."""
         content = encode_record(run).encode()
         if self._create(f"{PRIVATE_FOLDER}/runs/{run.number}.json", content):
             return run
-        return self._run(run.number)
+        return self._read_run(run.number)
 
-    def writes_once(self) -> bool:
-        """Whether the store refuses a second write of a name that is to be written once.
+    def supports_exclusive_create(self) -> bool:
+        """Return whether the remote refuses a second write of a file that must be created once.
 
         Raises:
-            RemoteError: it cannot be written at all.
+            RemoteError: the remote cannot be written.
         """
         name = f"{PRIVATE_FOLDER}/probes/{uuid.uuid4().hex}"
         self._create(name, b"probe")
         once = not self._create(name, b"again")
-        with self._reaching("clean up in"):
+        with self._translate_errors("clean up in"):
             self._fs.rm_file(f"{self._base}/{name}")
         return once
 
-    def _run(self, number: int) -> Run | None:
+    def _read_run(self, number: int) -> Run | None:
         name = f"{PRIVATE_FOLDER}/runs/{number}.json"
-        with self._reaching(f"read run {number} in"):
+        with self._translate_errors(f"read run {number} in"):
             content = self._fs.cat_file(f"{self._base}/{name}")
         try:
             run = decode_record(Run, content, f"{self.url}/{name}")
@@ -261,28 +264,50 @@ class Remote:
 
     # ---------------------------------------------------------------- bytes
 
-    def read(self, step: int, name: str) -> bytes | None:
-        """All bytes of a small file; None if there is none."""
-        with self._reaching(f"read {name} of step {step} in"):
+    def read_file(self, step: int, name: str) -> bytes | None:
+        """Return the content of a small file; None if there is none.
+
+        Args:
+            step: step number.
+            name: path below the step's folder.
+        """
+        with self._translate_errors(f"read {name} of step {step} in"):
             try:
                 content: bytes = self._fs.cat_file(self._path(step, name))
             except FileNotFoundError:
                 return None
         return content
 
-    def write(self, step: int, name: str, content: bytes) -> None:
-        """Write a small file in one request."""
-        with self._reaching(f"write {name} of step {step} to"):
+    def write_file(self, step: int, name: str, content: bytes) -> None:
+        """Write a small file in one request.
+
+        Args:
+            step: step number.
+            name: path below the step's folder.
+            content: all bytes of the file.
+        """
+        with self._translate_errors(f"write {name} of step {step} to"):
             self._fs.pipe_file(self._path(step, name), content)
 
-    def create(self, step: int, name: str, content: bytes) -> bool:
-        """Write a small file that is not there yet, in one request; False if there is one."""
+    def create_file(self, step: int, name: str, content: bytes) -> bool:
+        """Create a small file in one request; return False if it exists.
+
+        Args:
+            step: step number.
+            name: path below the step's folder.
+            content: all bytes of the file.
+        """
         return self._create(f"global_step_{step}/{name}", content)
 
-    def chunks(self, step: int, name: str) -> Iterator[bytes]:
-        """The bytes of a file, in order, each chunk as it arrives."""
+    def read_chunks(self, step: int, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a file, in chunks as they arrive.
+
+        Args:
+            step: step number.
+            name: path below the step's folder.
+        """
         with (
-            self._reaching(f"read {name} of step {step} in"),
+            self._translate_errors(f"read {name} of step {step} in"),
             self._fs.open(
                 self._path(step, name), "rb", block_size=CHUNK, cache_type="readahead"
             ) as file,
@@ -290,34 +315,46 @@ class Remote:
             while chunk := file.read(CHUNK):
                 yield chunk
 
-    def wrong_with(self, step: int, record: FileRecord, took: Callable[[int], object]) -> str:
-        """Read a file again: why it is not what its record says; empty if it is."""
+    def find_mismatch(self, step: int, record: FileRecord, on_read: Callable[[int], object]) -> str:
+        """Read a file and return why it differs from its record; empty if it does not.
+
+        Args:
+            step: step number.
+            record: record of the file in the step's manifest.
+            on_read: called with the bytes of each chunk.
+        """
         digest = xxhash.xxh3_128()
         try:
-            for chunk in self.chunks(step, record.path):
+            for chunk in self.read_chunks(step, record.path):
                 digest.update(chunk)
-                took(len(chunk))
+                on_read(len(chunk))
         except RemoteError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return "is missing"
             raise
         return "" if f"{DIGEST}:{digest.hexdigest()}" == record.digest else "has other bytes"
 
-    def upload(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
-        """Write a file as its chunks come; one that fails is given up, not left as a part.
+    def upload_file(self, step: int, name: str, chunks: Iterator[bytes], nbytes: int) -> None:
+        """Write a file in chunks; if that fails, discard the parts.
+
+        Args:
+            step: step number.
+            name: path below the step's folder.
+            chunks: content of the file.
+            nbytes: size of the file in bytes.
 
         Raises:
-            RemoteError: it cannot be written, or has another size afterwards.
+            RemoteError: the file cannot be written, or has another size afterwards.
         """
         path = self._path(step, name)
         part = max(CHUNK, nbytes // _MOST_PARTS)
-        with self._reaching(f"write {name} of step {step} to"):
+        with self._translate_errors(f"write {name} of step {step} to"):
             file = self._fs.open(path, "wb", block_size=part)
             try:
                 for chunk in chunks:
                     file.write(chunk)
             except BaseException:
-                if isinstance(file, AbstractBufferedFile):  # closing would complete a half file
+                if isinstance(file, AbstractBufferedFile):  # closing would complete a partial file
                     file.closed = True
                     file.discard()
                 raise
@@ -325,46 +362,58 @@ class Remote:
             found = self._fs.info(path)["size"]
         if found != nbytes:
             raise RemoteError(
-                f"{self.url}/global_step_{step}/{name} has {found:,} bytes after its upload and "
-                f"should have {nbytes:,}; repeat the upload"
+                f"{self.url}/global_step_{step}/{name} has {found:,} bytes after its upload "
+                f"instead of {nbytes:,}; repeat the upload"
             )
 
-    # ---------------------------------------------------------------- uploads that broke off
+    # ---------------------------------------------------------------- interrupted uploads
 
-    def note_upload(self, step: int, record: FileRecord) -> None:
-        """Write down what a whole file holds, so that an upload that breaks off goes on there."""
-        with self._reaching(f"look at {record.path} of step {step} in"):
+    def record_upload(self, step: int, record: FileRecord) -> None:
+        """Record a complete file, so that an interrupted upload resumes after it.
+
+        Args:
+            step: step number.
+            record: record of the file in the step's manifest.
+        """
+        with self._translate_errors(f"check {record.path} of step {step} in"):
             state = str(self._fs.ukey(self._path(step, record.path)))
         uploaded = _Uploaded(record.nbytes, record.digest, state)
-        self.write(step, f"{UPLOADED}/{record.path}", encode_record(uploaded).encode())
+        self.write_file(step, f"{UPLOADED}/{record.path}", encode_record(uploaded).encode())
 
     def is_uploaded(self, step: int, record: FileRecord) -> bool:
-        """Whether the file is there with these bytes and was not written since it was noted."""
+        """Return whether a file was uploaded and recorded, and is unchanged since.
+
+        Args:
+            step: step number.
+            record: record of the file in the step's manifest.
+        """
         name = f"{UPLOADED}/{record.path}"
         try:
-            found = decode_record(_Uploaded, self.read(step, name) or b"", f"{self.url}/{name}")
+            found = decode_record(
+                _Uploaded, self.read_file(step, name) or b"", f"{self.url}/{name}"
+            )
         except (ValueError, FormatError):
             return False
-        with self._reaching(f"look at {record.path} of step {step} in"):
+        with self._translate_errors(f"check {record.path} of step {step} in"):
             try:
                 state = str(self._fs.ukey(self._path(step, record.path)))
             except FileNotFoundError:
                 return False
         return found == _Uploaded(record.nbytes, record.digest, state)
 
-    def forget_uploads(self, step: int) -> None:
-        """Remove the notes of a step whose manifest says it all."""
-        with self._reaching(f"clean up step {step} in"):
+    def remove_upload_records(self, step: int) -> None:
+        """Remove the upload records of a step that is committed."""
+        with self._translate_errors(f"clean up step {step} in"):
             try:
                 self._fs.rm(self._path(step, UPLOADED), recursive=True)
             except FileNotFoundError:
                 return
 
     def _create(self, name: str, content: bytes) -> bool:
-        """Write a file that is not there; a store without such a write is looked at first."""
+        """Create a file; a remote without exclusive creation is checked for it first."""
         path = f"{self._base}/{name}"
-        with self._reaching(f"write {name} to"):
-            if isinstance(self._fs, LocalFileSystem):  # whole or absent, as in a store
+        with self._translate_errors(f"write {name} to"):
+            if isinstance(self._fs, LocalFileSystem):  # complete or absent, as in an object store
                 make_folder(Path(path).parent)
                 return create_file(Path(path), content)
             try:
@@ -383,9 +432,9 @@ class Remote:
                 self._fs.pipe_file(path, content)
         return True
 
-    def _names(self, folder: str, what: str) -> list[str]:
-        """What lies in a folder; nothing if there is none."""
-        with self._reaching(what):
+    def _list_names(self, folder: str, what: str) -> list[str]:
+        """Return the names in a folder; none if it does not exist."""
+        with self._translate_errors(what):
             try:
                 names = self._fs.ls(self._base + folder, detail=False)
             except FileNotFoundError:
@@ -396,8 +445,8 @@ class Remote:
         return f"{self._base}/global_step_{step}/{name}"
 
     @contextmanager
-    def _reaching(self, what: str) -> Iterator[None]:
-        """Every library's own errors, as a sentence; each store has others."""
+    def _translate_errors(self, what: str) -> Iterator[None]:
+        """Translate the errors of the libraries behind fsspec into a `RemoteError`."""
         try:
             yield
         except TrinitySyncError:
@@ -405,6 +454,7 @@ class Remote:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise RemoteError(
-                f"cannot {what} {self.url}: {reason}. Check the URL, and the store's address and "
-                "credentials in the environment, then repeat; what is there is used again."
+                f"cannot {what} {self.url}: {reason}. Check the URL, and the address and "
+                "credentials of the service in the environment, then retry; uploaded files are not "
+                "sent again."
             ) from error

@@ -1,18 +1,19 @@
-"""A store as the place where steps count: the root is where they are made, and may vanish.
+"""Required remote: a step counts once the remote has it; the root may vanish.
 
 ::
 
-    url/global_step_40/manifest.json        its appearance is what counts
-    url/.trinity_sync/runs/3.json           run 3 writes here, and no other of its number
+    url/global_step_40/manifest.json        its appearance is the commit in the remote
+    url/.trinity_sync/runs/3.json           run 3 writes here, and no other run of its number
 
-A checkpoint is committed in the root, then sent (`send`), then noted as sent. A run claims its
-number in the store with the first step it sends, by a write that the store takes only once
-(``If-None-Match`` on S3), and so does each manifest. So of two trainings that write to one store,
-the one that a later run has left behind is refused, and of two with one number the second.
+A checkpoint is committed in the root, replicated (`replicate_required`), and recorded as
+replicated. With its first step, a run creates a record of its number in the remote, by a write that
+succeeds once (``If-None-Match`` on S3); manifests are created the same way. So of two trainings
+that write to one remote, the one that a later run superseded is refused, and of two with the same
+number the second.
 
-What a store cannot do is lock: a training that was left behind while it sends a step that the
-later one has just sent, too, may put its bytes in the place of theirs. The digests of the manifest
-show it, and a resume takes the step before (`fetch_newest`).
+A remote has no locks: a superseded training that is uploading a step which the later training has
+uploaded too may overwrite its files. The digests in the manifest reveal that, and a resume uses the
+step before (`fetch_newest`).
 """
 
 import logging
@@ -32,15 +33,15 @@ from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import Replicated, replicate
-from trinity_sync.retention.planner import Rules, describe_step, plan_removals
+from trinity_sync.retention.planner import Rules, make_step_info, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.storage.discovery import committed_steps, newest, require_committed
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.pins import steps_in_use
+from trinity_sync.storage.pins import list_steps_in_use
 from trinity_sync.storage.required_remote import (
-    is_sent,
-    must_be_sent,
-    note_sent,
+    is_replicated,
+    needs_replication,
+    record_replicated,
     write_required_remote,
 )
 from trinity_sync.storage.runs import Run, add_run, build_lineage, find_superseding_run, list_runs
@@ -49,25 +50,25 @@ logger = logging.getLogger(__name__)
 
 
 def init_required_remote(root: Path, url: str) -> Manifest | None:
-    """Require a remote for the steps of a root from now on, and fetch its newest step.
+    """Require a remote for the steps of a root, and fetch its newest step.
 
     Args:
         root: the job's root; it may be new.
-        url: the job's folder in the store.
+        url: URL of the job's folder in the remote.
 
     Returns:
-        The step that was fetched; None if the root has the newest.
+        Manifest of the step that was fetched; None if the root has the newest step.
 
     Raises:
-        RemoteError: the store cannot be read and written.
-        CommitError: another step has the place of the store's newest.
+        RemoteError: the remote cannot be read and written.
+        CommitError: the root has another step of the same number.
         FormatError: another release has begun a run or sent a newer step there.
     """
     remote = Remote(url)
-    if not remote.writes_once():
+    if not remote.supports_exclusive_create():
         logger.warning(
-            "%s takes a second write of a name that must be written once (If-None-Match): two "
-            "trainings that write there at the same time are not kept apart",
+            "%s does not support exclusive creation (If-None-Match): two trainings that write "
+            "there at the same time are not detected",
             remote.url,
         )
     write_required_remote(root, remote.url)
@@ -75,120 +76,143 @@ def init_required_remote(root: Path, url: str) -> Manifest | None:
 
 
 def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
-    """Fetch the newest checkpoint of a store, unless the root has that one or a newer one.
+    """Fetch the newest checkpoint of a remote, unless the root has it or a newer one.
 
-    One whose bytes are not those of its manifest is passed over, as a corrupted one in a root is.
+    A checkpoint whose bytes differ from its manifest is skipped, as a corrupted one in a root is.
+
+    Args:
+        root: the job's root.
+        remote: the remote.
+
+    Returns:
+        Manifest of the step that was fetched, or None.
     """
-    for run in remote.runs():
-        add_run(root, run)  # the next run here gets a number that is free there
-    for manifest in remote.newest_first():
+    for run in remote.list_runs():
+        add_run(root, run)  # the next run here gets an unused number
+    for manifest in remote.iter_newest_first():
         if "checkpoint" not in manifest.kinds:
             continue
-        here = newest(root)
+        here = find_newest(root)
         if here and (here.run, here.step) >= (manifest.run, manifest.step):
             return None
         try:
-            logger.info("fetching step %d of %s into %s", manifest.step, remote.url, root)
+            logger.info("fetching step %d from %s into %s", manifest.step, remote.url, root)
             fetched, _ = fetch(remote.url, manifest.step, root, replace=True)
         except CorruptedCopyError as error:
-            logger.error("the step before is taken: %s", error)
+            logger.error("using the step before: %s", error)
             continue
-        note_sent(root, remote.url, fetched)
+        record_replicated(root, remote.url, fetched)
         return fetched
     return None
 
 
-def send(root: Path, url: str, step: int, *, on_progress: OnProgress = no_progress) -> Replicated:
-    """Have a committed checkpoint in the store, and write down that it is there.
+def replicate_required(
+    root: Path, url: str, step: int, *, on_progress: OnProgress = no_progress
+) -> Replicated:
+    """Replicate a committed checkpoint to the required remote, and record it.
+
+    Args:
+        root: the job's root.
+        url: URL of the job's folder in the remote.
+        step: a committed step.
+        on_progress: called with bytes sent and the total.
 
     Raises:
-        SupersededError: another training has gone on from an earlier step, or has this run's
-            number.
+        SupersededError: another training resumed from an earlier step, or has this run's number.
         CommitError, RemoteError: as ``replicate``.
     """
     remote = Remote(url)
     manifest = require_committed(root, step)
-    _claim(root, remote, manifest)
+    _claim_run(root, remote, manifest)
     done = replicate(root, url, step, on_progress=on_progress)
-    note_sent(root, remote.url, manifest)
+    record_replicated(root, remote.url, manifest)
     return done
 
 
-def send_missing(root: Path, url: str) -> list[int]:
-    """Send the older checkpoints that did not get there, as while the store was away.
+def replicate_missing(root: Path, url: str) -> list[int]:
+    """Replicate the older checkpoints that the remote lacks; return their steps.
 
-    What cannot be sent is logged, and has its turn the next time. Nothing is done while another
-    process does it.
+    Failures are logged and retried at the next call. Nothing is done while another process does it.
+
+    Args:
+        root: the job's root.
+        url: URL of the job's folder in the remote.
     """
-    sent = []
-    with file_lock_if_free(root / PRIVATE_FOLDER / "sending.lock") as ours:
-        for manifest in committed_steps(root) if ours else ():
+    replicated = []
+    with file_lock_if_free(root / PRIVATE_FOLDER / "sending.lock") as acquired:
+        for manifest in iter_committed_steps(root) if acquired else ():
             try:
-                if not must_be_sent(root, manifest):
+                if not needs_replication(root, manifest):
                     continue
-                send(root, url, manifest.step)
-                sent.append(manifest.step)
+                replicate_required(root, url, manifest.step)
+                replicated.append(manifest.step)
             except TrinitySyncError as error:
-                logger.warning("step %d is not in %s: %s", manifest.step, url, error)
-    return sent
+                logger.warning("step %d is not replicated to %s: %s", manifest.step, url, error)
+    return replicated
 
 
 def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ...]:
-    """Remove from the remote what a policy does not keep.
+    """Remove the steps of a remote that a policy does not keep; return them.
 
-    The newest stays, and what is in use in the root. Of a required remote, only what this root has
-    sent or fetched goes.
+    The newest step and steps in use in the root are kept. Of a required remote, only steps that
+    this root has sent or fetched are removed.
+
+    Args:
+        root: the job's root.
+        url: URL of the job's folder in the remote.
+        policy: short form of a retention policy.
+        now: seconds since the epoch.
 
     Raises:
-        ConfigError: the policy cannot be understood, or goes by metrics, which no store has.
+        ConfigError: the policy is invalid, or uses metrics, which a remote does not have.
     """
     rules = Rules(parse_policy(policy), All())
     if "best=" in policy:
-        raise ConfigError(f"TRINITY_SYNC_REMOTE_KEEP={policy}: a store has no metrics for best=...")
+        raise ConfigError(f"TRINITY_SYNC_REMOTE_KEEP={policy}: remotes have no metrics")
     if isinstance(rules.checkpoints, All):
-        return ()  # without a look
-    remote, held = Remote(url), steps_in_use(root)
-    there = {manifest.step: manifest for manifest in remote.committed()}
-    line = build_lineage(list_runs(root), lambda step: there[step].run if step in there else 0)
+        return ()  # without a request
+    remote, held = Remote(url), list_steps_in_use(root)
+    there = {manifest.step: manifest for manifest in remote.list_committed()}
+    lineage = build_lineage(list_runs(root), lambda step: there[step].run if step in there else 0)
     infos = [
-        describe_step(each, held=held.get(step, ()), superseded_by=line.supersedes(each.run))
+        make_step_info(each, held=held.get(step, ()), superseded_by=lineage.supersedes(each.run))
         for step, each in there.items()
     ]
     gone = [each.step for each in plan_removals(infos, rules, now).removed]
     ours = []
     for step in gone:
         try:
-            if is_sent(root, there[step]):
-                remote.remove(step)
+            if is_replicated(root, there[step]):
+                remote.remove_step(step)
                 ours.append(step)
         except FormatError as error:
-            logger.warning("step %d stays in %s: %s", step, url, error)
+            logger.warning("keeping step %d in %s: %s", step, url, error)
     return tuple(ours)
 
 
-def _claim(root: Path, remote: Remote, manifest: Manifest) -> None:
-    """See that no other training has the store, and let none have this run's number."""
+def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
+    """Check that no other training uses the remote, and create the record of this run's number."""
     number, step = manifest.run, manifest.step
     run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))
-    theirs = remote.claim_run(run)
+    theirs = remote.create_run(run)
     if theirs != run:
         raise SupersededError(
-            f"step {step} of run {number} in {root} is not sent: run {number} at {remote.url} is "
-            "another training's, begun elsewhere. Stop one of the two; the one that goes on has to "
-            "be started anew, and resumes from the newest step there."
+            f"step {step} of run {number} in {root} is not replicated: run {number} at "
+            f"{remote.url} belongs to another training. Stop one of the two, and restart the "
+            "other, which resumes from the newest step there."
         )
-    if later := find_superseding_run(remote.runs(), number, step):
+    if later := find_superseding_run(remote.list_runs(), number, step):
         raise SupersededError(
-            f"step {step} of run {number} in {root} is not sent: run {later.number} at "
-            f"{remote.url} resumed from step {later.resumed_from}, which leaves it behind. Stop "
+            f"step {step} of run {number} in {root} is not replicated: it is superseded by run "
+            f"{later.number} at {remote.url}, which resumed from step {later.resumed_from}. Stop "
             "this training."
         )
     try:
-        there = remote.manifest(step)
+        there = remote.read_manifest(step)
     except ManifestError:
-        return  # it is replaced
+        return  # replicate replaces it
     if there and there.run > number:
         raise SupersededError(
-            f"step {step} of run {number} in {root} is not sent: {remote.url} has that of run "
-            f"{there.run}. Stop this training."
+            f"step {step} of run {number} in {root} is not replicated: {remote.url} has the step "
+            f"of run {there.run}. Stop this training."
         )

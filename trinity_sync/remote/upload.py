@@ -1,9 +1,9 @@
-"""Copy a committed step into a store: the shards first, the manifest last.
+"""Upload of a committed step to a remote: the shards first, the manifest last.
 
-A file is digested as it is read, so what is corrupted here is never copied under a good manifest.
-Of what arrived, the size is compared; that the store holds the bytes it was sent is the word of its
-protocol (S3 compares a checksum of each part), unless ``read_back`` asks to see them again.
-`fetch` compares every digest anyway. While it is read, the step is leased.
+Files are digested as they are read, so a corrupted file is never copied under a valid manifest. The
+sizes of uploaded files are compared; the remote's protocol vouches for their bytes (S3 compares a
+checksum of each part), unless ``read_back`` reads them again. `fetch` compares every digest. The
+step is leased while it is read.
 """
 
 import time
@@ -23,23 +23,23 @@ from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 
 PARALLEL = 4
-"""Files that are under way at a time."""
+"""Number of files that are in flight at a time."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """What a copy cost, and what it made superfluous."""
+    """Result of an upload."""
 
     url: str
     step: int
     run: int
     uploaded: int
-    """Files; the others were there."""
+    """Number of files that were uploaded; the others were there."""
     nbytes: int
     """Bytes of those files."""
     seconds: float
     removed: tuple[int, ...]
-    """Steps that retention removed from the store."""
+    """Steps that ``keep_last`` removed from the remote."""
 
 
 def replicate(
@@ -52,20 +52,22 @@ def replicate(
     parallel: int = PARALLEL,
     on_progress: OnProgress = no_progress,
 ) -> Replicated:
-    """Copy a committed step to ``url/global_step_{step}``; what is there already is not sent again.
+    """Copy a committed step to ``url/global_step_{step}``; files that are there are not sent again.
 
     Args:
         root: the job's root.
-        url: the job's folder in the store.
-        step: a committed one.
-        keep_last: so many of the newest steps stay in the store, and this one; 0 keeps all.
-        read_back: read every file that was sent again, and compare its digest.
-        parallel: files at a time; each takes about three chunks of 16 MiB of memory.
-        on_progress: is told how far the copy is; with ``read_back`` each byte counts twice.
+        url: URL of the job's folder in the remote.
+        step: a committed step.
+        keep_last: number of newest steps to keep in the remote, in addition to this step; 0 keeps
+            all.
+        read_back: read every uploaded file again, and compare its digest.
+        parallel: number of files uploaded at a time; each takes about three chunks of 16 MiB
+            memory.
+        on_progress: called with bytes sent and the total; ``read_back`` counts each byte twice.
 
     Raises:
         CommitError: the step is not committed, or corrupted here.
-        RemoteError: the store cannot be reached or written.
+        RemoteError: the remote cannot be reached or written.
         ConfigError: the URL cannot be used.
     """
     remote = Remote(url)
@@ -73,26 +75,28 @@ def replicate(
     with acquire_lease(root, step, f"replicate to {remote.url}") as lease:
         text = (step_folder(root, step) / MANIFEST).read_bytes()
         manifest = parse_manifest(text, step_folder(root, step) / MANIFEST, step)
-        missing = _missing(remote, manifest)
+        missing = _list_missing(remote, manifest)
         passes = 2 if read_back else 1
         whole = passes * sum(record.nbytes for record in missing)
 
-        def took(nbytes: int) -> None:
+        def on_sent(nbytes: int) -> None:
             on_progress(nbytes, whole)
 
-        def send(record: FileRecord) -> bool:
+        def upload(record: FileRecord) -> bool:
             if remote.is_uploaded(step, record):
-                took(passes * record.nbytes)
+                on_sent(passes * record.nbytes)
                 return False
             path = step_folder(root, step) / record.path
-            remote.upload(step, record.path, _read(path, record, lease, took), record.nbytes)
+            remote.upload_file(
+                step, record.path, _read_chunks(path, record, lease, on_sent), record.nbytes
+            )
             if read_back:
-                _compare(remote, step, record, took)
-            remote.note_upload(step, record)
+                _compare(remote, step, record, on_sent)
+            remote.record_upload(step, record)
             return True
 
         with ThreadPoolExecutor(parallel, "replicate") as pool:
-            jobs = [pool.submit(send, record) for record in missing]
+            jobs = [pool.submit(upload, record) for record in missing]
             try:
                 sent = [job.result() for job in jobs]
             except BaseException:
@@ -100,54 +104,54 @@ def replicate(
                 raise
         _commit(remote, step, text)
         if missing:
-            remote.forget_uploads(step)
-    removed = _keep(remote, keep_last, manifest) if keep_last else ()
+            remote.remove_upload_records(step)
+    removed = _remove_oldest(remote, keep_last, manifest) if keep_last else ()
     nbytes = sum(record.nbytes for record, new in zip(missing, sent, strict=True) if new)
     seconds = time.perf_counter() - start
     return Replicated(remote.url, step, manifest.run, sum(sent), nbytes, seconds, removed)
 
 
 def _commit(remote: Remote, step: int, text: bytes) -> None:
-    """Put the manifest there; where there was none, by a write that one of two succeeds with."""
-    there = remote.read(step, MANIFEST)
-    if there is None and not remote.create(step, MANIFEST, text):
-        there = remote.read(step, MANIFEST)
+    """Write the manifest; if there is none yet, by a write that succeeds for one of two writers."""
+    there = remote.read_file(step, MANIFEST)
+    if there is None and not remote.create_file(step, MANIFEST, text):
+        there = remote.read_file(step, MANIFEST)
         if there != text:
             raise RemoteError(
-                f"step {step} at {remote.url} was committed by somebody else meanwhile, with other "
-                "files; repeat once nobody else sends it"
+                f"step {step} at {remote.url} was committed by another process meanwhile, with "
+                "other files; retry when no other process uploads it"
             )
     elif there not in (None, text):
-        remote.write(step, MANIFEST, text)
+        remote.write_file(step, MANIFEST, text)
 
 
-def _missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
-    """The files that a commit in the store does not vouch for; it ends if one must be replaced."""
+def _list_missing(remote: Remote, manifest: Manifest) -> list[FileRecord]:
+    """Return the files that the remote lacks; remove its manifest if it must be replaced."""
     step = manifest.step
     try:
-        there = remote.manifest(step)
+        there = remote.read_manifest(step)
     except ManifestError:
         there = None
-        remote.uncommit(step)
+        remote.remove_manifest(step)
     if there is None:
         return list(manifest.files)
-    sizes = remote.sizes(step)
+    sizes = remote.list_file_sizes(step)
     missing = [
         record
         for record in manifest.files
-        if (known := there.file(record.path)) is None
+        if (known := there.find_file(record.path)) is None
         or known.digest != record.digest
         or sizes.get(record.path) != record.nbytes
     ]
-    if any(there.file(record.path) for record in missing):
-        remote.uncommit(step)  # never a manifest beside other files than its own
+    if any(there.find_file(record.path) for record in missing):
+        remote.remove_manifest(step)  # a manifest must never be next to other files
     return missing
 
 
-def _read(
-    path: Path, record: FileRecord, lease: Lease, took: Callable[[int], object]
+def _read_chunks(
+    path: Path, record: FileRecord, lease: Lease, on_sent: Callable[[int], object]
 ) -> Iterator[bytes]:
-    """The file's bytes, if they are those of the manifest; the last chunk comes after the proof."""
+    """Yield the bytes of a file; the last chunk comes after its digest was compared."""
     digest = xxhash.xxh3_128()
     left = record.nbytes
     try:
@@ -158,28 +162,30 @@ def _read(
                 left -= len(chunk)
                 if left <= 0 and f"{DIGEST}:{digest.hexdigest()}" != record.digest:
                     raise CommitError(
-                        f"{path} is corrupted: its digest is not that of the manifest, and it is "
-                        "not copied. Restore the file, or replicate another step."
+                        f"{path} is not copied, because it is corrupted: its digest is not that of "
+                        "the manifest. Restore the file, or replicate another step."
                     )
                 yield chunk
-                took(len(chunk))
+                on_sent(len(chunk))
     except OSError as error:
         raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     if left:
-        raise CommitError(f"{path} changed while it was copied; repeat, or take another step")
+        raise CommitError(f"{path} changed while it was copied; retry, or replicate another step")
 
 
-def _compare(remote: Remote, step: int, record: FileRecord, took: Callable[[int], object]) -> None:
-    if wrong := remote.wrong_with(step, record, took):
+def _compare(
+    remote: Remote, step: int, record: FileRecord, on_read: Callable[[int], object]
+) -> None:
+    if wrong := remote.find_mismatch(step, record, on_read):
         raise RemoteError(
-            f"{remote.url}/global_step_{step}/{record.path} {wrong} after it was sent; the step is "
-            "not committed there. Repeat, or look at the store."
+            f"{remote.url}/global_step_{step}/{record.path} {wrong} after its upload; the step "
+            "is not committed there. Retry, or check the remote."
         )
 
 
-def _keep(remote: Remote, last: int, latest: Manifest) -> tuple[int, ...]:
-    """Remove the oldest committed steps from the store; never the one that was just copied."""
-    superfluous = [m.step for m in remote.committed()[:-last] if m.step != latest.step]
+def _remove_oldest(remote: Remote, last: int, latest: Manifest) -> tuple[int, ...]:
+    """Remove the oldest committed steps from the remote, never the step that was just copied."""
+    superfluous = [m.step for m in remote.list_committed()[:-last] if m.step != latest.step]
     for step in superfluous:
-        remote.remove(step)
+        remote.remove_step(step)
     return tuple(superfluous)

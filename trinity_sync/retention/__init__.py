@@ -1,1 +1,1 @@
-"""Which steps are removed, and when: pure policies, and the one way that steps are pruned."""
+"""Retention: policies as pure functions, and the one implementation of prune."""

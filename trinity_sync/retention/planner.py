@@ -1,7 +1,7 @@
-"""Plan which steps go and why the others stay, from policies and values.
+"""Removal plan: which steps of a root may be removed, and why the others are kept.
 
-Nothing on disk is looked at and nothing is touched, so a plan can be tried on any history; `prune`
-makes the values from a root and carries a plan out.
+A plan is computed from values alone, so it can be tested on any history; `prune` reads the values
+from a root and carries the plan out.
 """
 
 from collections import defaultdict
@@ -17,53 +17,53 @@ from trinity_sync.storage.manifest import Manifest
 
 @dataclass(frozen=True)
 class Rules:
-    """The policies of the two sorts of steps."""
+    """The policies of a job."""
 
     checkpoints: Policy
-    """For steps that a training can resume from."""
+    """Policy for steps that a training can resume from."""
     syncs: Policy
-    """For steps that hold weights only, which the next one supersedes."""
+    """Policy for steps with weights only, which the next sync supersedes."""
     superseded: Policy = field(default_factory=All)
-    """For steps of both sorts that a run which began at step 0 did not go on from: whoever started
-    it may have forgotten to load, so they do not count among the others."""
+    """Policy for steps of both types that a run which began at step 0 superseded. Its user may have
+    forgotten to load them, so they do not count among the others."""
     quarantine: Policy = field(default_factory=All)
-    """For folders in quarantine; each counts as a step of the time when it was made."""
+    """Policy for folders in quarantine; each counts as a step of the time when it was created."""
 
 
 @dataclass(frozen=True)
 class RemovalPlan:
-    """What would be removed, and why the rest stays."""
+    """The steps to remove, and the others with reasons."""
 
     kept: tuple[tuple[StepInfo, str], ...]
     """Steps and reasons, oldest first."""
     removed: tuple[StepInfo, ...]
     """Oldest first."""
     newest: dict[Kind, StepInfo]
-    """What has to be valid before anything older goes."""
+    """Steps that must be valid before older steps are removed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that carrying it out frees."""
+        """Bytes that the plan frees."""
         return sum(each.nbytes for each in self.removed)
 
 
 @dataclass
 class Removal:
-    """What came of a plan."""
+    """Result of a plan that was carried out."""
 
     removed: list[StepInfo] = field(default_factory=list)
     spared: list[tuple[StepInfo, str]] = field(default_factory=list)
-    """Steps that are in use after all, with the reason."""
+    """Steps that were kept although planned for removal, with reasons."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it freed, those of spare files included."""
+        """Bytes that were freed, including those kept as spare files."""
         return sum(each.nbytes for each in self.removed)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What becomes of a step."""
+    """Outcome of prune for one step."""
 
     step: StepInfo
     state: Literal["kept", "removed", "would be removed"]
@@ -72,11 +72,11 @@ class StepOutcome:
 
 
 def list_outcomes(plan: RemovalPlan, removal: Removal | None) -> list[StepOutcome]:
-    """Return what becomes of every step, oldest first.
+    """Return the outcome of every step, oldest first.
 
     Args:
-        plan: of a root.
-        removal: what came of it; None if it was not carried out.
+        plan: the plan.
+        removal: its result; None if it was not carried out.
     """
     found = [StepOutcome(each, "kept", why) for each, why in plan.kept]
     if removal is None:
@@ -87,7 +87,7 @@ def list_outcomes(plan: RemovalPlan, removal: Removal | None) -> list[StepOutcom
     return sorted(found, key=lambda each: each.step.age)
 
 
-def describe_step(
+def make_step_info(
     manifest: Manifest,
     *,
     metrics: dict[str, float] | None = None,
@@ -95,13 +95,13 @@ def describe_step(
     corruption: str = "",
     superseded_by: int = 0,
 ) -> StepInfo:
-    """Return what policies know of the step of a manifest.
+    """Return the input of policies for the step of a manifest.
 
     Args:
-        manifest: of the step.
-        metrics: values by name.
-        held: why nobody may remove it, in words.
-        corruption: what is wrong with its files; empty for a valid step.
+        manifest: manifest of the step.
+        metrics: metrics by name.
+        held: reasons why the step must not be removed.
+        corruption: reason why its files are corrupted; empty for a valid step.
         superseded_by: number of the run that superseded it; 0 for none.
     """
     return StepInfo(
@@ -118,18 +118,18 @@ def describe_step(
 
 
 def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> RemovalPlan:
-    """Return which steps may go, and why the others stay.
+    """Return the steps to remove, and why the others are kept.
 
-    Whatever the policies say, these stay: the newest valid step of each kind, which is what a
-    training resumes from and a reader loads, what is in use, and what is corrupted.
+    These steps are kept whatever the policies say: the newest valid step of each kind, which a
+    training resumes from and a reader loads, steps in use, and corrupted steps.
 
     Args:
-        steps: of a root, as `prune.survey` returns them.
-        rules: what to keep in addition.
+        steps: steps of a root, as from `prune.list_step_infos`.
+        rules: the policies.
         now: seconds since the epoch.
 
     Raises:
-        ConfigError: a policy keeps none of several steps by itself, or names an unknown metric.
+        ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
     """
     steps = sorted(steps, key=lambda each: each.age)
     valid = [each for each in steps if not each.corruption]
@@ -139,18 +139,18 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
         why[each.step] += [f"newest {kind}" for kind in KINDS if newest.get(kind) is each]
         why[each.step] += each.held
         if each.corruption:
-            why[each.step].append(f"not judged: {each.corruption}")
+            why[each.step].append(f"corrupted, so no policy applies: {each.corruption}")
     for step, reason in rules.superseded.keeps([s for s in valid if s.superseded_by], now).items():
-        why[step].append(f"{reason} that a run which began at step 0 did not go on from")
+        why[step].append(f"{reason} (steps superseded by a run that began at step 0)")
     ours = [each for each in valid if not each.superseded_by]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]
     syncs = [each for each in ours if "checkpoint" not in each.kinds]
-    for policy, sort in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
-        keeps = policy.keeps(sort, now)
-        if not keeps and any(not why[each.step] for each in sort):
+    for policy, candidates in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
+        keeps = policy.keeps(candidates, now)
+        if not keeps and any(not why[each.step] for each in candidates):
             raise ConfigError(
-                f"retention policy {str(policy)!r} keeps none of the {len(sort)} steps that it is "
-                "for; nothing was removed. Add last=1 or more to it."
+                f"retention policy {str(policy)!r} keeps none of its {len(candidates)} steps; "
+                "nothing was removed. Add last=1 or more to it."
             )
         for step, reason in keeps.items():
             why[step].append(reason)

@@ -1,7 +1,7 @@
-"""Which steps to keep, as values: what a policy sees is a list of steps, and nothing else.
+"""Retention policies: small values that map a list of steps to the steps to keep.
 
-Policies know no files and no clock, so they can be tried on any history. They only ever add: a
-step stays if any of them says so. Their short form, in settings, flow parameters and on the command
+Policies read no files and no clock, so they can be tested on any history. They only add up: a step
+is kept if any policy keeps it. Their short form, in settings, flow parameters and on the command
 line, is a list of words: ``last=3,every=100,hourly=24,best=2:reward:max``.
 """
 
@@ -20,7 +20,7 @@ PERIODS = {"hourly": 3600, "daily": 86400, "weekly": 7 * 86400}
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What policies know of a committed step."""
+    """The input of policies for a committed step."""
 
     step: int
     run: int
@@ -30,37 +30,42 @@ class StepInfo:
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: tuple[str, ...] = ()
-    """Why nobody may remove it, whatever a policy says: pins, tags, leases, pointers."""
+    """Reasons to keep it whatever the policies say: pins, tags, leases, pointers."""
     corruption: str = ""
-    """What is wrong with its files; such a step is neither counted nor removed."""
+    """Reason why its files are corrupted; such a step is neither counted nor removed."""
     superseded_by: int = 0
-    """Number of the run that began at step 0 although the step was there, and that training goes on
-    from; 0 for a step of that training itself."""
+    """Number of the run that began at step 0 although the step existed; 0 if no run superseded the
+    step."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """Orders steps as `storage.discovery.newest` does: by run, then by step."""
+        """Sort key of `storage.discovery.find_newest`: by run, then by step."""
         return self.run, self.step
 
 
 class Policy(Protocol):
-    """One reason to keep steps; ``str`` gives its short form."""
+    """A rule that keeps steps; ``str`` returns its short form."""
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """The steps that it keeps, each with the reason.
+        """Return the steps to keep, each with the reason.
 
         Args:
-            steps: valid steps of one sort (checkpoints, or syncs), oldest first.
+            steps: valid steps of one type (checkpoints, or syncs), oldest first.
             now: seconds since the epoch.
         """
 
 
 @dataclass(frozen=True)
 class All:
-    """Every step."""
+    """Keep every step."""
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         return {each.step: "all are kept" for each in steps}
 
     def __str__(self) -> str:
@@ -69,12 +74,17 @@ class All:
 
 @dataclass(frozen=True)
 class LastN:
-    """The newest so many."""
+    """Keep the last ``count`` steps."""
 
     count: int
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         return {each.step: f"one of the last {self.count}" for each in steps[-self.count :]}
 
     def __str__(self) -> str:
@@ -83,12 +93,17 @@ class LastN:
 
 @dataclass(frozen=True)
 class EveryN:
-    """Those whose number is a multiple."""
+    """Keep the steps whose number is a multiple of ``interval``."""
 
     interval: int
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         chosen = (each for each in steps if each.step % self.interval == 0)
         return {each.step: f"a multiple of {self.interval}" for each in chosen}
 
@@ -98,9 +113,9 @@ class EveryN:
 
 @dataclass(frozen=True)
 class OnePer:
-    """The first of each hour, day or the like, for the last ``count`` of these that have a step.
+    """Keep the first step of each period, for the last ``count`` periods that have a step.
 
-    What it keeps does not change with what else is removed, so it may be asked again at any time.
+    The result does not depend on what else is removed, so prune can run at any time.
     """
 
     seconds: float
@@ -108,7 +123,12 @@ class OnePer:
     word: str
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         first: dict[int, StepInfo] = {}
         for each in sorted(steps, key=lambda each: each.committed_at):
             first.setdefault(int(each.committed_at // self.seconds), each)
@@ -121,12 +141,17 @@ class OnePer:
 
 @dataclass(frozen=True)
 class NewerThan:
-    """Those that were committed within so many seconds."""
+    """Keep the steps that were committed within ``seconds``."""
 
     seconds: float
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         chosen = (each for each in steps if each.committed_at > now - self.seconds)
         return {each.step: f"newer than {_duration(self.seconds)}" for each in chosen}
 
@@ -136,10 +161,10 @@ class NewerThan:
 
 @dataclass(frozen=True)
 class BestK:
-    """Those with the best values of a metric, and those newer than the last that has one.
+    """Keep the steps with the best values of a metric, and the newer ones without a value.
 
-    The newer ones wait for theirs, since an evaluation takes its time. A value that is no number is
-    worse than all others.
+    An evaluation takes time, so steps newer than the last value are kept until they have one. NaN
+    is the worst value.
     """
 
     count: int
@@ -147,7 +172,11 @@ class BestK:
     mode: Literal["min", "max"]
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`.
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
 
         Raises:
             ConfigError: no step has the metric.
@@ -156,7 +185,7 @@ class BestK:
         if not rated and steps:
             known = ", ".join(sorted({name for each in steps for name in each.metrics}))
             raise ConfigError(
-                f"policy {self}: no step has the metric {self.metric!r} (there are: "
+                f"policy {self}: no step has the metric {self.metric!r} (known: "
                 f"{known or 'none'}). Record it with coordinator.record_metrics, or correct the "
                 "policy; nothing was removed."
             )
@@ -178,12 +207,17 @@ class BestK:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """What any of its policies keeps."""
+    """Keep the steps that any of the policies keeps."""
 
     policies: tuple[Policy, ...]
 
     def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
-        """See `Policy`."""
+        """Return the steps to keep; see `Policy.keeps`.
+
+        Args:
+            steps: valid steps of one type, oldest first.
+            now: seconds since the epoch.
+        """
         kept: dict[int, str] = {}
         for policy in self.policies:
             for step, why in policy.keeps(steps, now).items():
@@ -195,13 +229,13 @@ class AnyOf:
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that a short form says, e.g. ``last=3,every=100,hourly=24,best=2:reward:max``.
+    """Return the policy of a short form, e.g. ``last=3,every=100,hourly=24,best=2:reward:max``.
 
     ``all``, and a bare ``0`` as in Trinity's ``max_checkpoints_to_keep``, keep everything; any
-    other bare number is that of ``last``.
+    other bare number means ``last``.
 
     Raises:
-        ConfigError: a word or value is not known; the message lists what is.
+        ConfigError: a word or value is unknown; the message lists the known ones.
     """
     policies = tuple(_parse_word(word.strip(), text) for word in text.split(","))
     if any(isinstance(policy, All) for policy in policies):
@@ -234,7 +268,7 @@ def _count(value: str, word: str, text: str) -> int:
 
 def _unknown(word: str, text: str) -> ConfigError:
     return ConfigError(
-        f"retention policy {text!r}: {word!r} is not understood. Words are all, last=3, every=100, "
+        f"retention policy {text!r}: {word!r} is unknown. Words are all, last=3, every=100, "
         "hourly=24, daily=7, weekly=4, newer=2d (s, m, h, d) and best=2:reward:max (or min), with "
         "commas between them."
     )

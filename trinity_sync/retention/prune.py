@@ -1,12 +1,12 @@
-"""Retention: remove the steps of a root that no policy keeps, never half of one.
+"""Prune: remove the steps of a root that no policy keeps, each of them completely.
 
-First a plan (`planner`), from policies and from what is on disk; nothing is touched. Then each step
-on its own, under the locks of commits and removals: it is checked again that the step is not in use
-and that a newer one is valid; then it loses its name in one rename to ``.trinity_sync/trash``. Its
-files are removed afterwards, without a lock, so a crash at any point leaves the step as it was
-committed, or no step. What a crash left in the trash goes with the next retention.
+First the steps to remove are planned (`planner`), from policies and from what is on disk. Then each
+step is checked again, under the commit lock and the removal lock: it is not in use, and a newer
+step is valid. It is renamed to ``.trinity_sync/trash``, and its files are removed afterwards,
+without a lock. So a crash leaves a step as it was committed, or no step. The next prune removes
+what a crash left in the trash.
 
-A record of another release holds every step that it may be about; what it says is never guessed.
+A record of another release keeps every step that it may be about.
 """
 
 import logging
@@ -26,16 +26,16 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
-from trinity_sync.fs.clock import file_time
-from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, file_lock, one_change_at_a_time
+from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, step_folder, steps_on_disk
 from trinity_sync.retention.planner import (
     Removal,
     RemovalPlan,
     Rules,
     StepOutcome,
-    describe_step,
     list_outcomes,
+    make_step_info,
     plan_removals,
 )
 from trinity_sync.retention.policies import StepInfo
@@ -43,55 +43,59 @@ from trinity_sync.retention.quarantine import prune_quarantine
 from trinity_sync.snapshot.callable_status import read_statuses
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
-from trinity_sync.storage.discovery import committed_steps, manifest_state, require_committed
-from trinity_sync.storage.export_requests import remove_export_files, steps_awaiting_export
-from trinity_sync.storage.latest_pointer import read_iteration
-from trinity_sync.storage.leases import removal_lock
+from trinity_sync.storage.discovery import (
+    iter_committed_steps,
+    read_manifest_state,
+    require_committed,
+)
+from trinity_sync.storage.export_requests import list_steps_awaiting_export, remove_export_files
+from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
-from trinity_sync.storage.pins import steps_in_use
-from trinity_sync.storage.required_remote import must_be_sent
+from trinity_sync.storage.pins import list_steps_in_use
+from trinity_sync.storage.required_remote import needs_replication
 from trinity_sync.storage.runs import (
     Lineage,
     build_lineage,
+    find_newest_run,
     list_runs,
-    newest_run,
     refuse_superseded,
 )
 
 logger = logging.getLogger(__name__)
 
-UNDER_WAY_S = 3600.0
-"""Age in seconds up to which a temporary file in a step's folder means that a save is writing."""
-NOT_SENT = "the store, where it counts, does not have it yet"
-SAVING = "a save of it is under way"
+IN_FLIGHT_S = 3600.0
+"""Maximum age in seconds of a temporary file that shows a save in flight."""
+NOT_REPLICATED = "the required remote does not have it yet"
+SAVING = "a save of it is in flight"
 LINKED = "its folder is a symbolic link; remove it by hand"
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a retention made of a root."""
+    """Result of prune for a root."""
 
     root: Path
     plan: RemovalPlan
     removal: Removal | None
     """None for a dry run."""
     quarantine: list[str]
-    """Names of the folders in quarantine that go too, oldest first."""
+    """Names of the folders in quarantine that were or would be removed, oldest first."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it freed, or would free; without those in quarantine."""
+        """Bytes that were or would be freed, without those in quarantine."""
         return (self.removal or self.plan).nbytes
 
     @property
     def removed(self) -> list[int]:
-        """The steps that it removed, or would remove."""
+        """Steps that were or would be removed."""
         return [each.step for each in (self.removal or self.plan).removed]
 
     @property
     def outcomes(self) -> list[StepOutcome]:
-        """What becomes of every step, oldest first."""
+        """Outcome of every step, oldest first."""
         return list_outcomes(self.plan, self.removal)
 
 
@@ -105,57 +109,57 @@ def prune(
     dry_run: bool = False,
     on_removed: Callable[[list[int]], object] = lambda _steps: None,
 ) -> Pruned:
-    """Remove the steps of a root, and the folders in quarantine, that no rule keeps.
+    """Remove the steps of a root, and the folders in quarantine, that no policy keeps.
 
     Args:
         root: the job's root.
-        rules: what to keep.
-        now: seconds since the epoch, by which policies reckon.
-        spool: this node's spool, whose images may need a step's files.
-        recycle: as in the settings; keep large files of removed steps for the next saves.
-        dry_run: plan only, and touch nothing.
-        on_removed: called with the steps that are gone; tells the catalog.
+        rules: the policies.
+        now: seconds since the epoch, for the policies.
+        spool: this node's spool, whose images may need the files of a step.
+        recycle: keep large files of removed steps for block reuse, as in the settings.
+        dry_run: plan only, and change nothing.
+        on_removed: called with the removed steps, e.g. to update the catalog.
 
     Raises:
-        ConfigError: a policy keeps none of several steps by itself, or names an unknown metric.
+        ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
         OSError, CommitError, LockTimeoutError: as `remove_steps`.
     """
-    plan = plan_removals(survey(root), rules, now)
+    plan = plan_removals(list_step_infos(root), rules, now)
     quarantine = prune_quarantine(root, rules.quarantine, now, dry_run=dry_run)
     if dry_run:
         return Pruned(Path(root), plan, None, quarantine)
     removal = remove_steps(root, plan, spool=spool, recycle=can_reuse_blocks(root, recycle))
-    done = Pruned(Path(root), plan, removal, quarantine)
-    on_removed(done.removed)
-    return done
+    pruned = Pruned(Path(root), plan, removal, quarantine)
+    on_removed(pruned.removed)
+    return pruned
 
 
-def survey(root: str | Path) -> list[StepInfo]:
-    """Return all steps with a manifest that can be read, oldest first; others are not removed."""
-    held = _held(root)
+def list_step_infos(root: str | Path) -> list[StepInfo]:
+    """Return all steps with a readable manifest, oldest first; prune removes no others."""
+    held = _list_held(root)
     try:
-        line = build_lineage(list_runs(root), partial(read_run_number, root))
-    except FormatError:  # holds all steps, see `_held`
-        line = Lineage(frozenset())
+        lineage = build_lineage(list_runs(root), partial(read_run_number, root))
+    except FormatError:  # `_list_held` keeps all steps then
+        lineage = Lineage(frozenset())
     found = []
-    for manifest in committed_steps(root):
-        corruption = manifest_state(root, manifest, runs=()).reason
+    for manifest in iter_committed_steps(root):
+        corruption = read_manifest_state(root, manifest, runs=()).reason
         metrics: dict[str, float] = {}
         try:
             metrics = read_metrics(root, manifest.run, manifest.step)
-            if not corruption and must_be_sent(root, manifest):
-                held[manifest.step].append(NOT_SENT)
+            if not corruption and needs_replication(root, manifest):
+                held[manifest.step].append(NOT_REPLICATED)
         except FormatError as error:
             held[manifest.step].append(str(error))
         if step_folder(root, manifest.step).is_symlink():
             held[manifest.step].append(LINKED)
         found.append(
-            describe_step(
+            make_step_info(
                 manifest,
                 metrics=metrics,
                 held=held[manifest.step],
                 corruption=corruption,
-                superseded_by=line.supersedes(manifest.run),
+                superseded_by=lineage.supersedes(manifest.run),
             )
         )
     return sorted(found, key=lambda each: each.age)
@@ -168,72 +172,72 @@ def remove_steps(
     spool: Path | None = None,
     recycle: bool = True,
 ) -> Removal:
-    """Remove what a plan says, as far as it is still true, and what an earlier crash left behind.
+    """Carry out a plan, as far as it is still valid, and empty the trash.
 
-    Any number of retentions, saves and readers may be at work meanwhile.
+    Other prunes, saves and readers may run meanwhile.
 
     Args:
         root: the job's root.
-        plan: of this root.
-        spool: this node's spool, in which images may wait that need a step's files.
-        recycle: keep large files for the next saves to write over, as many bytes as the newest
-            checkpoint has.
+        plan: plan for this root.
+        spool: this node's spool, whose images may need the files of a step.
+        recycle: keep large files for block reuse, as many bytes as the newest checkpoint has.
 
     Raises:
-        OSError: something cannot be removed; steps before it are gone.
-        CommitError: this node was cut off, and another one may have its locks; likewise.
-        LockTimeoutError: another process hangs with one of the locks; likewise.
+        OSError: a step cannot be removed; earlier steps of the plan are removed.
+        CommitError: this node lost a lock to another node; earlier steps of the plan are removed.
+        LockTimeoutError: another process holds a lock for too long; earlier steps of the plan are
+            removed.
     """
-    done = Removal()
+    result = Removal()
     job = JobSpool(spool / job_id(root)) if spool else None
     for error in job.tickets()[1] if job else []:
-        logger.warning("retention of %s goes on without this image: %s", root, error)
+        logger.warning("pruning %s without this image: %s", root, error)
     for each in plan.removed:
-        with one_change_at_a_time(root) as changes, removal_lock(root) as removal:
+        with acquire_commit_lock(root) as changes, acquire_removal_lock(root) as removal:
             try:
-                reason = _reason_to_stay(Path(root), each, plan, job)
+                reason = _find_reason_to_keep(Path(root), each, plan, job)
             except FormatError as error:
                 reason = str(error)
             if reason:
-                done.spared.append((each, reason))
+                result.spared.append((each, reason))
             elif reason is None:
                 for lock in (changes, removal):
                     lock.require_ours()
-                _take_name_away(Path(root), each.step)
-                done.removed.append(each)
+                _move_to_trash(Path(root), each.step)
+                result.removed.append(each)
     largest = max((each.nbytes for each in plan.newest.values()), default=0)
     _empty_trash(Path(root), keep=largest if recycle else 0)
-    for each in done.removed:
+    for each in result.removed:
         remove_metrics(root, each.step)
         remove_export_files(root, each.step)
-    return done
+    return result
 
 
-def _held(root: str | Path) -> dict[int, list[str]]:
-    """Steps that somebody needs whatever policies say, with reasons."""
-    held = steps_in_use(root)
-    for step, roles in steps_awaiting_export(root).items():
-        held[step].append(f"the model of {', '.join(roles)} is to be exported")
+def _list_held(root: str | Path) -> dict[int, list[str]]:
+    """Return the steps that must be kept whatever the policies say, with reasons."""
+    held = list_steps_in_use(root)
+    for step, roles in list_steps_awaiting_export(root).items():
+        held[step].append(f"the export of the model of {', '.join(roles)} is pending")
     for kind in KINDS:
-        if (pointed := read_iteration(root, kind)) is not None:
-            held[pointed].append(f"the iteration file of {kind}s names it")
+        if (pointed := read_latest_pointer(root, kind)) is not None:
+            held[pointed].append(f"the latest pointer of {kind}s names it")
     try:
-        run = newest_run(root)
+        run = find_newest_run(root)
     except FormatError as error:
         for step in steps_on_disk(root):
             held[step].append(str(error))
         return held
-    pointed = read_iteration(root, "checkpoint")
-    at = 0 if pointed is None else read_run_number(root, pointed)
-    if run and run.resumed_from and at < run.number:
+    pointed = read_latest_pointer(root, "checkpoint")
+    latest = 0 if pointed is None else read_run_number(root, pointed)
+    if run and run.resumed_from and latest < run.number:
         held[run.resumed_from].append(f"run {run.number} resumed from it and has no checkpoint yet")
     return held
 
 
-def _reason_to_stay(
+def _find_reason_to_keep(
     root: Path, planned: StepInfo, plan: RemovalPlan, spool: JobSpool | None
 ) -> str | None:
-    """Why a step may not go after all; None if it may, and an empty text if it is gone."""
+    """Return why a planned step must be kept; None if it may be removed, empty if it is gone."""
     try:
         manifest = read_manifest(root, planned.step)
     except ManifestError as error:
@@ -242,38 +246,38 @@ def _reason_to_stay(
         return ""
     planned_commit = (planned.run, planned.kinds, planned.committed_at)
     if (manifest.run, manifest.kinds, manifest.committed_at) != planned_commit:
-        return "it was committed anew meanwhile"
-    if held := _held(root)[planned.step]:
+        return "it was committed again meanwhile"
+    if held := _list_held(root)[planned.step]:
         return "; ".join(held)
-    if must_be_sent(root, manifest):
-        return NOT_SENT
+    if needs_replication(root, manifest):
+        return NOT_REPLICATED
     if step_folder(root, planned.step).is_symlink():
         return LINKED
-    if saving := _save_under_way(root, planned, spool):
+    if saving := _find_save_in_flight(root, planned, spool):
         return saving
     for kind in manifest.kinds:
         successor = plan.newest[kind]
         try:
             found = require_committed(root, successor.step)
         except CommitError as error:
-            return f"its successor is not valid: {error}"
+            return f"the newer step {successor.step} is not valid: {error}"
         if (found.run, found.step) <= planned.age or kind not in found.kinds:
-            return f"step {successor.step} is not its successor any more"
+            return f"step {successor.step} is no longer newer"
     return None
 
 
-def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
-    """Say which other save of the step, by any run, may rely on files of it; empty if none.
+def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
+    """Return which other save of the step, by any run, may need its files; empty if none.
 
-    A ticket that cannot be read holds the step that it names: one of another release may be
-    committed by that. Where it names none nobody can commit its image, so it holds nothing.
+    A ticket that cannot be read keeps the step that it names, because another release may commit
+    its image. Without a step, its image cannot be committed, so it keeps nothing.
 
     Raises:
-        FormatError: another release has left a receipt of the step, or has begun a run.
+        FormatError: another release has written a callable status of the step, or has begun a run.
     """
     for path in step_folder(root, planned.step).rglob(f".*{TEMPORARY_SUFFIX}"):
-        with suppress(FileNotFoundError):  # named or removed meanwhile
-            if path.lstat().st_mtime > file_time(root) - UNDER_WAY_S:
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            if path.lstat().st_mtime > read_file_system_time(root) - IN_FLIGHT_S:
                 return SAVING
     if spool is None:
         return ""
@@ -284,16 +288,16 @@ def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> st
         ):
             return SAVING
     for error in unreadable:
-        abandoned = error.run is not None and _is_superseded(root, error.run, "", planned.step)
-        if error.step == planned.step and not abandoned:
-            return f"an image of it may wait: {error}"
-    newest = newest_run(root)
+        superseded = error.run is not None and _is_superseded(root, error.run, "", planned.step)
+        if error.step == planned.step and not superseded:
+            return f"the spool may have an image of it: {error}"
+    newest = find_newest_run(root)
     runs = {planned.run, newest.number if newest else planned.run}
     try:
         for run in runs:
             for kind in KINDS:
-                receipts = read_statuses(spool, run, planned.step, kind)
-                if any(receipt.state != "failed" for receipt in receipts):
+                statuses = read_statuses(spool, run, planned.step, kind)
+                if any(status.state != "failed" for status in statuses):
                     return SAVING
     except SpoolError as error:
         return str(error)
@@ -301,7 +305,7 @@ def _save_under_way(root: Path, planned: StepInfo, spool: JobSpool | None) -> st
 
 
 def _is_superseded(root: Path, run: int, run_key: str, step: int) -> bool:
-    """Whether a later run has left an image behind."""
+    """Return whether a later run has superseded the step of an image."""
     try:
         refuse_superseded(root, run, run_key, step)
     except SupersededError:
@@ -309,17 +313,17 @@ def _is_superseded(root: Path, run: int, run_key: str, step: int) -> bool:
     return False
 
 
-def _take_name_away(root: Path, step: int) -> None:
+def _move_to_trash(root: Path, step: int) -> None:
     trash = root / PRIVATE_FOLDER / "trash"
     make_folder(trash)
     folder = step_folder(root, step)
     folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex}")
-    sync_folder(trash)  # the new name first: after a power cut it may have two, never none
+    sync_folder(trash)  # the new name first: after a power cut it may have both, never none
     sync_folder(root)
 
 
 def _empty_trash(root: Path, *, keep: int) -> None:
-    """Remove what has lost its name, by whomever; two that do so take turns."""
+    """Remove the folders in the trash, one process at a time."""
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return

@@ -1,4 +1,4 @@
-"""How long steps stay in quarantine: by a policy, as committed steps do."""
+"""Retention of steps in quarantine, by a policy as for committed steps."""
 
 import calendar
 import logging
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.retention.policies import Policy, StepInfo
-from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_own_release
+from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder, require_readable_step
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,14 @@ def prune_quarantine(
 ) -> list[str]:
     """Remove the folders in quarantine that a policy does not keep.
 
-    Each moves to ``.trinity_sync/trash`` in one rename; its files go with the next
-    `prune.remove_steps`. A folder with a step of another release stays.
+    Each is renamed into ``.trinity_sync/trash``; the next `prune.remove_steps` removes its files. A
+    folder with a step of another release is kept.
 
     Args:
         root: the job's root.
-        policy: such as ``newer=30d`` or ``last=2``; a folder counts as a step of its time.
+        policy: policy such as ``newer=30d`` or ``last=2``; a folder counts as a step of its time.
         now: seconds since the epoch.
-        dry_run: touch nothing.
+        dry_run: change nothing.
 
     Returns:
         Names of the folders, oldest first.
@@ -36,12 +36,12 @@ def prune_quarantine(
     quarantine, trash = quarantine_folder(root), Path(root) / PRIVATE_FOLDER / "trash"
     if not quarantine.is_dir():
         return []
-    with one_change_at_a_time(root) as lock:  # no rewind fills one meanwhile
+    with acquire_commit_lock(root) as lock:  # no rewind adds steps meanwhile
         folders = sorted(quarantine.iterdir(), key=lambda folder: folder.name)
         ages = [
             StepInfo(number, 0, KINDS, at, 0)
             for number, folder in enumerate(folders)
-            if (at := _time_of(folder)) is not None and _is_own_release(folder)
+            if (at := _parse_time(folder)) is not None and _is_own_release(folder)
         ]
         kept = policy.keeps(ages, now)
         gone = [folders[each.step] for each in ages if each.step not in kept]
@@ -56,18 +56,18 @@ def prune_quarantine(
 
 
 def _is_own_release(folder: Path) -> bool:
-    """Whether `require_own_release` of all steps in a folder."""
+    """Return whether this release can read all steps in a folder."""
     try:
         for step in steps_on_disk(folder):
-            require_own_release(folder, step)
+            require_readable_step(folder, step)
     except FormatError as error:
-        logger.warning("%s stays: %s", folder, error)
+        logger.warning("keeping %s in quarantine: %s", folder, error)
         return False
     return True
 
 
-def _time_of(folder: Path) -> float | None:
-    """When it was made; None for a folder of another name, which is somebody's own."""
+def _parse_time(folder: Path) -> float | None:
+    """Return the creation time in a folder's name; None if a user created the folder."""
     try:
         return calendar.timegm(time.strptime(folder.name.rstrip("_"), TIME_FORMAT))
     except ValueError:

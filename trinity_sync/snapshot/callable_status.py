@@ -12,7 +12,7 @@ from typing import Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.process import process_lives
+from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import TRAINER, Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import SPOOL_FORMAT, Kind, check_name
 from trinity_sync.snapshot.spool import JobSpool
@@ -30,7 +30,7 @@ class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
     kind: Kind
     rank: Count
     process: str
-    """``pid/start time`` of the process that runs the function, see `fs.process.process_name`."""
+    """``pid/start time`` of the process that runs the function, see `read_process_identity`."""
     state: State = "started"
     error: str = ""
     seconds: Seconds = 0.0
@@ -40,7 +40,7 @@ class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
     @property
     def settled(self) -> "CallableStatus":
         """This receipt, failed if it was started by a process that is gone."""
-        if self.state == "started" and not process_lives(self.process):
+        if self.state == "started" and not is_process_alive(self.process):
             return replace(self, state="failed", error="the process died before it had ended")
         return self
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import process_lives, process_name
+from trinity_sync.fs.process import is_process_alive, read_process_identity
 
 POLL_S = 0.1
 TELLING = re.compile(r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE)
@@ -47,7 +47,7 @@ class Daemon:
     def lives(self) -> bool:
         """Whether it still runs; a zombie does not."""
         _reap()
-        return process_lives(self.process)
+        return is_process_alive(self.process)
 
     @property
     def began(self) -> float:
@@ -70,7 +70,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
             start_new_session=True,
         )
     _started.append(child)
-    return Daemon(process_name(child.pid), str(log), log_from)
+    return Daemon(read_process_identity(child.pid), str(log), log_from)
 
 
 def make_private(folder: Path) -> None:
@@ -79,7 +79,7 @@ def make_private(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def yield_to_others(daemon: Daemon, nice: int) -> None:
+def lower_priority(daemon: Daemon, nice: int) -> None:
     """Lower the priority of a daemon that has just started, and so of all that it will start."""
     if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
         os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
@@ -214,7 +214,7 @@ def _find_family(daemon: Daemon) -> set[psutil.Process]:
 def _read_start(pid: int) -> float | None:
     """Return the start time of a process, as in its name; None if it has ended or is hidden."""
     try:
-        return float(process_name(pid).partition("/")[2])
+        return float(read_process_identity(pid).partition("/")[2])
     except (ProcessLookupError, PermissionError):
         return None
 

@@ -18,7 +18,7 @@ import httpx
 from packaging.requirements import Requirement
 
 from trinity_sync.errors import StackError, TicketError
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.deploy import deployments
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
@@ -244,7 +244,7 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         return
     room = os.statvfs(spool)
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    kind = mount_of(spool).kind
+    kind = find_mount(spool).kind
     yield Check(
         "spool",
         "ok" if kind in ("tmpfs", "ramfs") else "warn",

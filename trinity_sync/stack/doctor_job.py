@@ -21,15 +21,15 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.discovery import (
-    committed_steps,
-    newest,
-    records_of_other_releases,
-    step_state,
+    find_newest,
+    iter_committed_steps,
+    list_unreadable_records,
+    read_step_state,
 )
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import read_placement
-from trinity_sync.storage.required_remote import must_be_sent, required_remote_of
-from trinity_sync.storage.runs import newest_run
+from trinity_sync.storage.required_remote import needs_replication, read_required_remote
+from trinity_sync.storage.runs import find_newest_run
 
 PROBE_BYTES = 64 << 20
 
@@ -58,7 +58,7 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     yield from _store(root)
     yield _records(root)
     try:
-        latest = newest(root)
+        latest = find_newest(root)
     except FormatError:  # said below
         latest = None
     yield _disk(root, latest.nbytes if latest else 0)
@@ -69,7 +69,7 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     yield _steps(root)
     for kind in KINDS:
         try:
-            best, named = newest(root, kind), read_iteration(root, kind)
+            best, named = find_newest(root, kind), read_latest_pointer(root, kind)
         except FormatError as error:
             yield Check(f"latest {kind}", "fail", str(error), "nothing is resumed from until then")
             continue
@@ -84,7 +84,7 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
 
 def _records(root: Path) -> Check:
     """Whether another release works in the root, whose records this one cannot read."""
-    others = records_of_other_releases(root)
+    others = list_unreadable_records(root)
     if not others:
         return Check("records", "ok", f"format {ROOT_FORMAT}")
     more = f", as {len(others) - 1} more" if others[1:] else ""
@@ -106,7 +106,7 @@ def _disk(root: Path, step_bytes: int) -> Check:
 def _capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
     """What the root's file system can do, and what is done where it cannot."""
     mount = found.mount
-    locks, late = mount.keeps_locks_here, mount.sees_late
+    locks, late = mount.local_lock_option, mount.weak_consistency_option
     wrong = f"; the option {locks} keeps locks on this node" if locks else ""
     wrong += f"; with the option {late}, what other nodes change is seen late" if late else ""
     yield Check(
@@ -128,12 +128,14 @@ def _capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
 def _store(root: Path) -> Iterator[Check]:
     """Whether the store in which steps count, if there is one, can be reached, and has them."""
     try:
-        if not (url := required_remote_of(root)):
+        if not (url := read_required_remote(root)):
             return
         from trinity_sync.remote.remote_root import Remote
 
-        there = [step.step for step in Remote(url).steps() if step.state == "valid"]
-        lacking = [each.step for each in committed_steps(root) if must_be_sent(root, each)]
+        there = [step.step for step in Remote(url).list_steps() if step.state == "valid"]
+        lacking = [
+            each.step for each in iter_committed_steps(root) if needs_replication(root, each)
+        ]
     except TrinitySyncError as error:
         yield Check("store", "fail", str(error), "mend that; saves fail until then")
         return
@@ -165,7 +167,7 @@ def _write_speed(root: Path) -> Check:
 def _share_of_ranks(root: Path, settings: Settings) -> float:
     """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
     try:
-        run = newest_run(root)
+        run = find_newest_run(root)
         if run is None:
             return 1.0
         found = [read_placement(root, run.number, run.key, role) or () for role in settings.roles]
@@ -192,7 +194,7 @@ def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
 def _steps(root: Path) -> Check:
     valid, wrong, others = 0, list[int](), list[str]()
     for step in steps_on_disk(root):
-        found = step_state(root, step, runs=())
+        found = read_step_state(root, step, runs=())
         if found.state == "valid":
             valid += 1
         elif found.state == "another format":

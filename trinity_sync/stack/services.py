@@ -123,7 +123,7 @@ def start_server(settings: Settings, state: StackState) -> StackState:
     env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
     daemon.make_private(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
-    daemon.yield_to_others(server, settings.nice)
+    daemon.lower_priority(server, settings.nice)
     return replace(state, server=server)
 
 
@@ -210,7 +210,7 @@ def start_worker(settings: Settings, state: StackState) -> StackState:
     """Start the flow worker."""
     env = environment(settings, state)
     worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
-    daemon.yield_to_others(worker, settings.nice)
+    daemon.lower_priority(worker, settings.nice)
     return replace(state, worker=worker)
 
 

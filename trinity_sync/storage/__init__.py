@@ -1,5 +1,5 @@
-"""From sealed images to committed steps on disk, and back.
+"""Committed steps on disk: written from sealed images, verified, restored, and removed.
 
-``persist`` and ``commit`` make a step official by its ``manifest``; ``discovery`` finds the steps
-that can be loaded; ``restore`` loads one. Nothing here knows Prefect, Ray, SQL or training.
+``persist`` and ``commit`` turn images into a committed step, ``discovery`` finds the steps that
+can be loaded, ``restore`` loads one. Nothing here imports Prefect, Ray or SQLAlchemy.
 """

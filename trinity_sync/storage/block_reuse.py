@@ -1,11 +1,10 @@
-"""Files of removed steps, kept for the next saves to write over.
+"""Block reuse: keep the files of removed steps, so that later saves write over them.
 
-Writing over blocks that a file has already is about twice as fast as writing a fresh one. A spare
-file lies under a random name in ``root/.trinity_sync/spare`` and belongs to nothing; a writer takes
-it by renaming it to its own temporary name, so whatever dies when, no step ever names a file that
-is written over. Nor is a file that somebody else still reads, may write or has linked elsewhere: it
-is removed in the usual way, which leaves its content to them. So is one on a file system that other
-nodes may see: the kernel of this one does not know what they read.
+Writing over allocated blocks is about twice as fast as writing a new file. A spare file has a
+random name in ``root/.trinity_sync/spare``. A writer acquires it by renaming it to its temporary
+name, so whatever process dies, no step contains a file that is written over. A file that another
+process still reads, may write or has linked is removed instead, and so is a file on a file system
+that other nodes may see, because the kernel does not know their readers.
 """
 
 import errno
@@ -18,40 +17,40 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.fs.atomic import REMOVED_PREFIX, make_folder, sync_folder
-from trinity_sync.fs.file_lease import is_ours_alone
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.file_lease import has_no_other_users
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
 
 WORTHWHILE = 1 << 20
-"""Bytes from which a file is worth keeping."""
+"""Minimum size in bytes of a file to keep."""
 
 
 def can_reuse_blocks(root: str | Path, setting: bool | Literal["always"]) -> bool:
-    """Whether files of removed steps may be kept for others to write over.
+    """Return whether files of removed steps may be kept for reuse.
 
     Args:
         root: the job's root.
-        setting: as in the settings; ``always`` where no other node reads steps, though it might.
+        setting: as in the settings; ``always`` asserts that no other node reads steps.
     """
-    return setting == "always" or (setting and not mount_of(root).shared)
+    return setting == "always" or (setting and not find_mount(root).shared)
 
 
 def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
-    """Remove a folder that nothing names any more, and keep its large files as spares.
+    """Remove a folder of a removed step, and keep its large files as spare files.
 
-    Of a symbolic link, the link alone.
+    If it is a symbolic link, only the link is removed.
 
     Args:
         root: the job's root, on the same file system.
-        folder: what to remove.
-        keep: bytes that all spares together may have afterwards; 0 keeps none.
+        folder: folder to remove.
+        keep: bytes that all spare files together may have afterwards; 0 keeps none.
     """
     room = keep - sum(_spares(root).values())
     for path in () if folder.is_symlink() else folder.rglob("*"):
         if path.is_symlink() or not path.is_file():
             continue
         nbytes = path.stat().st_size
-        if WORTHWHILE <= nbytes <= room and is_ours_alone(path):  # first: a spare may be taken
+        if WORTHWHILE <= nbytes <= room and has_no_other_users(path):  # checked before the rename
             spare = _folder(root) / uuid.uuid4().hex
             make_folder(spare.parent)
             path.rename(spare)
@@ -60,9 +59,9 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
 
 
 def remove_tree(folder: Path) -> bool:
-    """Remove a folder, or a link to one; whether nothing of it is left.
+    """Remove a folder, or a link to a folder; return whether nothing of it is left.
 
-    The folder of a file that NFS keeps (`REMOVED_PREFIX`) stays, for whoever removes it next.
+    A folder with a file that NFS keeps (`REMOVED_PREFIX`) stays for the next removal.
 
     Raises:
         OSError: something else cannot be removed.
@@ -75,15 +74,20 @@ def remove_tree(folder: Path) -> bool:
     if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
         return False
     if folder.exists():
-        shutil.rmtree(folder)  # says why it cannot
+        shutil.rmtree(folder)  # raises the reason
     return True
 
 
-def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
-    """Put a spare file, if there is one, at ``temporary``, to be written over with ``nbytes``.
+def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
+    """Rename a spare file to a temporary path; return whether there was one.
 
-    The smallest that is large enough, else the largest; none for a step that is a link to another
-    file system.
+    The smallest file that is large enough is chosen, otherwise the largest. There is none for a
+    step that is a link to another file system.
+
+    Args:
+        root: the job's root.
+        temporary: path that the writer writes over.
+        nbytes: bytes to be written.
     """
     if nbytes < WORTHWHILE:
         return False
@@ -98,25 +102,25 @@ def take_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
                 return False
             raise
         found = temporary.lstat()
-        linked = found.st_nlink > 1  # since, by somebody who found it
+        linked = found.st_nlink > 1  # linked since it became a spare file
         if linked or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            temporary.unlink()  # or others could write what is committed in it
+            temporary.unlink()  # other users could write the committed file
             continue
-        sync_folder(path.parent)  # or after a power cut it might have two names, one of a commit
+        sync_folder(path.parent)  # or a power cut could leave both names, one in a commit
         return True
     return False
 
 
 def remove_spares(root: str | Path) -> None:
-    """Give the room of all spare files back."""
+    """Remove all spare files of a root."""
     shutil.rmtree(_folder(root), ignore_errors=True)
 
 
 def _spares(root: str | Path) -> dict[Path, int]:
-    """The spare files and their sizes."""
+    """Return the spare files with their sizes in bytes."""
     sizes = {}
     for path in _folder(root).glob("*"):
-        with suppress(FileNotFoundError):  # taken meanwhile
+        with suppress(FileNotFoundError):  # acquired meanwhile
             found = path.lstat()
             if stat.S_ISREG(found.st_mode):
                 sizes[path] = found.st_size

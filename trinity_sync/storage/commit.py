@@ -1,8 +1,8 @@
-"""The commit: check that all is there, name every file, write the manifest, update the pointers.
+"""Commit a step: check that it is complete, rename its files, write the manifest, update pointers.
 
-The order is the promise. Before the manifest's rename a step is not committed, whatever else is in
-its folder; after it, every file that it names is whole, named and durable. Each part may be done
-again after a crash, and one lock a root keeps commits from crossing each other.
+The order matters. Before the manifest's rename a step is not committed, whatever else is in its
+folder; after it, every file in the manifest is complete, has its name and is durable. Each part may
+be repeated after a crash, and the commit lock of the root keeps commits apart.
 """
 
 import logging
@@ -13,17 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.errors import (
-    ManifestError,
-    MissingShardsError,
-    SaveError,
-    SupersededError,
-)
-from trinity_sync.fs.atomic import (
-    make_folder,
-    sync_folder,
-)
-from trinity_sync.fs.locks import one_change_at_a_time
+from trinity_sync.errors import ManifestError, MissingShardsError, SaveError, SupersededError
+from trinity_sync.fs.atomic import make_folder, sync_folder
+from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
     FULL_CHECKPOINT_MARK,
@@ -34,25 +26,25 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.storage.callable_saves import list_callable_files
 from trinity_sync.storage.corruption import remove_mark
 from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import (
+    CallableRecord,
     FileRecord,
     Manifest,
-    ReceiptRecord,
     read_manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.persist import image_of_temporary
+from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.placement import describe_ranks
-from trinity_sync.storage.receipts import list_function_files
 from trinity_sync.storage.replace import (
     inherit_exports_and_metrics,
-    is_covered_by,
+    is_redundant_sync,
+    make_missing_file_error,
     refuse_loss,
     replace_step,
     sync_folders,
-    vanished_error,
 )
 from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.storage.save import Written, discard, remove_files
@@ -63,65 +55,65 @@ logger = logging.getLogger(__name__)
 def commit(
     save: SaveId,
     written: Sequence[Written],
-    receipts: Sequence[CallableStatus] = (),
+    statuses: Sequence[CallableStatus] = (),
     *,
     recycle: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
-    """Make the step official; doing it again is harmless.
+    """Commit a step; committing it again is harmless.
 
-    No commit makes the newest step of a kind an older one. A sync that would take the place of the
-    newest checkpoint takes it over if the weights are the same, byte for byte, and is refused if
-    not.
+    A commit never makes the newest step of a kind an older one. A sync of the step of the newest
+    checkpoint leaves that checkpoint in place if the weights are the same, byte for byte, and is
+    refused otherwise.
 
     Args:
-        save: which one.
+        save: the save.
         written: its files.
-        receipts: of its functions.
-        recycle: keep the files of a step that is replaced for the next saves to write over.
-        clock: source of the manifest's time.
+        statuses: statuses of its callable saves.
+        recycle: keep the files of a replaced step, so that later saves write over them.
+        clock: seconds since the epoch, for the manifest.
 
     Raises:
         MissingShardsError: ranks or components are missing, or shards of two world sizes are mixed.
-        SupersededError: a later run of the job has left this save behind.
-        SaveError: a file has vanished or changed since it was written; this run has committed
+        SupersededError: a later run of the job has superseded the step.
+        SaveError: a file is missing or has changed since it was written; this run has committed
             other content of the step; or the newest step of a kind would be lost.
         FormatError: another release has committed the step, or has begun a run of the job.
-        CommitError: this node was cut off, and another one may have the lock of the root.
+        CommitError: this node lost the commit lock of the root to another node.
     """
-    with one_change_at_a_time(save.root) as lock:
+    with acquire_commit_lock(save.root) as lock:
         refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _earlier(save)
         roles = {file.record.role for file in written}
-        if not (earlier and earlier.run == save.run and earlier.holds(save.kind, roles)):
-            _check_complete(save, written, receipts)  # else it is retried, and all is there
+        if not (earlier and earlier.run == save.run and earlier.has_kind(save.kind, roles)):
+            _check_complete(save, written, statuses)  # otherwise a retry, which was complete
         ours = earlier.files if earlier and earlier.run == save.run else ()
         committed = {record.path: record for record in ours}
         _refuse_other_content(save, written, committed)
         named = {file.record.path for file in written} | committed.keys()
-        files = (*(file.record for file in written), *list_function_files(save, receipts, named))
+        files = (*(file.record for file in written), *list_callable_files(save, statuses, named))
         manifest = Manifest(
             job=job_id(save.root),
             run=save.run,
             step=save.step,
-            kinds=served_kinds(save.kind, files, receipts),
+            kinds=list_served_kinds(save.kind, files, statuses),
             files=files,
-            receipts=tuple(ReceiptRecord(r.name, r.rank, r.seconds, r.files) for r in receipts),
+            callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
             committed_at=clock(),
         )
         lock.require_ours()
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
             raise SupersededError(
-                f"{save} is superseded: run {earlier.run} has committed its own step {save.step}"
+                f"{save} is superseded: run {earlier.run} has committed step {save.step}"
             )
         replaced = earlier if earlier and earlier.run < save.run else None
-        if replaced and not is_covered_by(save, replaced, manifest):
+        if replaced and not is_redundant_sync(save, replaced, manifest):
             refuse_loss(save, replaced, manifest)
             replace_step(save, written, manifest, replaced, lock, recycle=recycle)
         else:
             if not earlier:
-                remove_mark(save.folder)  # of a step whose manifest is gone
+                remove_mark(save.folder)  # the mark of a step whose manifest is gone
             for file in written:
                 final = f"{save.folder}/{file.record.path}"
                 _name(file, final, committed.get(file.record.path))
@@ -129,7 +121,7 @@ def commit(
             if replaced:
                 inherit_exports_and_metrics(save, replaced)
             lock.require_ours()
-            write_manifest_into(save.folder, earlier.joined(manifest) if earlier else manifest)
+            write_manifest_into(save.folder, earlier.merge(manifest) if earlier else manifest)
         lock.require_ours()
         update_latest_pointers(save.root, manifest)
         if replaced:
@@ -140,14 +132,14 @@ def commit(
 
 
 def finish_interrupted(save: SaveId) -> None:
-    """Do what follows the manifest, for a commit whose process may have died right after it.
+    """Finish a commit whose process may have died right after it wrote the manifest.
 
-    Nothing is done if the step is not committed, or if a later run has left it behind. Waits while
-    a commit is under way in the root.
+    Nothing is done if the step is not committed, or superseded. Waits while another commit is in
+    flight in the root.
     """
     if not read_manifest(save.root, save.step):
         return
-    with one_change_at_a_time(save.root) as lock:
+    with acquire_commit_lock(save.root) as lock:
         manifest = read_manifest(save.root, save.step)
         if manifest is None or manifest.run != save.run:
             return
@@ -161,11 +153,11 @@ def finish_interrupted(save: SaveId) -> None:
 
 
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
-    """Mark a committed step and update the latest pointers to it; under the commit lock.
+    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock.
 
     Args:
         root: the job's root.
-        manifest: of the step.
+        manifest: manifest of the step.
     """
     folder = step_folder(root, manifest.step)
     if "checkpoint" in manifest.kinds:
@@ -176,9 +168,9 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
 
 
 def _check_complete(
-    save: SaveId, written: Sequence[Written], receipts: Sequence[CallableStatus]
+    save: SaveId, written: Sequence[Written], statuses: Sequence[CallableStatus]
 ) -> None:
-    problems = [] if written or receipts else ["nothing was handed over"]
+    problems = [] if written or statuses else ["nothing was submitted"]
     for role in save.roles:
         files = [file for file in written if file.record.role == role]
         shards = [file for file in files if file.record.component not in FOLDERS]
@@ -191,9 +183,7 @@ def _check_complete(
             have[file.record.component].add(file.record.rank)
             submissions[file.record.rank] |= {file.sealed_s} - {0.0}
         if mixed := [rank for rank, found in submissions.items() if len(found) > 1]:
-            problems.append(
-                f"role {role} mixes what {describe_ranks(mixed)} submitted at two times"
-            )
+            problems.append(f"role {role} mixes two submissions of {describe_ranks(mixed)}")
         for component in {name for file in files for name in file.components}:
             ranks: Iterable[int] = range(max(sizes, default=1))
             if component == "metadata":
@@ -205,31 +195,31 @@ def _check_complete(
                 problems.append(f"role {role} lacks {component} of {describe_ranks(absent)}")
     if problems:
         raise MissingShardsError(
-            f"{save} is not committed: {'; '.join(problems)}. Did a rank die before it handed its "
-            "part over? The next save goes on without this one."
+            f"{save} is not committed: {'; '.join(problems)}. Check whether a rank died before it "
+            "submitted its part. Later saves are unaffected."
         )
 
 
-def served_kinds(
-    kind: Kind, files: Iterable[FileRecord], receipts: Sequence[CallableStatus]
+def list_served_kinds(
+    kind: Kind, files: Iterable[FileRecord], statuses: Sequence[CallableStatus]
 ) -> tuple[Kind, ...]:
-    """Return the kinds that a save serves as: a checkpoint is also a sync if it holds weights.
+    """Return the kinds that a save serves as: a checkpoint with weights is also a sync.
 
-    What a user's functions wrote is unknown, so theirs serves as both.
+    The content of callable saves is unknown, so a checkpoint that has any also serves as both.
 
     Args:
-        kind: of the save.
-        files: that it wrote.
-        receipts: of its functions.
+        kind: kind of the save.
+        files: records of its files.
+        statuses: statuses of its callable saves.
     """
-    weights = receipts or any(record.component == "model" for record in files)
+    weights = statuses or any(record.component == "model" for record in files)
     return SERVES_AS[kind] if weights else (kind,)
 
 
 def _refuse_other_content(
     save: SaveId, written: Sequence[Written], committed: Mapping[str, FileRecord]
 ) -> None:
-    """See that nothing is submitted again with another content.
+    """Refuse to commit a file again with other content.
 
     Raises:
         SaveError: this run has committed the file with other bytes.
@@ -239,30 +229,30 @@ def _refuse_other_content(
         if known and known.digest != file.record.digest:
             raise SaveError(
                 f"{save} is not committed: run {save.run} has committed {known.path} of that step "
-                "with another content, which stays. Save a state that has changed as another step"
+                "with other content, which stays. Save a changed state as another step."
             )
 
 
 def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
-    """Remove what other attempts to save the same images have written, or died at."""
+    """Remove the temporary files of other attempts to save the same images."""
     images = {image for file in written for image in file.record.images}
     for folder in {(save.folder / file.record.path).parent for file in written}:
         names = (entry.name for entry in os.scandir(folder))
-        remove_files(folder / name for name in names if image_of_temporary(name) in images)
+        remove_files(folder / name for name in names if parse_image_name(name) in images)
 
 
 def _earlier(save: SaveId) -> Manifest | None:
     try:
         return read_manifest(save.root, save.step)
     except ManifestError as error:
-        logger.warning("%s replaces what is not a commit: %s", save, error)
+        logger.warning("%s replaces a step without a valid manifest: %s", save, error)
         return None
 
 
 def _name(file: Written, final: str, committed: FileRecord | None) -> None:
-    """Give a written file its final name, unless an earlier attempt did.
+    """Rename a written file to its final name, unless an earlier attempt did.
 
-    What this run has committed, the sync of the step say, stays as it is and is never written over.
+    A file that this run has committed, e.g. with the sync of the step, is never overwritten.
     """
     if file.temporary and committed:
         discard([file])
@@ -275,6 +265,6 @@ def _name(file: Written, final: str, committed: FileRecord | None) -> None:
         if file.temporary and not committed:
             same = same and (found.st_ino, found.st_mtime_ns) == file.identity
     except FileNotFoundError as error:
-        raise vanished_error(file, final) from error
+        raise make_missing_file_error(file, final) from error
     if not same:
-        raise SaveError(f"{final} was changed before its commit; retry the flow run")
+        raise SaveError(f"{final} changed before its commit; retry the flow run")

@@ -1,8 +1,8 @@
-"""``global_step_N/corrupted.json``: a verification found corrupted files in the step.
+"""``global_step_N/corrupted.json``: the corruption mark of a verification.
 
-The mark lies beside the files and says what is wrong and when it was seen; the files are never
-touched. A marked step counts as one that cannot be loaded, everywhere, until a verification finds
-it valid again, say because the files were restored from a copy.
+It lists the corrupted files and the time of the verification; the files are not changed. A marked
+step counts as not loadable everywhere, until a verification finds it valid again, e.g. after the
+files were restored from a copy.
 """
 
 import logging
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corruption(Record, format=ROOT_FORMAT, writer=STACK):
-    """What is wrong with a step."""
+    """The corrupted files of a step, with reasons."""
 
     files: dict[str, str]
-    """What is wrong, by path below the step's folder."""
+    """Reason by path below the step's folder."""
     verified_at: Seconds
-    """Seconds since the epoch."""
+    """Time of the verification, in seconds since the epoch."""
 
     def __str__(self) -> str:
         named = [f"{path} {wrong}" for path, wrong in sorted(self.files.items())]
@@ -36,13 +36,18 @@ class Corruption(Record, format=ROOT_FORMAT, writer=STACK):
 
 
 def read_corruption(root: str | Path, step: int) -> Corruption | None:
-    """The mark of a step; None where it has none. One that cannot be read still counts."""
+    """Return the corruption mark of a step, or None; a mark that cannot be read still counts.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
     path = step_folder(root, step) / CORRUPTION_MARK
     try:
         return decode_record(Corruption, path.read_bytes(), path)
     except FormatError as error:
         return Corruption(
-            {CORRUPTION_MARK: f"is of another release: {error}"}, path.lstat().st_mtime
+            {CORRUPTION_MARK: f"was written by another release: {error}"}, path.lstat().st_mtime
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -50,11 +55,15 @@ def read_corruption(root: str | Path, step: int) -> Corruption | None:
         return Corruption({CORRUPTION_MARK: "is torn or edited"}, path.lstat().st_mtime)
 
 
-def require_own_release(root: str | Path, step: int) -> None:
-    """See that the mark of a step, if there is one, may be replaced or removed.
+def require_readable_mark(root: str | Path, step: int) -> None:
+    """Require that the corruption mark of a step, if any, can be read by this release.
+
+    Args:
+        root: the job's root.
+        step: step number.
 
     Raises:
-        FormatError: another release has made it.
+        FormatError: another release has written it.
     """
     path = step_folder(root, step) / CORRUPTION_MARK
     with suppress(ValueError, OSError):
@@ -62,13 +71,21 @@ def require_own_release(root: str | Path, step: int) -> None:
 
 
 def mark_corrupted(root: str | Path, step: int, corruption: Corruption) -> None:
-    """Mark a step, durably. Call it under the commit lock, and move the iteration files after."""
+    """Mark a step as corrupted, durably.
+
+    Call it under the commit lock, and repair the latest pointers afterwards.
+
+    Args:
+        root: the job's root.
+        step: step number.
+        corruption: its corrupted files.
+    """
     replace_file(step_folder(root, step) / CORRUPTION_MARK, encode_record(corruption, indent=1))
     logger.error("step %d in %s is corrupted: %s", step, root, corruption)
 
 
 def remove_mark(folder: Path) -> None:
-    """Remove the mark from a step's folder, durably, if there is one."""
+    """Remove the corruption mark from a step's folder, durably, if there is one."""
     mark = folder / CORRUPTION_MARK
     if mark.exists():
         mark.unlink()

@@ -1,8 +1,8 @@
-"""What changed between two committed steps, tensor by tensor.
+"""Comparison of two committed steps, tensor by tensor.
 
-The shards are mapped, not read: each tensor is compared in pieces, so memory stays small whatever
-the size of the model. Shards of a tensor count as one tensor. Two files of the same digest are not
-compared at all.
+Shards are mapped, not read, and each tensor is compared in pieces, so memory stays small whatever
+the size of the model. The shards of a tensor count as one tensor. Files with equal digests are not
+compared.
 """
 
 import math
@@ -23,35 +23,35 @@ from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.manifest import FileRecord, Manifest
 
 PIECE = 1 << 20
-"""Elements that are compared at a time."""
+"""Number of elements compared at a time."""
 
 
 @dataclass
 class TensorChange:
-    """How one tensor of the later step differs from that of the earlier one."""
+    """Difference of one tensor between an earlier and a later step."""
 
     name: str
     state: str = "same"
     """``same``, ``changed``, ``new``, ``missing``, ``reshaped`` or ``retyped`` (another dtype)."""
     shape: str = ""
-    """As of the later step, else the earlier one; both where they differ."""
+    """Shape in the later step, otherwise in the earlier one; both if they differ."""
     elements: int = 0
     changed: int = 0
-    """Elements that are not equal."""
+    """Number of elements that are not equal."""
     max_abs: float = 0.0
     nonfinite: int = 0
-    """Elements of the later step that are infinite or no numbers, where the files differ at all."""
+    """Number of infinite or NaN elements of the later step, in files that differ."""
     _difference: float = field(default=0.0, repr=False)
     _before: float = field(default=0.0, repr=False)
 
     @property
     def changed_percent(self) -> float:
-        """Share of the elements that are not equal."""
+        """Percentage of the elements that are not equal."""
         return 100 * self.changed / self.elements if self.elements else 0.0
 
     @property
     def relative_l2(self) -> float:
-        """Length of the difference by that of the tensor before; infinite if that was zero."""
+        """L2 norm of the difference relative to the earlier tensor; infinite if that was zero."""
         if not self._before:
             return math.inf if self._difference else 0.0
         return math.sqrt(self._difference / self._before)
@@ -66,14 +66,21 @@ def diff(
     component: str = "model",
     on_progress: OnProgress = no_progress,
 ) -> list[TensorChange]:
-    """Compare a component of two committed steps of one job; the greatest change comes first.
+    """Compare a component of two committed steps of a job; return changes, the greatest first.
 
-    Files of others are unpickled as far as they are plain, see ``snapshot.safe_load``. Progress
-    counts the bytes of the later step.
+    Files of other users are unpickled only as far as they are plain, see ``snapshot.safe_load``.
+
+    Args:
+        root: the job's root.
+        before: the earlier step.
+        after: the later step.
+        role: role of the component.
+        component: name of the component.
+        on_progress: called with bytes of the later step that were compared, and their total.
 
     Raises:
         CommitError: a step is not committed or corrupted, or has no such component.
-        ConfigError: the two were saved by different numbers of ranks.
+        ConfigError: the steps were saved by different numbers of ranks.
     """
     with (
         acquire_lease(root, before, "diff", ttl_s=LONG_LEASE_S),
@@ -84,15 +91,15 @@ def diff(
         if len(old) != len(new):
             raise ConfigError(
                 f"{component} of {role} was saved by {len(old)} ranks at step {before} and by "
-                f"{len(new)} at step {after}; shards of different cuts cannot be compared. Merge "
-                "both (python -m verl.model_merger), and compare what comes out."
+                f"{len(new)} at step {after}; different shardings cannot be compared. Merge both "
+                "(python -m verl.model_merger), and compare the merged models."
             )
         changes: dict[str, TensorChange] = {}
         whole = sum(record.nbytes for record in new.values())
         for rank in sorted(old):
             same_file = old[rank].digest == new[rank].digest
-            a = dict(_tensors(_load(step_folder(root, before) / old[rank].path)))
-            b = dict(_tensors(_load(step_folder(root, after) / new[rank].path)))
+            a = dict(_iter_tensors(_load(step_folder(root, before) / old[rank].path)))
+            b = dict(_iter_tensors(_load(step_folder(root, after) / new[rank].path)))
             for name in {**a, **b}:
                 change = changes.setdefault(name, TensorChange(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
@@ -127,22 +134,22 @@ def _load(path: Path) -> Any:
         raise CommitError(f"{path} cannot be read as a file of torch.save: {error}") from error
 
 
-def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested containers, by the path to each."""
+def _iter_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers, with the path to each."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, dict):
         for key, value in state.items():
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+            yield from _iter_tensors(value, f"{name}.{key}" if name else str(key))
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
-            yield from _tensors(value, f"{name}.{number}" if name else str(number))
+            yield from _iter_tensors(value, f"{name}.{number}" if name else str(number))
 
 
 def _compare(
     change: TensorChange, a: torch.Tensor | None, b: torch.Tensor | None, *, same_file: bool
 ) -> None:
-    """Add one shard of a tensor to what is known of its change."""
+    """Add the comparison of one shard of a tensor to its change."""
     shapes = [str(list(tensor.shape)) for tensor in (a, b) if tensor is not None]
     change.shape = " -> ".join(dict.fromkeys(shapes))
     if a is None or b is None:
@@ -169,7 +176,7 @@ def _compare_piece(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> No
 
 
 def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """In 32 bits, some six times as fast; False where that could overflow, lose or hide a thing."""
+    """Compare in 32 bits, six times as fast; return False if that could overflow or lose bits."""
     if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, y)):
         return False
     x, y = x.float(), y.float()
@@ -186,7 +193,7 @@ def _compare_narrow(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> b
 
 
 def _compare_wide(change: TensorChange, x: torch.Tensor, y: torch.Tensor) -> None:
-    """In 64 bits, whatever the values are."""
+    """Compare in 64 bits, for any values."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     both_nan = x.isnan() & y.isnan()

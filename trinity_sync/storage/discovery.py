@@ -1,8 +1,8 @@
-"""Which steps of a root can be loaded, and the one judgement of the state of a step.
+"""Discovery of the committed steps of a root, and the state of each step.
 
-Every command, page, check and policy asks `step_state`, which looks at the manifest, at the sizes
-of the files that it names, and at the mark of a verification. Digests are compared by loading and
-by `verify`.
+Commands, the report, checks and policies all use `read_step_state`. It reads the manifest, the
+sizes of the files in it, and the corruption mark of a verification. Digests are compared by
+loading and by `verify`.
 """
 
 import logging
@@ -41,22 +41,22 @@ committed by another release."""
 
 @dataclass(frozen=True)
 class StepState:
-    """The state of one step."""
+    """State of a step."""
 
     step: int
     state: State
     manifest: Manifest | None
-    """None where there is none that this release can read."""
+    """None if there is no manifest that this release can read."""
     error: TrinitySyncError | None
-    """Why it is not valid; None for a valid step."""
+    """Error that says why it is not valid; None for a valid step."""
 
     @property
     def reason(self) -> str:
-        """Why it is not valid, in words; empty for a valid step."""
+        """Reason why the step is not valid, in words; empty for a valid step."""
         return str(self.error or "")
 
     def require_loadable(self) -> Manifest:
-        """Return the manifest of a step that can be loaded, superseded or not.
+        """Return the manifest of a step that can be loaded, even if it is superseded.
 
         Raises:
             CommitError: the step is not committed, or corrupted.
@@ -68,13 +68,14 @@ class StepState:
         return self.manifest
 
 
-def step_state(root: str | Path, step: int, runs: Sequence[Run] | None = None) -> StepState:
+def read_step_state(root: str | Path, step: int, runs: Sequence[Run] | None = None) -> StepState:
     """Return the state of a step.
 
     Args:
         root: the job's root.
-        step: which one; it need not exist.
-        runs: of the job, by which a step is superseded; `known_runs` of the root by default.
+        step: step number; the step need not exist.
+        runs: runs of the job, which decide whether the step is superseded; read from the root by
+            default.
     """
     try:
         manifest = read_manifest(root, step)
@@ -85,26 +86,26 @@ def step_state(root: str | Path, step: int, runs: Sequence[Run] | None = None) -
     if manifest is None:
         missing = CommitError(
             f"step {step} in {root} is not committed: {step_folder(root, step)} has no manifest. "
-            f"Name a committed step (trinity-sync ls {root} shows them)."
+            f"Choose a committed step (trinity-sync ls {root} lists them)."
         )
         return StepState(step, "not committed", None, missing)
-    return manifest_state(root, manifest, runs)
+    return read_manifest_state(root, manifest, runs)
 
 
-def manifest_state(
+def read_manifest_state(
     root: str | Path, manifest: Manifest, runs: Sequence[Run] | None = None
 ) -> StepState:
     """Return the state of a step whose manifest was read.
 
     Args:
         root: the job's root.
-        manifest: of the step.
-        runs: as in `step_state`.
+        manifest: manifest of the step.
+        runs: as in `read_step_state`.
     """
     step = manifest.step
     if error := _corruption_error(root, manifest):
         return StepState(step, "corrupted", manifest, error)
-    runs = known_runs(root) if runs is None else runs
+    runs = list_known_runs(root) if runs is None else runs
     if later := find_superseding_run(runs, manifest.run, step):
         superseded = SupersededError(
             f"step {step} of run {manifest.run} in {root} is superseded: run {later.number} "
@@ -114,17 +115,17 @@ def manifest_state(
     return StepState(step, "valid", manifest, None)
 
 
-def known_runs(root: str | Path) -> list[Run]:
-    """Return the runs of a job; none if a record of them cannot be read, which is logged."""
+def list_known_runs(root: str | Path) -> list[Run]:
+    """Return the runs of a job; none, with a warning, if a record of them cannot be read."""
     try:
         return list_runs(root)
     except (CommitError, FormatError) as error:
-        logger.warning("superseded steps of %s are unknown: %s", root, error)
+        logger.warning("cannot tell which steps of %s are superseded: %s", root, error)
         return []
 
 
-def committed_steps(root: str | Path) -> Iterator[Manifest]:
-    """The commits under ``root``, by step; what cannot be read is passed over with a warning."""
+def iter_committed_steps(root: str | Path) -> Iterator[Manifest]:
+    """Yield the manifests of the committed steps by step; log those that cannot be read."""
     for _, found in _manifests(root):
         if isinstance(found, Manifest):
             yield found
@@ -133,7 +134,7 @@ def committed_steps(root: str | Path) -> Iterator[Manifest]:
 
 
 def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]:
-    """The commits under ``root``, by step; a broken manifest is passed over with a warning."""
+    """Yield the manifests, or format errors, by step; log broken manifests."""
     for step in steps_on_disk(root):
         try:
             manifest = read_manifest(root, step)
@@ -146,8 +147,8 @@ def _manifests(root: str | Path) -> Iterator[tuple[int, Manifest | FormatError]]
                 yield step, manifest
 
 
-def records_of_other_releases(root: str | Path) -> list[FormatError]:
-    """Why records below ``root/.trinity_sync`` cannot be read that other releases have written."""
+def list_unreadable_records(root: str | Path) -> list[FormatError]:
+    """Return an error for each record below ``root/.trinity_sync`` of another release."""
     private, found = Path(root) / PRIVATE_FOLDER, []
     for pattern in ("*.json", "*/*.json", "*/*.request"):
         for path in sorted(private.glob(pattern)):
@@ -156,25 +157,29 @@ def records_of_other_releases(root: str | Path) -> list[FormatError]:
             except FormatError as error:
                 found.append(error)
             except (OSError, ValueError):
-                continue  # said by whoever reads it
+                continue  # reported when it is read
     return found
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether another system has saved the step in a folder: there is no manifest."""
+    """Return whether a step's folder was saved by another system: it has no manifest."""
     return folder.is_dir() and not (folder / MANIFEST).exists()
 
 
-def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
-    """The commit to resume from: the last step of the last run that committed one.
+def find_newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
+    """Return the manifest to resume from: the last step of the last run that committed one.
 
-    Manifests decide, not the iteration file: that may lag behind them after a crash.
+    It goes by manifests, not by the latest pointer, which may lag behind after a crash.
+
+    Args:
+        root: the job's root.
+        kind: kind that the step must serve as.
 
     Raises:
-        FormatError: a step that counts as newer was committed by another release, so nobody can
-            tell whether it is one to resume from.
+        FormatError: another release has committed a step that counts as newer, so whether it can be
+            resumed from is unknown.
     """
-    for manifest in newest_first(root, kind):
+    for manifest in iter_newest_first(root, kind):
         try:
             return require_committed(root, manifest.step)
         except CommitError as error:
@@ -182,11 +187,15 @@ def newest(root: str | Path, kind: Kind = "checkpoint") -> Manifest | None:
     return None
 
 
-def newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
-    """The commits of ``kind``, the last step of the last run first.
+def iter_newest_first(root: str | Path, kind: Kind) -> Iterator[Manifest]:
+    """Yield the manifests of a kind, the last step of the last run first.
+
+    Args:
+        root: the job's root.
+        kind: kind that the steps must serve as.
 
     Raises:
-        FormatError: as `newest`, when it is the turn of such a step.
+        FormatError: the next step was committed by another release, as in `find_newest`.
     """
     found = {
         (each.run or 0, step): each
@@ -204,21 +213,26 @@ def require_committed(root: str | Path, step: int) -> Manifest:
 
     Args:
         root: the job's root.
-        step: which one; it may be superseded.
+        step: step number; the step may be superseded.
 
     Raises:
         CommitError: the step is not committed, files are missing or truncated, or a verification
             found it corrupted.
         FormatError: another release has committed it.
     """
-    return step_state(root, step, runs=()).require_loadable()
+    return read_step_state(root, step, runs=()).require_loadable()
 
 
 def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
-    """See that no other run has replaced a step since its manifest was read.
+    """Require that no other run has replaced a step since its manifest was read.
 
-    A later run that commits a step again exchanges its folder, leases or not. So files that were
-    opened between the two looks are those of the manifest, and what is open or mapped stays so.
+    A later run that commits a step again exchanges its folder, despite leases. Files that were
+    opened between the two reads of the manifest belong to it, and stay so while they are open or
+    mapped.
+
+    Args:
+        root: the job's root.
+        manifest: manifest that was read before.
 
     Raises:
         CommitError: another run has replaced the step, or it was removed.
@@ -228,12 +242,12 @@ def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
         found = "it is gone" if now is None else f"run {now.run} has replaced it"
         raise CommitError(
             f"step {manifest.step} in {root} changed while it was read: it was that of run "
-            f"{manifest.run}, and {found}. Nothing of what was read counts; read it again."
+            f"{manifest.run}, and {found}. Discard what was read, and read it again."
         )
 
 
-def _size_of(path: Path) -> int | None:
-    """Bytes of a regular file; None if there is none, or no longer."""
+def _read_size(path: Path) -> int | None:
+    """Return the size of a regular file in bytes; None if it is missing."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -242,21 +256,21 @@ def _size_of(path: Path) -> int | None:
 
 
 def _corruption_error(root: str | Path, manifest: Manifest) -> CommitError | None:
-    """Return why the files of a manifest cannot be loaded, as far as sizes and marks say."""
+    """Return an error if the files of a manifest cannot be loaded, by sizes and marks."""
     step, folder = manifest.step, step_folder(root, manifest.step)
     for record in manifest.files:
         path = folder / record.path
-        found = _size_of(path)
+        found = _read_size(path)
         if found != record.nbytes:
             state = "is missing" if found is None else f"has {found:,} bytes"
             return CommitError(
                 f"step {step} in {root} is corrupted: {path} {state}, the manifest says "
-                f"{record.nbytes:,}. Take another step (trinity-sync ls shows them)."
+                f"{record.nbytes:,}. Choose another step (trinity-sync ls lists them)."
             )
     if corruption := read_corruption(root, step):
         return CommitError(
-            f"step {step} in {root} is corrupted: {corruption}. Take another step (trinity-sync ls "
-            "shows them), or restore the files from a copy and run: "
+            f"step {step} in {root} is corrupted: {corruption}. Choose another step (trinity-sync "
+            "ls lists them), or restore the files from a copy and run: "
             f"trinity-sync verify {root} --step {step}"
         )
     return None

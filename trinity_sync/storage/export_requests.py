@@ -1,9 +1,9 @@
-"""Export requests: exports that a trainer asked for with a save, for once the step is committed.
+"""Export requests: exports that a trainer requested with a save, for when the step is committed.
 
 An export request is a small file, ``.trinity_sync/exports/global_step_N.<role>.request``. The
-save's commit task writes it before the commit, so that a crash does not lose it, and it goes when
-the weights have joined the step. The step itself counts whether or not it is exported. Until then
-retention leaves it, but no longer than a day and not after a failure: a model that cannot be
+save's commit task writes it before the commit, so that a crash does not lose it; it is removed
+when the weights are part of the step. The step counts as committed without its export. Retention
+keeps the step until then, but for a day at most and not after a failure: a model that cannot be
 exported must not fill the disk with its steps.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trinity_sync.errors import FormatError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
-from trinity_sync.fs.clock import file_time
+from trinity_sync.fs.clock import read_file_system_time
 from trinity_sync.fs.records import STACK, Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, step_folder, step_of_folder
 from trinity_sync.snapshot.safe_load import is_own, open_no_follow
@@ -23,14 +23,14 @@ from trinity_sync.storage.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 COMPONENT = "hf_model"
-"""Of the files of an exported model, in the manifest."""
+"""Component of the files of an exported model, in the manifest."""
 EXPORT_HOLDS_S = 86_400.0
-"""Seconds for which an export request keeps its step from retention."""
+"""Seconds for which retention keeps a step with an export request."""
 
 
 @dataclass(frozen=True)
 class ExportRequest(Record, format=ROOT_FORMAT, writer=STACK):
-    """One role's model of one step is to be exported into the step."""
+    """Request to export one role's model of a step into the step."""
 
     run: Count
     step: Count
@@ -38,20 +38,20 @@ class ExportRequest(Record, format=ROOT_FORMAT, writer=STACK):
     trust_remote_code: bool = False
     """Whether source files of the model may be imported."""
     failed: bool = False
-    """Whether it was tried; a retry of its save renews it."""
+    """Whether the export failed; a retry of its save resets it."""
 
 
 def exports_folder(root: str | Path) -> Path:
-    """Return the folder of export requests, and of exports in flight into a step."""
+    """Return the folder of export requests, and of exports into steps in flight."""
     return Path(root) / PRIVATE_FOLDER / "exports"
 
 
 def write_export_request(root: str | Path, request: ExportRequest) -> None:
-    """Write an export request, durably; again is harmless.
+    """Write an export request, durably; writing it again is harmless.
 
     Args:
         root: the job's root.
-        request: what is to be exported.
+        request: the request.
     """
     path = _path(root, request.step, request.role)
     make_folder(path.parent)
@@ -59,13 +59,17 @@ def write_export_request(root: str | Path, request: ExportRequest) -> None:
 
 
 def list_export_requests(root: str | Path, *, step: int | None = None) -> list[ExportRequest]:
-    """Return the export requests of a step, or of all; those that cannot be read are skipped.
+    """Return the export requests of a step, or of all steps; skip those that cannot be read.
 
-    In those that somebody else may have written, no source files are trusted.
+    A request that another user may have written does not allow remote code.
+
+    Args:
+        root: the job's root.
+        step: step number; None for all steps.
     """
     found = []
-    of = "" if step is None else f"{step_folder(root, step).name}."
-    for path in list_uncached(exports_folder(root), f"{of}*.request"):
+    prefix = "" if step is None else f"{step_folder(root, step).name}."
+    for path in list_uncached(exports_folder(root), f"{prefix}*.request"):
         try:
             request = _read(path)
         except FileNotFoundError:
@@ -74,21 +78,21 @@ def list_export_requests(root: str | Path, *, step: int | None = None) -> list[E
             logger.warning("%s", error)
             continue
         except (OSError, ValueError) as error:
-            logger.warning("%s is no request for an export, and is skipped: %s", path, error)
+            logger.warning("skipping %s, which is not an export request: %s", path, error)
             continue
-        if path == _path(root, request.step, request.role):  # its name says where it leads
+        if path == _path(root, request.step, request.role):  # its name must agree with its content
             found.append(request)
     return found
 
 
 def fail_export_request(root: str | Path, request: ExportRequest) -> None:
-    """Mark a request as failed: its step is held no longer, a retry may find it.
+    """Mark a request as failed: it no longer keeps its step, and a retry may run it again.
 
-    Nothing is marked where the step is a later run's by now, which exports it.
+    Nothing is marked if a later run has committed the step, because that run exports it.
 
     Args:
         root: the job's root.
-        request: which one.
+        request: the request.
     """
     waiting = [
         each for each in list_export_requests(root, step=request.step) if each.role == request.role
@@ -98,23 +102,23 @@ def fail_export_request(root: str | Path, request: ExportRequest) -> None:
 
 
 def inherit_export_requests(root: str | Path, step: int, run: int, to: int) -> None:
-    """Have a later run, whose step it is now, inherit the pending export requests of a run.
+    """Make the pending export requests of a run those of a later run.
 
     Args:
         root: the job's root.
-        step: that both runs have committed.
-        run: the earlier one.
-        to: the later one.
+        step: step that both runs have committed.
+        run: number of the earlier run.
+        to: number of the later run.
     """
     for request in list_export_requests(root, step=step):
         if request.run == run and not request.failed:
             write_export_request(root, replace(request, run=to))
 
 
-def steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
-    """Return the steps whose export is pending, with the roles.
+def list_steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
+    """Return the steps with pending exports, and their roles.
 
-    That of another release counts as pending: only that release knows.
+    A request of another release counts as pending, because this release cannot read it.
     """
     found: dict[int, list[str]] = {}
     failed = {
@@ -125,7 +129,7 @@ def steps_awaiting_export(root: str | Path) -> dict[int, list[str]]:
     waiting = [
         path for path in list_uncached(exports_folder(root), "*.request") if path not in failed
     ]
-    now = file_time(root) if waiting else 0.0
+    now = read_file_system_time(root) if waiting else 0.0
     for path in waiting:
         folder, _, role = path.stem.partition(".")
         try:
@@ -142,35 +146,50 @@ def remove_export_request(root: str | Path, step: int, role: str) -> None:
 
     Args:
         root: the job's root.
-        step: of the request.
-        role: of the request.
+        step: step number.
+        role: name of the role.
     """
     _path(root, step, role).unlink(missing_ok=True)
 
 
 def remove_export_files(root: str | Path, step: int) -> None:
-    """Remove all that exports left of a step that is gone: requests, and half-written files."""
-    for path in exports_of(root, step):
+    """Remove all files that exports left of a removed step: requests and partial exports.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
+    for path in list_export_files(root, step):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-def exports_of(root: str | Path, step: int) -> list[Path]:
-    """What there is of a step's exports, granted, under way or broken off."""
+def list_export_files(root: str | Path, step: int) -> list[Path]:
+    """Return the files of a step's exports: requests, and exports in flight or interrupted.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
     return list_uncached(exports_folder(root), f"{step_folder(root, step).name}.*")
 
 
-def exported_steps(root: str | Path) -> set[int]:
-    """The steps of which `exports_of` finds something."""
+def list_steps_with_export_files(root: str | Path) -> set[int]:
+    """Return the steps for which `list_export_files` returns something."""
     names = (path.name.partition(".") for path in list_uncached(exports_folder(root), "*"))
     found = {step_of_folder(step) for step, dot, _ in names if dot}
     return {step for step in found if step is not None}
 
 
 def is_exported(manifest: Manifest | None, role: str) -> bool:
-    """Whether a step holds the exported model of a role."""
+    """Return whether a step contains the exported model of a role.
+
+    Args:
+        manifest: manifest of the step; None if it is not committed.
+        role: name of the role.
+    """
     files = manifest.files if manifest else ()
     return any((file.role, file.component) == (role, COMPONENT) for file in files)
 

@@ -1,4 +1,4 @@
-"""Wait for the images of a component that a node holds, and refuse to wait for evicted ones."""
+"""Gather the images of a component on a node, and fail early for evicted images."""
 
 import math
 import time
@@ -10,32 +10,32 @@ from trinity_sync.errors import FormatError, MissingShardsError, TicketError
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_own_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.save import Written
 
 
 def gather_images(
-    share: NodeShards, save: SaveId, component: str, gather_s: float, clock: Callable[[], float]
+    shards: NodeShards, save: SaveId, component: str, gather_s: float, clock: Callable[[], float]
 ) -> tuple[list[SealedImage], list[Written]]:
-    """Return the images to write, and the files that a commit of the same step has already.
+    """Return the images to write, and the files that a commit of the same step contains already.
 
     Args:
-        share: what this node holds.
-        save: which one.
-        component: of the images.
+        shards: ranks whose images are on this node.
+        save: the save.
+        component: component of the images.
         gather_s: seconds to wait for all ranks.
         clock: monotonic seconds.
 
     Raises:
-        MissingShardsError: a rank did not submit its image in time, or it was evicted.
+        MissingShardsError: a rank did not submit its image in time, or its image was evicted.
         TicketError: a ticket is torn.
         FormatError: another release has staged an image of the save.
     """
-    spool = JobSpool(Path(share.spool))
+    spool = JobSpool(Path(shards.spool))
     wanted = {
         role: [rank for rank in ranks if rank == 0 or component != "metadata"]
-        for role, ranks in share.ranks.items()
+        for role, ranks in shards.ranks.items()
     }
     deadline = clock() + gather_s
     later: set[tuple[str, int]] = set()
@@ -45,14 +45,14 @@ def gather_images(
             if isinstance(error, FormatError) and (error.run, error.step) == (save.run, save.step):
                 raise error
         sealed = [i for i in waiting if (i.ticket.run, i.ticket.step) == (save.run, save.step)]
-        manifest = read_own_manifest(save.root, save.run, save.step)
+        manifest = read_run_manifest(save.root, save.run, save.step)
         known = manifest.images if manifest else frozenset()
         uncommitted = {
             image.ticket.image
             for image in sealed
             if save.owns(image.ticket) and image.ticket.component == component
         }.difference(known)
-        if manifest and manifest.holds(save.kind, save.roles) and not uncommitted:  # a retry
+        if manifest and manifest.has_kind(save.kind, save.roles) and not uncommitted:  # a retry
             mine = [file for file in manifest.files if file.component == component]
             return [], [_as_written(f, ()) for f in mine if f.rank in wanted.get(f.role, ())]
         overdue = clock() >= deadline
@@ -73,16 +73,16 @@ def gather_images(
                 continue
             done = _committed(manifest, role, component, rank)
             its = [image for image in of_rank if image.ticket.component == component]
-            # of a step that was submitted twice the first images, or components would be mixed
+            # the first images of a step that was submitted twice, or submissions would be mixed
             found = min(
                 its,
                 key=lambda i: (i.ticket.kind != save.kind, i.ticket.monotonic_s),
                 default=None,
             )
-            # another save of the step, the sync, writes its image itself: wait for its commit
+            # the sync of the step writes this image itself: wait for its commit
             theirs = found and found.ticket.kind != save.kind and not found.failed
             if found and found.ticket.image in uncommitted:
-                images.append(found)  # also if it is submitted again: the commit compares the two
+                images.append(found)  # also a second submission: the commit compares the two
             elif done:
                 committed += [_as_written(record, own[0].components) for record in done]
             elif found and (not theirs or overdue):
@@ -93,9 +93,9 @@ def gather_images(
                     awaited.add((role, rank))
         if not missing:
             return images, committed
-        _refuse_evicted(share, save, component, missing, later - awaited)
-        # judged by the next look, which finds whatever is sealed by now unless it was evicted
-        later = _past_it(save, [image.ticket for image in waiting])
+        _refuse_evicted(shards, save, component, missing, later - awaited)
+        # used by the next iteration, which finds all images sealed by now that were not evicted
+        later = _find_ranks_past(save, [image.ticket for image in waiting])
         if overdue:
             for error in bad:
                 if not isinstance(error, TicketError):
@@ -106,18 +106,18 @@ def gather_images(
                 f"role {role} {describe_ranks(ranks)}" for role, ranks in missing.items()
             )
             raise MissingShardsError(
-                f"{save} is not committed: {component} of {lacking} was not handed over on node "
-                f"{share.node} within {gather_s:g} s. Did that process die, or did its "
-                "image give way to a later step, as its log then says? What was handed over is in "
-                f"{spool.folder}; the next save goes on without this one."
+                f"{save} is not committed: {component} of {lacking} was not submitted on node "
+                f"{shards.node} within {gather_s:g} s. Check the trainer's log: its process died, "
+                f"or its image was evicted. Submitted images are in {spool.folder}; later saves "
+                "are unaffected."
             )
         time.sleep(0.01)
 
 
-def _past_it(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
-    """Roles and ranks that have sealed a later step since this one was begun on this node.
+def _find_ranks_past(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
+    """Return the roles and ranks that sealed a later step since this save started on this node.
 
-    Images of an earlier start of the same run are older than this save, and prove nothing.
+    Images of an earlier start of the same run are older than this save and prove nothing.
     """
     run = [ticket for ticket in tickets if ticket.run == save.run]
     own = [t.sealed_at for t in run if (t.step, t.kind) == (save.step, save.kind)]
@@ -126,20 +126,23 @@ def _past_it(save: SaveId, tickets: Sequence[Ticket]) -> set[tuple[str, int]]:
 
 
 def _refuse_evicted(
-    share: NodeShards,
+    shards: NodeShards,
     save: SaveId,
     component: str,
     missing: Mapping[str, Sequence[int]],
     later: Collection[tuple[str, int]],
 ) -> None:
-    """Do not wait for images that cannot come: a rank saves its steps in their order.
+    """Fail for images that cannot come any more: a rank seals its steps in order.
 
     Args:
+        shards: ranks whose images are on this node.
+        save: the save.
+        component: component of the images.
         missing: ranks without an image to write, by role.
-        later: see `_past_it`.
+        later: result of `_find_ranks_past`.
 
     Raises:
-        MissingShardsError: a rank is among both.
+        MissingShardsError: a rank is in both.
     """
     evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
     if any(evicted.values()):
@@ -147,8 +150,8 @@ def _refuse_evicted(
             f"role {role} {describe_ranks(ranks)}" for role, ranks in evicted.items() if ranks
         )
         raise MissingShardsError(
-            f"{save} is not committed: {component} of {what} was evicted from {share.spool} on "
-            f"node {share.node}, where later steps wait. The next save goes on without this one."
+            f"{save} is not committed: {component} of {what} was evicted from {shards.spool} on "
+            f"node {shards.node} for later steps. Later saves are unaffected."
         )
 
 

@@ -1,9 +1,9 @@
-"""What a crash leaves behind on disk and in memory, and what may be done about it at any time.
+"""Garbage collection: remove or repair what crashes left on disk and in memory.
 
-Nothing here is needed for a step to be safe: a commit is whole or it is not one, whatever dies. It
-is needed so that disks and memory do not fill, and so that who reads an iteration file, and not
-the manifests, finds what was committed. Each function may be called while saves, readers and other
-calls of it are at work, and again and again.
+No step depends on it: a step is committed or not, whatever process dies. It keeps disks and memory
+from filling up, and lets readers of latest pointers, which do not read manifests, find what was
+committed. Each function may be called repeatedly, and while saves, readers and other calls of it
+are running.
 """
 
 import math
@@ -17,26 +17,24 @@ from typing import Literal
 
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
-from trinity_sync.fs.file_lease import is_ours_alone
-from trinity_sync.fs.locks import TRASH_LOCK, file_lock_if_free, one_change_at_a_time
-from trinity_sync.layout import (
-    ITERATION_FILES,
-    KINDS,
-    PRIVATE_FOLDER,
-    step_folder,
-    steps_on_disk,
-)
+from trinity_sync.fs.file_lease import has_no_other_users
+from trinity_sync.fs.locks import TRASH_LOCK, acquire_commit_lock, file_lock_if_free
+from trinity_sync.layout import ITERATION_FILES, KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.block_reuse import remove_tree
 from trinity_sync.storage.discovery import is_foreign, require_committed
-from trinity_sync.storage.export_requests import exported_steps, exports_of, remove_export_files
-from trinity_sync.storage.latest_pointer import read_iteration, repair_latest_pointer
+from trinity_sync.storage.export_requests import (
+    list_export_files,
+    list_steps_with_export_files,
+    remove_export_files,
+)
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_run_number
-from trinity_sync.storage.persist import image_of_temporary
+from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import (
-    clear_replaced,
+    clear_replaced_step,
     fetching_folder,
     replacing_folder,
 )
@@ -46,29 +44,29 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was not as it should be."""
+    """A leftover or broken file that was found."""
 
     where: str
     """The job's root, or its folder in the spool."""
     what: str
-    state: Literal["mended", "left"]
+    state: Literal["repaired", "left"]
     why: str
-    """What was done, or why nothing was."""
+    """What was done, or why nothing was done."""
 
 
 def repair_latest_pointers(root: Path) -> Iterator[Finding]:
-    """Have the iteration files name the newest steps that can be loaded."""
+    """Update the latest pointers to the newest steps that can be loaded."""
     if not (root / PRIVATE_FOLDER).is_dir():
-        return  # nothing of ours
+        return  # no files of this project
     for kind in KINDS:
         name = ITERATION_FILES[kind]
-        with one_change_at_a_time(root):
+        with acquire_commit_lock(root):
             moved = repair_latest_pointer(root, kind)
-            named = read_iteration(root, kind)
-            wrong = None if moved or named is None else _why_not(root, named)
+            named = read_latest_pointer(root, kind)
+            wrong = None if moved or named is None else _find_error(root, named)
         if moved:
             before = "nothing" if moved[0] is None else f"step {moved[0]}"
-            yield Finding(str(root), name, "mended", f"named {before}, names step {moved[1]} now")
+            yield Finding(str(root), name, "repaired", f"named {before}, names step {moved[1]} now")
         elif wrong:
             yield Finding(
                 str(root), name, "left", f"names step {named}, and no other can be loaded: {wrong}"
@@ -76,113 +74,118 @@ def repair_latest_pointers(root: Path) -> Iterator[Finding]:
 
 
 def remove_replaced(root: Path) -> Iterator[Finding]:
-    """Remove what the replacing of a step has left; put back a step that has lost its name."""
+    """Remove leftovers of replaced steps; restore a step that lost its name meanwhile."""
     replacing, fetching = replacing_folder(root), fetching_folder(root)
     if not (replacing.is_dir() or fetching.is_dir()):
         return
     needed = []
-    with one_change_at_a_time(root) as lock:  # who replaces a step holds it, so these are nobody's
-        revalidate_folder(root)  # it may have been another node that died
+    with acquire_commit_lock(root) as lock:  # a replacement holds it, so none is in flight
+        revalidate_folder(root)  # another node may have died
         for moved in [*replacing.glob("*.replaced"), *fetching.glob("*.replaced")]:
             current = root / moved.name.removesuffix(".replaced")
-            if not current.exists():  # died between two renames, where there is no exchange
+            if not current.exists():  # died between two renames, without an atomic exchange
                 lock.require_ours()
                 moved.rename(current)
                 sync_folder(root)
-                yield Finding(str(root), current.name, "mended", "was put back in its place")
+                yield Finding(str(root), current.name, "repaired", "was renamed back")
             elif not _is_committed(current):
                 needed.append(moved)
                 name = moved.relative_to(root).as_posix()
-                why = f"what is in its place is not committed; move {current} away to have it back"
+                why = f"{current} is not committed; move it away to restore this step"
                 yield Finding(str(root), name, "left", why)
         lock.require_ours()
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)
             name = folder.relative_to(root).as_posix()
             try:
-                kept = clear_replaced(root, step)
+                kept = clear_replaced_step(root, step)
             except FormatError as error:
                 needed.append(folder)
                 yield Finding(str(root), name, "left", str(error))
                 continue
             if folder.exists():
-                continue  # it is read, as is said below
+                continue  # it is being read, as reported below
             why = f"quarantined in {kept.parent}" if kept else "removed"
-            yield Finding(str(root), name, "mended", f"left by a step that was replaced; {why}")
+            yield Finding(str(root), name, "repaired", f"left by a step that was replaced; {why}")
         rest = {*replacing.glob("*"), *fetching.glob("*.replaced")}.difference(needed)
-        yield from _removed(root, rest, "left by a step that was replaced")
+        yield from _remove_paths(root, rest, "left by a step that was replaced")
 
 
 def empty_trash(root: Path) -> Iterator[Finding]:
-    """Remove folders that have lost their names in a removal that was broken off."""
+    """Remove the folders that an interrupted removal renamed into the trash."""
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with file_lock_if_free(trash.parent / TRASH_LOCK) as ours:
-        if not ours:
-            return  # somebody is removing them just now
-        yield from _removed(root, trash.iterdir(), "left by a removal that was broken off")
+    with file_lock_if_free(trash.parent / TRASH_LOCK) as acquired:
+        if not acquired:
+            return  # another process removes them
+        yield from _remove_paths(root, trash.iterdir(), "left by an interrupted removal")
 
 
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
-    """Remove what exports have left of steps that are gone, unless it changed after ``before``."""
-    for step in sorted(exported_steps(root).difference(steps_on_disk(root))):
-        with suppress(FileNotFoundError):  # a retention removes them just now
-            changed = (path.lstat().st_mtime for path in exports_of(root, step))
+    """Remove leftovers of exports whose steps are removed.
+
+    Args:
+        root: the job's root.
+        before: seconds since the epoch; leftovers that changed later are kept.
+    """
+    for step in sorted(list_steps_with_export_files(root).difference(steps_on_disk(root))):
+        with suppress(FileNotFoundError):  # retention removes them meanwhile
+            changed = (path.lstat().st_mtime for path in list_export_files(root, step))
             if max(changed, default=math.inf) >= before:
                 continue
             remove_export_files(root, step)
             yield Finding(
-                str(root), f"exports of step {step}", "mended", "the step is gone; removed"
+                str(root), f"exports of step {step}", "repaired", "the step is gone; removed"
             )
 
 
 def remove_temporaries(
     root: Path, *, images: Container[str], busy: Container[int] | None, before: float
 ) -> Iterator[Finding]:
-    """Remove temporary files that nobody will give a name any more, by the names that we give.
+    """Remove temporary files of this project that will not be renamed any more.
 
-    One in a step is of use to the flow run that writes it, and to no other: a retry writes it again
-    from the image. One beside iteration files, run records and the like had its final name a moment
-    later, or its process died.
+    A temporary file in a step belongs to the flow run that writes it: a retry writes it again from
+    the image. A temporary file next to latest pointers, run records and the like is renamed a
+    moment later, unless its process died.
 
     Args:
-        root: the job's folder.
-        images: that still wait in the spool; files of theirs are left, and not worth a word.
-        busy: steps that a flow run is at or will be; None if that cannot be told, which leaves all.
-        before: files that changed after it (seconds since the epoch) are left.
+        root: the job's root.
+        images: names of the images in the spool, whose files are kept without a finding.
+        busy: steps of pending flow runs; None if they are unknown, which keeps all.
+        before: seconds since the epoch; files that changed later are kept.
     """
     folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
     found = [(step, path) for step, folder in folders.items() for path in _temporaries(folder)]
     for step, path in found:
-        image = image_of_temporary(path.name)
+        image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime >= before or image in images:
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:
-                why = "the Prefect server cannot be asked whether a run writes it"
+                why = "the Prefect server does not answer whether a flow run writes it"
                 yield Finding(str(root), name, "left", why)
             elif step not in busy:
                 path.unlink()
-                yield Finding(str(root), name, "mended", "a save that died wrote it; removed")
+                yield Finding(str(root), name, "repaired", "written by a save that died; removed")
     private = root / PRIVATE_FOLDER
     for folder in (root, private, *(path for path in private.glob("*") if path.is_dir())):
         for path in filter(_is_temporary, folder.glob(f".*{TEMPORARY_SUFFIX}")):
-            with suppress(FileNotFoundError):  # it has its name by now
+            with suppress(FileNotFoundError):  # it has been renamed
                 if path.lstat().st_mtime < before:
                     path.unlink()
                     name = path.relative_to(root).as_posix()
-                    why = "a process that died wrote it; removed"
-                    yield Finding(str(root), name, "mended", why)
+                    why = "written by a process that died; removed"
+                    yield Finding(str(root), name, "repaired", why)
 
 
 def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
-    """Remove a job's folder in memory if its root is gone and nobody uses the folder.
+    """Remove a job's folder in the spool if its root is gone and no process uses the folder.
 
     Args:
-        job: the job's folder on this node.
-        before: a folder in which something changed after it (seconds since the epoch) is left.
+        job: spool of the job on this node.
+        before: seconds since the epoch; a folder that changed later is kept.
     """
     root, where = job.root, str(job.folder)
     if root is None or root.is_dir():
@@ -190,33 +193,33 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
     what = f"{job.folder.name}, whose root {root} is gone"
     sealed, unreadable = job.tickets()
     if sealed or unreadable:
-        why = f"{len(sealed)} images wait in it; make the root again, or remove {where}"
+        why = f"it has {len(sealed)} unsaved images; create the root again, or remove {where}"
         yield Finding(where, what, "left", "; ".join([why, *map(str, unreadable)]))
         return
     with suppress(FileNotFoundError):
         slots = list(job.folder.glob(f"*{SLOT_SUFFIX}"))
         if any(path.lstat().st_mtime >= before for path in (job.folder, *slots)):
             return
-        with _all_alone(slots) as alone:
-            if not alone:
-                yield Finding(where, what, "left", "a process still has it open")
+        with _lock_unused_slots(slots) as unused:
+            if not unused:
+                yield Finding(where, what, "left", "a process has it open")
                 return
             nbytes = sum(slot.stat().st_blocks * 512 for slot in slots)
             shutil.rmtree(job.folder)
-        yield Finding(where, what, "mended", f"removed, {nbytes:,} bytes of memory are free again")
+        yield Finding(where, what, "repaired", f"removed; {nbytes:,} bytes of memory freed")
 
 
 @contextmanager
-def _all_alone(slots: list[Path]) -> Iterator[bool]:
-    """Whether no other process has one of the slots open, and all of them are free."""
-    if not all(is_ours_alone(slot) for slot in slots):
+def _lock_unused_slots(slots: list[Path]) -> Iterator[bool]:
+    """Lock the slots; yield whether all are free and no other process has any open."""
+    if not all(has_no_other_users(slot) for slot in slots):
         yield False
         return
     if not slots:
         yield True
         return
-    with hold_slot(slots[0]), _all_alone(slots[1:]) as alone:
-        yield alone and not ticket_path(slots[0]).exists()
+    with hold_slot(slots[0]), _lock_unused_slots(slots[1:]) as unused:
+        yield unused and not ticket_path(slots[0]).exists()
 
 
 def _is_committed(folder: Path) -> bool:
@@ -227,15 +230,15 @@ def _is_committed(folder: Path) -> bool:
     )
 
 
-def _removed(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
+def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Finding]:
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
         if not path.is_dir() or path.is_symlink():
             path.unlink()
         elif not remove_tree(path):
-            yield Finding(str(root), name, "left", f"{why}; a process of this node reads it")
+            yield Finding(str(root), name, "left", f"{why}; a process on this node reads it")
             continue
-        yield Finding(str(root), name, "mended", f"{why}; removed")
+        yield Finding(str(root), name, "repaired", f"{why}; removed")
 
 
 def _temporaries(folder: Path) -> Iterator[Path]:
@@ -247,7 +250,7 @@ def _is_temporary(path: Path) -> bool:
     return bool(ours) and path.is_file() and not path.is_symlink()
 
 
-def _why_not(root: Path, step: int) -> str | None:
+def _find_error(root: Path, step: int) -> str | None:
     if is_foreign(step_folder(root, step)):
         return None
     try:
@@ -262,4 +265,4 @@ FILE_REPAIRS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     repair_latest_pointers,
     empty_trash,
 )
-"""What asks nobody, and is quick: in the order in which one makes the next possible."""
+"""Quick repairs that need no server, in the order in which each enables the next."""

@@ -1,24 +1,19 @@
-"""Free the slots of committed saves; compare an image that is not part of its commit with it."""
+"""Free the slots of committed saves; resolve images that were submitted after their commit."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trinity_sync.fs.direct_io import digest_of_bytes
-from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.layout import (
-    SERVES_AS,
-)
+from trinity_sync.fs.direct_io import digest_bytes
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.layout import SERVES_AS
 from trinity_sync.snapshot.callable_status import remove_statuses
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import free_slot, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import read_ticket
-from trinity_sync.storage.manifest import (
-    read_own_manifest,
-    write_manifest,
-)
-from trinity_sync.storage.persist import files_in
+from trinity_sync.storage.manifest import read_run_manifest, write_manifest
+from trinity_sync.storage.persist import unpack_image
 from trinity_sync.storage.save import Written, mark_image_failed
 
 logger = logging.getLogger(__name__)
@@ -27,17 +22,17 @@ logger = logging.getLogger(__name__)
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:
     """Free this node's slots of a committed save.
 
-    Until the next save fills a slot, `load_shards` finds the committed file there.
+    Until the next save fills a slot, `load_shards` finds the committed file in it.
 
     Args:
-        spool: of the job on this node.
-        save: which is committed.
-        written: what its tasks on this node have written.
+        spool: spool of the job on this node.
+        save: the committed save.
+        written: files that its tasks on this node have written.
     """
     digests = {image: file.record.digest for file in written for image in file.record.images}
     for sealed in spool.of_step(save.run, save.step)[0]:
         if sealed.ticket.kind not in SERVES_AS[save.kind]:
-            continue  # the checkpoint's, which may be sealed in the image of its sync
+            continue  # it belongs to the checkpoint, even if it shares the image of the sync
         if sealed.ticket.image in digests:
             free_slot(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
         elif save.owns(sealed.ticket):
@@ -46,13 +41,17 @@ def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Writte
 
 
 def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
-    """Free an image whose save is committed, or say that it is not part of it.
+    """Free an image whose save is committed, or mark it as failed.
 
-    One that holds what is committed, byte for byte, joins the manifest: a state that was submitted
-    again. No other is freed; it is marked as failed, and so the first to be evicted.
+    An image that equals the committed file byte for byte joins the manifest: it is a state that was
+    submitted again. Any other image is marked as failed, and evicted first.
+
+    Args:
+        save: the committed save.
+        sealed: the image.
 
     Raises:
-        CommitError: this node was cut off, and another one may have the lock of the root.
+        CommitError: this node lost the commit lock of the root to another node.
         OSError: the root cannot be read or written.
     """
     if sealed.failed:
@@ -63,25 +62,24 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
             now = read_ticket(sealed.slot)
             if now is None or now.image != ticket.image:
                 return
-            files = files_in(ticket, content[: ticket.nbytes])
-            digests = {path: digest_of_bytes(each) for path, each in files}
+            files = unpack_image(ticket, content[: ticket.nbytes])
+            digests = {path: digest_bytes(each) for path, each in files}
     except FileNotFoundError:
         return
-    with one_change_at_a_time(save.root) as lock:
-        manifest = read_own_manifest(save.root, save.run, save.step)
-        records = [manifest.file(path) if manifest else None for path in digests]
+    with acquire_commit_lock(save.root) as lock:
+        manifest = read_run_manifest(save.root, save.run, save.step)
+        records = [manifest.find_file(path) if manifest else None for path in digests]
         same = [r for r in records if r and r.digest == digests[r.path]]
         if manifest and len(same) == len(digests):
-            joined = [replace(r, images=(*r.images, ticket.image)) for r in same]
+            merged = [replace(r, images=(*r.images, ticket.image)) for r in same]
             lock.require_ours()
-            write_manifest(save.root, manifest.joined(replace(manifest, files=tuple(joined))))
+            write_manifest(save.root, manifest.merge(replace(manifest, files=tuple(merged))))
             free_slot(sealed.slot, ticket.image, digests.get(ticket.path, ""))
             return
-    there = "with another content" if manifest else "and has been removed or replaced since"
+    found = "with other content" if manifest else "and has been removed or replaced since"
     reason = (
         f"{ticket.what} is not saved: the {save.kind} of that step was committed in {save.root} "
-        f"without it, {there}. Submit all of a step in one call, and a state that has changed as "
-        "another step"
+        f"without it, {found}. Submit a step in one call, and a changed state as another step."
     )
     mark_image_failed(sealed, reason)
     logger.error("%s", reason)

@@ -1,10 +1,10 @@
-"""Iteration files: the pointers that veRL and Trinity resume and sync from.
+"""Latest pointers: ``latest_*_iteration.txt``, from which veRL and Trinity resume and sync.
 
-They move after the manifest, atomically, and only forward: by step within a run, while a later run
-counts as newer than every earlier one, because it went on from an earlier step on purpose. A step
-that another system has saved, which has no manifest, belongs to the run in which the pointer was
-written. The one way back is from a step that turned out to be corrupted (`repair_latest_pointer`).
-A pointer to a step of another release stays, since this one cannot read the step.
+They are updated after the manifest, atomically, and only forward: by step within a run, and a later
+run counts as newer than every earlier run, because it resumed from an earlier step on purpose. A
+step of another system, which has no manifest, belongs to the run in which the pointer was written.
+A pointer moves back only from a corrupted step (`repair_latest_pointer`). A pointer to a step of
+another release stays, since this release cannot read the step.
 """
 
 import logging
@@ -14,15 +14,20 @@ from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
 from trinity_sync.storage.corruption import read_corruption
-from trinity_sync.storage.discovery import is_foreign, newest_first, require_committed
+from trinity_sync.storage.discovery import is_foreign, iter_newest_first, require_committed
 from trinity_sync.storage.manifest import Manifest, read_run_number
 from trinity_sync.storage.runs import refuse_superseded, run_began_after
 
 logger = logging.getLogger(__name__)
 
 
-def read_iteration(root: str | Path, kind: Kind) -> int | None:
-    """The step that the iteration file names; None if it is missing, empty or torn."""
+def read_latest_pointer(root: str | Path, kind: Kind) -> int | None:
+    """Return the step in a latest pointer; None if it is missing, empty or torn.
+
+    Args:
+        root: the job's root.
+        kind: kind of the pointer.
+    """
     try:
         text = read_uncached(Path(root) / ITERATION_FILES[kind]).decode().strip()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -31,19 +36,19 @@ def read_iteration(root: str | Path, kind: Kind) -> int | None:
 
 
 def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Update a latest pointer to a committed step, unless it names a newer one already.
+    """Update a latest pointer to a committed step, unless it names a newer step already.
 
     Args:
         root: the job's root.
-        kind: of the pointer.
-        run: that committed the step.
-        step: a committed one.
+        kind: kind of the pointer.
+        run: number of the run that committed the step.
+        step: a committed step.
 
     Returns:
-        Whether the file names ``step`` now.
+        Whether the pointer names ``step`` now.
     """
     path = Path(root) / ITERATION_FILES[kind]
-    current = read_iteration(root, kind)
+    current = read_latest_pointer(root, kind)
     if corruption := read_corruption(root, step):
         logger.error(
             "Not updating the latest pointer to step %d in %s: the step is corrupted (%s)",
@@ -54,7 +59,7 @@ def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) ->
         return False
     if current is None:
         if path.exists():
-            logger.warning("iteration file %s was empty or torn and is written again", path)
+            logger.warning("latest pointer %s was empty or torn; writing it again", path)
     elif latest_pointer_covers(root, kind, run, step):
         return current == step
     replace_file(path, str(step))
@@ -62,30 +67,40 @@ def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) ->
 
 
 def repair_latest_pointer(root: str | Path, kind: Kind) -> tuple[int | None, int] | None:
-    """Update a latest pointer to the newest step that can be loaded; its one way back.
+    """Update a latest pointer to the newest step that can be loaded. Call it under the commit lock.
 
-    It goes back from a step that is corrupted or gone, and forward where a commit died before it
-    had moved it. A step that another system has saved, which has no manifest, is left alone. Where
-    no step can be loaded the file stays as it is: a resume then stops with an error, rather than
-    begin at zero without a word. Call it under the commit lock.
+    The pointer moves back from a corrupted or missing step, and forward if a commit died before it
+    updated the pointer. A step of another system, which has no manifest, is left alone. If no step
+    can be loaded, the pointer stays: a resume then fails, instead of starting at step 0 silently.
+
+    Args:
+        root: the job's root.
+        kind: kind of the pointer.
 
     Returns:
-        The steps that the file named before and after; None if it stayed as it was.
+        The steps that the pointer named before and after; None if it is unchanged.
     """
-    current = read_iteration(root, kind)
-    best = _best(root, kind)
-    if best is None or (current is not None and _stays(root, kind, current, best)):
+    current = read_latest_pointer(root, kind)
+    best = _find_best(root, kind)
+    if best is None or (current is not None and _is_current(root, kind, current, best)):
         return None
     replace_file(Path(root) / ITERATION_FILES[kind], str(best.step))
     logger.warning(
-        "%s in %s names step %d now, not %s", ITERATION_FILES[kind], root, best.step, current
+        "updated %s in %s to step %d from %s", ITERATION_FILES[kind], root, best.step, current
     )
     return current, best.step
 
 
 def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Whether the iteration file names this step, or one that counts as newer."""
-    current = read_iteration(root, kind)
+    """Return whether a latest pointer names a step, or a step that counts as newer.
+
+    Args:
+        root: the job's root.
+        kind: kind of the pointer.
+        run: number of the run that committed the step.
+        step: step number.
+    """
+    current = read_latest_pointer(root, kind)
     if current is None:
         return False
     if is_foreign(step_folder(root, current)):
@@ -95,28 +110,28 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
     return (read_run_number(root, current), current) >= (run, step)
 
 
-def _best(root: str | Path, kind: Kind) -> Manifest | None:
-    """The newest step that may be pointed at: valid, and not superseded by a later run.
+def _find_best(root: str | Path, kind: Kind) -> Manifest | None:
+    """Return the newest step for a pointer: valid, and not superseded by a later run.
 
-    None also where another release has committed something newer, or begun a run.
+    It is None if another release has committed a newer step, or has begun a run.
     """
     try:
-        for manifest in newest_first(root, kind):
+        for manifest in iter_newest_first(root, kind):
             try:
                 refuse_superseded(root, manifest.run, "", manifest.step)
                 return require_committed(root, manifest.step)
             except (SupersededError, CommitError):
                 continue
     except FormatError as error:
-        logger.warning("%s in %s stays as it is: %s", ITERATION_FILES[kind], root, error)
+        logger.warning("not updating %s in %s: %s", ITERATION_FILES[kind], root, error)
     return None
 
 
-def _stays(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
+def _is_current(root: str | Path, kind: Kind, current: int, best: Manifest) -> bool:
     if is_foreign(step_folder(root, current)):
         return True
     try:
         found = require_committed(root, current)
-    except (CommitError, FormatError):  # the best is newer than any step of another release
+    except (CommitError, FormatError):  # the best is newer than steps of another release
         return False
     return kind in found.kinds and (found.run, found.step) >= (best.run, best.step)

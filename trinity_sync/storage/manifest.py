@@ -1,4 +1,4 @@
-"""``global_step_N/manifest.json``: every file of a step. Its atomic appearance is the commit."""
+"""``global_step_N/manifest.json``: the files of a step. Its atomic appearance is the commit."""
 
 import errno
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_fil
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a step."""
+    """One file of a committed step."""
 
     path: str
-    """Below the step's folder, with ``/``."""
+    """Path below the step's folder, with ``/``."""
     nbytes: Count
     digest: str
     role: str = ""
@@ -25,10 +25,14 @@ class FileRecord:
     world_size: Count = 0
     images: tuple[str, ...] = ()
     """Random names of the images that were committed as this file, as in their tickets: several
-    where a state was submitted again, none for the files of a user's function."""
+    where a state was submitted again, none for the files of a callable save."""
 
-    def joined(self, later: "FileRecord | None") -> "FileRecord":
-        """The record of a later commit of the same path, with the images of both; else this one."""
+    def merge(self, later: "FileRecord | None") -> "FileRecord":
+        """Return the record after a later commit of the same path, with the images of both commits.
+
+        Args:
+            later: the record of that commit; None if it does not contain the path.
+        """
         if later is None:
             return self
         images = dict.fromkeys(
@@ -38,14 +42,14 @@ class FileRecord:
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is all of one rank's state, and not one of several small files."""
+        """Whether the file is the shard of one rank, rather than one of several small files."""
         name = shard_file(self.component, self.world_size, self.rank)
         return PurePosixPath(self.path).name == name
 
 
 @dataclass(frozen=True)
-class ReceiptRecord:
-    """One save by a user's function."""
+class CallableRecord:
+    """A save by a user's callable, as the manifest lists it."""
 
     name: str
     rank: Count
@@ -55,75 +59,98 @@ class ReceiptRecord:
 
 @dataclass(frozen=True)
 class Manifest(Record, format=ROOT_FORMAT):
-    """What a committed step consists of."""
+    """The content of a committed step."""
 
     job: str
     run: Count
     step: Count
     kinds: tuple[Kind, ...]
     files: tuple[FileRecord, ...]
-    receipts: tuple[ReceiptRecord, ...]
+    callables: tuple[CallableRecord, ...]
     committed_at: Seconds
-    """Seconds since the epoch, of the newest of the step's commits."""
+    """Time of the newest commit of the step, in seconds since the epoch."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of all files."""
         return sum(record.nbytes for record in self.files)
 
     @property
     def images(self) -> frozenset[str]:
-        """Names of the images that were committed with the step."""
+        """Names of all images that were committed with the step."""
         return frozenset(image for record in self.files for image in record.images)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have a shard in this step."""
+        """Roles that have a file in this step, sorted."""
         return tuple(sorted({record.role for record in self.files if record.role}))
 
-    def holds(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
-        """Whether ``kind`` was committed, with files of all ``roles``: each may have a sync."""
+    def has_kind(self, kind: Kind, roles: Iterable[str] = ()) -> bool:
+        """Return whether ``kind`` was committed, with files of all ``roles``.
+
+        Args:
+            kind: kind of the save.
+            roles: roles that must have files; each may be synced by itself.
+        """
         return kind in self.kinds and {*roles} <= {*self.roles}
 
-    def file(self, path: str) -> FileRecord | None:
-        """The record of the file at ``path``, or None."""
+    def find_file(self, path: str) -> FileRecord | None:
+        """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)
 
-    def joined(self, later: "Manifest") -> "Manifest":
-        """This commit and a later one of the same run and step, e.g. the sync and the rest."""
+    def merge(self, later: "Manifest") -> "Manifest":
+        """Return the manifest of this commit and a later one of the same run and step.
+
+        Args:
+            later: manifest of the later commit, e.g. of the checkpoint that follows a sync.
+        """
         theirs = {record.path: record for record in later.files}
-        names = {(receipt.name, receipt.rank) for receipt in later.receipts}
+        names = {(each.name, each.rank) for each in later.callables}
         return replace(
             later,
             kinds=tuple(sorted({*self.kinds, *later.kinds})),
             files=_by_path(
-                [*(f.joined(theirs.pop(f.path, None)) for f in self.files), *theirs.values()]
+                [*(f.merge(theirs.pop(f.path, None)) for f in self.files), *theirs.values()]
             ),
-            receipts=(
-                *(r for r in self.receipts if (r.name, r.rank) not in names),
-                *later.receipts,
+            callables=(
+                *(each for each in self.callables if (each.name, each.rank) not in names),
+                *later.callables,
             ),
         )
 
 
 def write_manifest(root: str | Path, manifest: Manifest) -> None:
-    """Commit: put the manifest into its step's folder, atomically and durably."""
+    """Commit a step: write its manifest into its folder, atomically and durably.
+
+    Args:
+        root: the job's root.
+        manifest: manifest of the step.
+    """
     write_manifest_into(step_folder(root, manifest.step), manifest)
 
 
 def write_manifest_into(folder: Path, manifest: Manifest) -> None:
-    """As `write_manifest`, into a folder that is yet to become the step's."""
+    """Write a manifest into a folder that is to become a step's, atomically and durably.
+
+    Args:
+        folder: the folder.
+        manifest: manifest of the step.
+    """
     manifest = replace(manifest, files=_by_path(manifest.files))
-    # thousands of files are not for reading, and indenting takes ten times as long
+    # indenting takes ten times as long, and a list of thousands of files is not read by people
     indent = 1 if len(manifest.files) < 1000 else None
     replace_file(folder / MANIFEST, encode_record(manifest, indent=indent))
 
 
 def read_manifest(root: str | Path, step: int) -> Manifest | None:
-    """The manifest of a step, or None if the step is not committed.
+    """Return the manifest of a step, or None if the step is not committed.
+
+    Args:
+        root: the job's root.
+        step: step number.
 
     Raises:
-        ManifestError: there is one, and it is torn or altered.
+        ManifestError: the manifest is torn or was altered.
         FormatError: another release has written it.
     """
     path = step_folder(root, step) / MANIFEST
@@ -134,29 +161,30 @@ def read_manifest(root: str | Path, step: int) -> Manifest | None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR):
             raise
-        raise _bad(path, f"is no file ({error.strerror})") from error
+        raise _bad(path, f"is not a regular file ({error.strerror})") from error
     return parse_manifest(content, path, step)
 
 
 def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
-    """The manifest in a file's bytes.
+    """Return the manifest encoded in the bytes of a file.
 
     Args:
-        content: of the file.
-        path: where it was found, for messages.
-        step: the step whose folder that is.
+        content: the whole file.
+        path: where the file was found, for messages.
+        step: step number of the folder that contains the file.
 
     Raises:
-        ManifestError, FormatError: as `read_manifest`.
+        ManifestError: the manifest is torn or was altered.
+        FormatError: another release has written it.
     """
     try:
         manifest = decode_record(Manifest, content, path)
     except ValueError as error:
         raise _bad(path, f"is torn or edited ({error})") from error
     if manifest.step != step:
-        raise _bad(path, "is not that of this folder")
+        raise _bad(path, f"is the manifest of step {manifest.step}")
     named = [record.path for record in manifest.files]
-    named += [name for receipt in manifest.receipts for name in receipt.files]
+    named += [name for each in manifest.callables for name in each.files]
     named += {record.role for record in manifest.files if record.role}
     if not all(map(is_below, named)):
         raise _bad(path, "names a file outside of the step's folder")
@@ -164,7 +192,14 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
 
 
 def read_run_number(root: str | Path, step: int) -> int:
-    """Run that committed ``step``; 0 if none did, as for a checkpoint of another system."""
+    """Return the number of the run that committed a step.
+
+    It is 0 if no run did, as for a checkpoint of another system.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
     try:
         manifest = read_manifest(root, step)
     except ManifestError:
@@ -174,8 +209,15 @@ def read_run_number(root: str | Path, step: int) -> int:
     return manifest.run if manifest else 0
 
 
-def read_own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
-    """What this very run has committed of a step; None if that is nothing, or nobody can tell.
+def read_run_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
+    """Return what a run has committed of a step.
+
+    It is None if the run has committed nothing, or the manifest cannot be read.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        step: step number.
 
     Raises:
         FormatError: another release has committed the step for this run.
@@ -194,9 +236,17 @@ def read_own_manifest(root: str | Path, run: int, step: int) -> Manifest | None:
 def is_committed(
     root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
 ) -> bool:
-    """Whether this very run has committed ``kind`` of the step; False if nobody can tell."""
-    manifest = read_own_manifest(root, run, step)
-    return manifest is not None and manifest.holds(kind, roles)
+    """Return whether a run has committed ``kind`` of a step; False if the manifest cannot be read.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        step: step number.
+        kind: kind of the save.
+        roles: roles that must have files.
+    """
+    manifest = read_run_manifest(root, run, step)
+    return manifest is not None and manifest.has_kind(kind, roles)
 
 
 def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
@@ -205,6 +255,6 @@ def _by_path(records: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
 
 def _bad(path: Path | str, why: str) -> ManifestError:
     return ManifestError(
-        f"manifest {path} {why}; the step does not count as committed. "
-        "Restore the file from a copy, or remove the step's folder."
+        f"manifest {path} {why}; the step does not count as committed. Restore the manifest from "
+        "a copy, or remove the step's folder."
     )

@@ -1,6 +1,7 @@
-"""What a training measured at a step: ``root/.trinity_sync/metrics/{step}.json``, for retention.
+"""Metrics of a step: ``root/.trinity_sync/metrics/{step}.json``, read by retention.
 
-A file of its own, because an evaluation may end before the step's commit or long after it.
+They are a file of their own, because an evaluation may end before the commit of the step or long
+after it.
 """
 
 import logging
@@ -19,19 +20,19 @@ from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 logger = logging.getLogger(__name__)
 
 WRITE_S = 60.0
-"""Seconds in which another process has written its metrics of a step."""
+"""Seconds to wait for other processes that write metrics."""
 
 
 @dataclass(frozen=True)
 class _Recorded(Record, format=ROOT_FORMAT):
-    """The file of a step."""
+    """Content of the file of a step."""
 
     run: Count
     metrics: dict[str, float]
 
 
 class MetricsLog:
-    """Writes the metrics of a process in a thread of its own."""
+    """Writes the metrics of a process in a background thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -39,27 +40,35 @@ class MetricsLog:
         self._limit_s = WRITE_S
 
     def record(self, run: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics over to be written; see `CheckpointCoordinator.record_metrics`.
+        """Submit metrics to be written; see `CheckpointCoordinator.record_metrics`.
 
         Infinities and NaN are written as they are: policies count NaN as the worst value.
+
+        Args:
+            run: number of the run.
+            step: step number.
+            metrics: values by name.
+
+        Raises:
+            ConfigError: a name cannot be used in a retention policy, or a value is not a number.
         """
         if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
             raise ConfigError(
-                f"metric {bad[0]!r} of step {step} cannot be named in a retention policy; give it "
-                "a name without ':', '=' and ','"
+                f"metric {bad[0]!r} of step {step} cannot be used in a retention policy; choose a "
+                "name without ':', '=' and ','"
             )
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(
-                f"metrics {sorted(metrics)} of step {step}: a value is no number ({error}); pass "
-                "numbers that a float can hold"
+                f"metrics {sorted(metrics)} of step {step}: a value is not a number ({error}); "
+                "pass values that a float can represent"
             ) from error
         self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
         self._writer.submit(self._write, run, step, numbers)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for metrics that are being written."""
         if self._writer:
             self._writer.shutdown()
 
@@ -69,8 +78,8 @@ class MetricsLog:
             self._limit_s = WRITE_S
         except (OSError, FormatError, LockTimeoutError) as error:
             if isinstance(error, LockTimeoutError):
-                self._limit_s = 0.0  # those in line do not wait as long, one after the other
-            logger.warning("the metrics of step %d are not recorded: %s", step, error)
+                self._limit_s = 0.0  # metrics in the queue do not wait as long each
+            logger.warning("metrics of step %d are not recorded: %s", step, error)
 
 
 def write_metrics(
@@ -81,10 +90,17 @@ def write_metrics(
     *,
     limit_s: float = WRITE_S,
 ) -> None:
-    """Add to the metrics of a step; those of an earlier run are replaced, a later run's stay.
+    """Add to the metrics of a step; replace those of an earlier run, keep those of a later run.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        step: step number.
+        metrics: values by name.
+        limit_s: seconds to wait for the lock of the metrics.
 
     Raises:
-        LockTimeoutError: others have the lock of the metrics for ``limit_s`` seconds.
+        LockTimeoutError: other processes have held the lock for ``limit_s``.
         FormatError: another release has recorded metrics of the step, which stay.
     """
     path = _file(root, step)
@@ -97,7 +113,12 @@ def write_metrics(
 
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
-    """The metrics that a run recorded at a step; a torn file counts as none.
+    """Return the metrics that a run recorded for a step; none if the file is missing or torn.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        step: step number.
 
     Raises:
         FormatError: another release has recorded them.
@@ -109,7 +130,14 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
 def copy_metrics(
     root: str | Path, step: int, run: int, to: int, *, limit_s: float = WRITE_S
 ) -> None:
-    """Have the metrics that a run recorded at a step count for a later run, whose step it is now.
+    """Make the metrics that a run recorded for a step those of a later run.
+
+    Args:
+        root: the job's root.
+        step: step number.
+        run: number of the earlier run.
+        to: number of the later run.
+        limit_s: seconds to wait for the lock of the metrics.
 
     Raises:
         LockTimeoutError, FormatError: as `write_metrics`.
@@ -124,7 +152,12 @@ def copy_metrics(
 
 
 def remove_metrics(root: str | Path, step: int) -> None:
-    """Remove the metrics of a step that is gone."""
+    """Remove the metrics of a removed step.
+
+    Args:
+        root: the job's root.
+        step: step number.
+    """
     _file(root, step).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """Write the images of one component, of one step, on one node, under temporary names.
 
-Nothing gets its final name here: that is the commit's. Writing the same images again, after a
-crash or a retry, gives the same bytes.
+The commit gives files their final names. Writing the same images again, after a crash or a retry,
+gives the same bytes.
 """
 
 import errno
@@ -25,7 +25,7 @@ from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket
-from trinity_sync.storage.block_reuse import remove_spares, take_spare
+from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.placement import NodeShards
@@ -35,7 +35,7 @@ from trinity_sync.storage.write_permits import acquire_write_permit
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How to write; see ``settings``."""
+    """Options of the writes, as in the settings."""
 
     direct: bool = True
     bytes_per_s: float = 0.0
@@ -43,60 +43,70 @@ class WriteOptions:
     writers: int = 4
     """Shards that one task writes at a time."""
     nice: int = 0
-    """By how much the writing threads yield to others, as in nice(1)."""
+    """Niceness of the writing threads, as in nice(1)."""
 
 
 def persist(
-    share: NodeShards,
+    shards: NodeShards,
     save: SaveId,
     component: str,
     options: WriteOptions,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Written]:
-    """Wait for the images of ``component`` that a node holds, this one, and write them durably.
+    """Wait for the images of a component on this node, and write them durably.
+
+    Args:
+        shards: ranks whose images are on this node.
+        save: the save.
+        component: component to write.
+        options: how to write.
+        clock: monotonic seconds.
+
+    Returns:
+        The written files, and those that an earlier commit of the step contains already.
 
     Raises:
-        MissingShardsError: a rank did not hand its image over within ``gather_s`` seconds.
+        MissingShardsError: a rank did not submit its image within ``options.gather_s``.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: another release has staged an image of the save, or committed the step.
-        SaveError: it cannot be written; the cause is the OSError of the file system.
+        SaveError: a file cannot be written; the cause is the OSError of the file system.
     """
-    sealed, committed = gather_images(share, save, component, options.gather_s, clock)
+    sealed, committed = gather_images(shards, save, component, options.gather_s, clock)
     attempt = uuid.uuid4().hex[:8]
-    gently = partial(yield_to_others, options.nice)
+    initializer = partial(lower_thread_priority, options.nice)
     with ExitStack() as locks:
-        # all of them first: an image that waits for its turn must not give way to a later save
-        contents = [locks.enter_context(_held(save, image)) for image in sealed]
+        # lock all of them first: an image that waits for its write must not be evicted
+        contents = [locks.enter_context(_lock_content(save, image)) for image in sealed]
         for image in sealed:
-            failure_path(image.slot).unlink(missing_ok=True)  # a retry has begun
-        write = partial(_write, share, save, options, attempt)
+            failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
+        write = partial(_write, shards, save, options, attempt)
         try:
-            with ThreadPoolExecutor(options.writers, "persist", initializer=gently) as writers:
+            with ThreadPoolExecutor(options.writers, "persist", initializer=initializer) as writers:
                 written = list(writers.map(write, sealed, contents))
         except BaseException:
-            # a full disk must not stay full because of us
+            # a failed attempt must not keep a disk full
             remove_files(save.folder.rglob(f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
             raise
     return [*committed, *(file for files in written for file in files)]
 
 
 @contextmanager
-def _held(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
-    """The image's bytes under its locks, seen to be the image that was found."""
+def _lock_content(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
+    """Yield the bytes of an image under its locks, after a check that it is still the same."""
     try:
         with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
             _check(save, sealed, content)
             yield content[: sealed.ticket.nbytes]
     except FileNotFoundError as error:
         if sealed.slot.exists():
-            raise _gave_way(save, sealed.ticket) from error
+            raise _make_evicted_error(save, sealed.ticket) from error
         what = sealed.ticket.what
-        raise ImageError(f"{save}: the image of {what} is gone from the spool") from error
+        raise ImageError(f"{save}: the image of {what} is missing in the spool") from error
 
 
 def _write(
-    share: NodeShards,
+    shards: NodeShards,
     save: SaveId,
     options: WriteOptions,
     attempt: str,
@@ -105,36 +115,36 @@ def _write(
 ) -> list[Written]:
     ticket = sealed.ticket
     if not Path(save.root).is_dir():
-        raise SaveError(f"{save}: the job's root {save.root} is gone; make it and retry")
+        raise SaveError(f"{save}: the job's root {save.root} is missing; create it and retry")
     try:
-        with acquire_write_permit(JobSpool(Path(share.spool)), ticket):
-            write = partial(_write_one, share.node, save, sealed, options, attempt)
-            return [write(*file) for file in files_in(ticket, image)]
+        with acquire_write_permit(JobSpool(Path(shards.spool)), ticket):
+            write = partial(_write_one, shards.node, save, sealed, options, attempt)
+            return [write(*file) for file in unpack_image(ticket, image)]
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
-            f"{error.filename or save.folder}: {error.strerror}. Mend that and retry the flow run; "
-            "the image waits in the spool."
+            f"{error.filename or save.folder}: {error.strerror}. Repair that and retry the flow "
+            "run; the image stays in the spool."
         ) from error
 
 
 def _check(save: SaveId, sealed: SealedImage, content: memoryview) -> None:
-    """See, under its locks, that the image is still the one that was found."""
+    """Check, under the locks of an image, that its slot still holds it, all of it."""
     ticket = sealed.ticket
     now = read_ticket(sealed.slot)
     if now is None or now.image != ticket.image:
-        raise _gave_way(save, ticket)
+        raise _make_evicted_error(save, ticket)
     if len(content) < ticket.nbytes:
         raise ImageError(
             f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: {len(content):,} "
-            f"of {ticket.nbytes:,} bytes. It cannot be saved; later saves are not concerned."
+            f"of {ticket.nbytes:,} bytes. It cannot be saved; later saves are unaffected."
         )
 
 
-def _gave_way(save: SaveId, ticket: Ticket) -> ImageError:
+def _make_evicted_error(save: SaveId, ticket: Ticket) -> ImageError:
     return ImageError(
-        f"{save}: the image of {ticket.what} gave way to a later step and cannot be saved any "
-        "more; cancel this flow run."
+        f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
+        "saved; cancel this flow run."
     )
 
 
@@ -150,11 +160,11 @@ def _write_one(
     ticket = sealed.ticket
     final = save.folder / path
     if not final.resolve().is_relative_to(save.folder.resolve()):
-        raise ImageError(f"{save}: the image of {ticket.what} wants to be written outside, {final}")
+        raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
     make_folder(final.parent)
-    temporary = temporary_name(final, attempt, ticket.image)
+    temporary = make_attempt_path(final, attempt, ticket.image)
     start = time.perf_counter()
-    take_spare(save.root, temporary, len(content))
+    acquire_spare(save.root, temporary, len(content))
     try:
         digest = write_file(
             temporary, content, direct=options.direct, bytes_per_s=options.bytes_per_s
@@ -162,7 +172,7 @@ def _write_one(
         sync_folder(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # a retry finds their room, and that of attempts that died
+            # make room for a retry, also what attempts that died have taken
             remove_spares(save.root)
             remove_files(final.parent.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
         if error.filename is None:
@@ -180,7 +190,7 @@ def _write_one(
             images=(ticket.image,),
         ),
         temporary=os.fspath(temporary),
-        identity=identity_of(temporary),
+        identity=read_file_identity(temporary),
         components=ticket.components,
         seconds=time.perf_counter() - start,
         export=ticket.export,
@@ -189,44 +199,52 @@ def _write_one(
     )
 
 
-def yield_to_others(nice: int) -> None:
-    """Lower the priority of this thread to ``nice``; it ends before the process.
+def lower_thread_priority(nice: int) -> None:
+    """Lower the priority of this thread to ``nice``; call it in a thread that ends with its work.
 
-    Linux keeps a priority for each thread, which POSIX would not. A thread that yields more already
-    (Ray starts its workers at 15) stays so: raising a priority takes a privilege.
+    Linux has a priority for each thread, unlike POSIX. A thread with a lower priority already (Ray
+    starts its workers at 15) keeps it, because raising a priority takes a privilege.
     """
     thread = threading.get_native_id()
     if nice > os.getpriority(os.PRIO_PROCESS, thread):
         os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-def temporary_name(final: Path, attempt: str, image: str) -> Path:
-    """Where an attempt to save an image writes ``final`` before the commit.
+def make_attempt_path(final: Path, attempt: str, image: str) -> Path:
+    """Return the path that an attempt to save an image writes to before the commit.
 
-    Attempts have names of their own: two may be under way at a time, and each must find its own
-    file in the end.
+    Each attempt has paths of its own, because two may be in flight at a time.
+
+    Args:
+        final: final path of the file.
+        attempt: random name of the attempt.
+        image: random name of the image.
     """
     return final.with_name(f".{final.name}.{attempt}.{image}{TEMPORARY_SUFFIX}")
 
 
-def image_of_temporary(name: str) -> str:
-    """The image that is written under a name of `temporary_name`; empty for other files."""
+def parse_image_name(name: str) -> str:
+    """Return the image in the name of a `make_attempt_path`; empty for other file names."""
     parts = name.removesuffix(TEMPORARY_SUFFIX).rsplit(".", 2)
     temporary = name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
     return parts[2] if temporary and len(parts) == 3 else ""
 
 
-def identity_of(path: Path) -> tuple[int, int]:
-    """See `Written.identity`."""
+def read_file_identity(path: Path) -> tuple[int, int]:
+    """Return the `Written.identity` of a file."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
 
-def files_in(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview]]:
-    """The files that an image becomes, by path below the step's folder.
+def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview]]:
+    """Yield the files that an image becomes: path below the step's folder, and content.
+
+    Args:
+        ticket: ticket of the image.
+        image: bytes of the image.
 
     Raises:
-        ImageError: it is a folder's, and cannot be unpacked.
+        ImageError: it is the image of a folder and cannot be unpacked.
     """
     if ticket.form == "file":
         yield ticket.path, image
@@ -237,7 +255,7 @@ def files_in(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryvie
                 name = PurePosixPath(entry.name)
                 content = tar.extractfile(entry) if entry.isfile() else None
                 if content is None or name.is_absolute() or ".." in name.parts:
-                    raise ImageError(f"the image of {ticket.what} holds {entry.name!r}: not a file")
+                    raise ImageError(f"the image of {ticket.what} has {entry.name!r}, not a file")
                 yield f"{ticket.path}/{entry.name}", memoryview(content.read())
     except tarfile.TarError as error:
-        raise ImageError(f"the image of {ticket.what} is no folder of files: {error}") from error
+        raise ImageError(f"the image of {ticket.what} is no archive of files: {error}") from error

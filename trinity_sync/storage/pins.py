@@ -1,13 +1,13 @@
-"""Pins and tags of people, and which steps are in use.
+"""Pins and tags, which keep steps until a user removes them.
 
 ::
 
     root/.trinity_sync/pins/
       40.json                           step 40 is kept until it is unpinned
-      best.json                         a tag: a pin with a name, which says its step inside
+      best.json                         a tag: a named pin, whose file contains the step
 
-A pin is acquired as a lease is (`leases`), and has no end. A tag moves to another step by one
-rename of its file, so it names a step at every instant. A pin of another release holds its step,
+A pin is acquired as a lease is (`leases`), and does not expire. A tag moves to another step by one
+rename of its file, so it names a step at every instant. A pin of another release keeps its step,
 and is not replaced here.
 """
 
@@ -28,12 +28,12 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, check_name, parse_number
-from trinity_sync.storage.leases import hold_committed, list_leases
+from trinity_sync.storage.leases import list_leases, prevent_removal
 
 
 @dataclass(frozen=True)
 class _PinRecord(Record, format=ROOT_FORMAT):
-    """The content of the file of a pin or tag."""
+    """Content of the file of a pin or tag."""
 
     step: Count
     reason: str
@@ -43,7 +43,7 @@ class _PinRecord(Record, format=ROOT_FORMAT):
 
 @dataclass(frozen=True)
 class Pin(_PinRecord):
-    """A step that is kept until it is unpinned; with a name, until the tag is moved or removed."""
+    """A step that is kept until it is unpinned; a tag, until the tag is moved or removed."""
 
     name: str = ""
     """The tag; empty for a pin without a name."""
@@ -55,7 +55,7 @@ class Pin(_PinRecord):
 
     @property
     def why(self) -> str:
-        """Its name and its reason, as far as it has them."""
+        """Name and reason of the pin, as far as it has them."""
         return ": ".join(filter(None, (self.name, self.reason)))
 
 
@@ -64,11 +64,17 @@ def pin(
 ) -> Pin:
     """Keep a committed step until it is unpinned.
 
+    Args:
+        root: the job's root.
+        step: a committed step.
+        reason: free text for other users.
+        clock: seconds since the epoch.
+
     Raises:
         CommitError: the step is not committed, or corrupted.
         FormatError: another release has pinned it.
     """
-    with hold_committed(root, step):
+    with prevent_removal(root, step):
         _require_own_release(_pin_file(root, step))
         return _write_pin(_pin_file(root, step), _PinRecord(step, reason, clock()))
 
@@ -82,24 +88,24 @@ def tag(
     force: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Pin:
-    """Give a committed step a name; the step is kept as if it were pinned.
+    """Give a committed step a name, which keeps the step as a pin does.
 
     Args:
         root: the job's root.
-        step: a committed one.
+        step: a committed step.
         name: letters, digits, ``_`` and ``-``, and not digits alone.
-        reason: why, for people.
+        reason: free text for other users.
         force: move the tag from another step.
         clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the name cannot be one, or is that of another step.
+        ConfigError: the name is not valid, or is the tag of another step.
         CommitError: the step is not committed, or corrupted.
-        FormatError: another release has given the name, and ``force`` is not set.
+        FormatError: another release has made the tag, and ``force`` is not set.
     """
     if check_name("tag", name).isdecimal():
-        raise ConfigError(f"tag {name!r} would look like the number of a step; add a letter to it")
-    with hold_committed(root, step, shared=False):  # no other process gives the name meanwhile
+        raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
+    with prevent_removal(root, step, shared=False):  # no other process adds the tag meanwhile
         path = _pin_file(root, name)
         if not force:
             _require_own_release(path)
@@ -113,10 +119,14 @@ def tag(
 
 
 def unpin(root: str | Path, which: int | str) -> bool:
-    """Remove the pin of a step, or the tag of a name, durably; whether there was one.
+    """Remove a pin or tag durably; return whether there was one.
+
+    Args:
+        root: the job's root.
+        which: step number of the pin, or name of the tag.
 
     Raises:
-        ConfigError: no tag can have such a name.
+        ConfigError: the name of the tag is not valid.
     """
     path = _pin_file(root, check_name("tag", str(which)))
     try:
@@ -128,10 +138,10 @@ def unpin(root: str | Path, which: int | str) -> bool:
 
 
 def list_pins(root: str | Path) -> list[Pin]:
-    """Return the pins, tags among them, by step and name; a pin whose file is torn still holds.
+    """Return the pins and tags by step and name; a pin whose file is torn still counts.
 
     Raises:
-        CommitError: the file of a tag is torn, so that any step could be the one that it holds.
+        CommitError: the file of a tag is torn, so its step is unknown.
     """
     paths = list_uncached(_pin_file(root, "").parent, "[!.]*.json")
     found = [each for path in paths if (each := _read_pin(path))]
@@ -139,15 +149,23 @@ def list_pins(root: str | Path) -> list[Pin]:
 
 
 def list_tags(root: str | Path) -> dict[str, Pin]:
-    """Return the tags by name; raises what `list_pins` does."""
+    """Return the tags by name.
+
+    Raises:
+        CommitError: as `list_pins`.
+    """
     return {each.name: each for each in list_pins(root) if each.name}
 
 
 def resolve_step(root: str | Path, text: str) -> int:
     """Return the step that a user names by its number or a tag; it need not be committed.
 
+    Args:
+        root: the job's root.
+        text: step number or tag.
+
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
         CommitError: the file of a tag is torn.
     """
     if (step := parse_number(text)) is not None:
@@ -161,7 +179,7 @@ def resolve_step(root: str | Path, text: str) -> int:
     )
 
 
-def steps_in_use(root: str | Path) -> dict[int, list[str]]:
+def list_steps_in_use(root: str | Path) -> dict[int, list[str]]:
     """Return the steps that are pinned or leased, each with its holders, in words."""
     found: dict[int, list[str]] = defaultdict(list)
     for each in list_pins(root):
@@ -185,14 +203,14 @@ def _write_pin(path: Path, pin: _PinRecord, name: str = "") -> Pin:
 
 
 def _read_pin(path: Path) -> Pin | None:
-    """Return the pin of a file, or None if there is no such file (any longer)."""
+    """Return the pin of a file, or None if the file does not exist."""
     step = parse_number(path.stem)
     name = path.stem if step is None else ""
     try:
         found = decode_record(_PinRecord, read_uncached(path), path)
         if step in (None, found.step):
             return Pin(**vars(found), name=name)
-        raise ValueError("it is that of another step")
+        raise ValueError("it is the pin of another step")
     except FileNotFoundError:
         return None
     except FormatError as error:
@@ -205,16 +223,16 @@ def _read_pin(path: Path) -> Pin | None:
             return Pin(step, "unknown (its file is torn)", path.stat().st_mtime)
         root = path.parents[2]
         raise CommitError(
-            f"{path} is torn, so the step that it keeps is unknown. Tag the step again: "
+            f"{path} is torn, so the step of the tag is unknown. Tag the step again: "
             f"trinity-sync tag {root} STEP {name} --force; or: trinity-sync untag {root} {name}"
         ) from error
 
 
 def _require_own_release(path: Path) -> None:
-    """See that the pin of a file, if there is one, is not that of another release.
+    """Require that the pin of a file, if any, can be read by this release.
 
     Raises:
-        FormatError: it is.
+        FormatError: another release has written it.
     """
     with suppress(FileNotFoundError, ValueError):
         decode_record(_PinRecord, read_uncached(path), path)

@@ -1,8 +1,8 @@
-"""Where the ranks of a role are: on which nodes, and in whose memory there.
+"""Placement of the ranks of a role: their nodes, and the job's spool on each node.
 
-Rank 0 of a role writes it down once a run, before it hands anything over, as a small file of the
-root. So whoever asks for a save's flow run, on whatever node, need not know the other nodes, and
-the flow's parameters are the same at any scale::
+Rank 0 of a role writes it once a run, before it submits a save, as a small file in the root. So a
+flow run can be requested on any node without knowledge of the others, and the flow's parameters
+are the same at any scale::
 
     root/.trinity_sync/placements/1.actor.json      run 1, role actor
         {"run_key": "...", "spools": {"/dev/shm/trinity_sync-0/ckpts-1a2b3c4d": {"node-0": "0-7"}}}
@@ -26,26 +26,26 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """A node, and which ranks of a role are there."""
+    """A node and the ranks of a role on it."""
 
     node: str
     spool: str
-    """The job's folder in the node's memory."""
+    """Folder of the job in the spool of the node."""
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class NodeShards:
-    """What one node holds of a save."""
+    """A node and the ranks of a save, of all roles, on it."""
 
     node: str
     spool: str
     ranks: Mapping[str, tuple[int, ...]]
-    """By role."""
+    """Ranks by role."""
 
     @property
     def has_rank_0(self) -> bool:
-        """Whether the rank that hands small files over is here, of any role."""
+        """Whether rank 0 of any role, which submits small files, is on this node."""
         return any(0 in ranks for ranks in self.ranks.values())
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class NodeShards:
 
 @dataclass(frozen=True)
 class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
-    """The file."""
+    """Content of a placement file."""
 
     run_key: str
     spools: dict[str, dict[str, str]]
@@ -64,7 +64,7 @@ class _Placement(Record, format=ROOT_FORMAT, writer=TRAINER):
 
 
 def group_by_node(where: Sequence[tuple[str, str]]) -> tuple[NodeRanks, ...]:
-    """The nodes of ranks, those of the first ranks first.
+    """Return the nodes of ranks, the node of rank 0 first.
 
     Args:
         where: node and spool of each rank.
@@ -82,7 +82,14 @@ def write_placement(
     role: str,
     places: Sequence[NodeRanks],
 ) -> None:
-    """Write down where the ranks of a role are in a run; again costs a look.
+    """Write the placement of a role for a run; if it is unchanged, only read it.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        run_key: key of the run.
+        role: name of the role.
+        places: nodes and their ranks.
 
     Raises:
         OSError: the root cannot be written.
@@ -98,10 +105,16 @@ def write_placement(
 
 
 def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[NodeRanks] | None:
-    """Where the ranks of a role are, rank 0's node first; None if nobody has written it down.
+    """Return the placement of a role, rank 0's node first; None if the run has not written it.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        run_key: key of the run.
+        role: name of the role.
 
     Raises:
-        CommitError: the file is torn or edited.
+        CommitError: the file is torn or was altered.
         FormatError: another release has written it.
     """
     path = _path(root, run, role)
@@ -113,13 +126,13 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
             for node, text in nodes.items()
         ]
         if not all(is_path(place.spool) for place in places):
-            raise ValueError("a spool is no path")
+            raise ValueError("the spool is not a path")
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise CommitError(
-            f"{path}, which says on which nodes the ranks of role {role} are, is torn or edited; "
-            "restart the training, which writes it anew"
+            f"the placement of role {role}, {path}, is torn or edited; restart the training, which "
+            "writes it again"
         ) from error
     return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
 
@@ -135,31 +148,31 @@ def await_node_shards(
         clock: monotonic seconds.
 
     Raises:
-        MissingShardsError: a role has not said where its ranks are within ``gather_s`` seconds.
-        SaveError: the root is gone.
+        MissingShardsError: a role has not written its placement within ``gather_s``.
+        SaveError: the root is missing.
         CommitError, FormatError: as `read_placement`.
     """
     deadline = clock() + gather_s
     if not Path(save.root).is_dir():
-        raise SaveError(f"the job's root {save.root} is gone; make it and retry the flow run")
-    shares: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
+        raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
+    nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
     for role in save.roles:
         while (places := read_placement(save.root, save.run, save.run_key, role)) is None:
             if clock() >= deadline:
                 raise MissingShardsError(
-                    f"role {role} has handed nothing over in run {save.run} of {save.root} within "
-                    f"{gather_s:g} s: there is no {_path(save.root, save.run, role)}. Does its "
-                    "training run, and do all nodes see this root? The next save goes on without "
-                    "this one."
+                    f"role {role} has submitted nothing in run {save.run} of {save.root} within "
+                    f"{gather_s:g} s: {_path(save.root, save.run, role)} is missing. Check that "
+                    "its training runs and that all nodes see this root. Later saves are "
+                    "unaffected."
                 )
             time.sleep(0.05)
         for place in places:
-            shares[place.node, place.spool][role] = place.ranks
-    return [NodeShards(*where, ranks) for where, ranks in shares.items()]
+            nodes[place.node, place.spool][role] = place.ranks
+    return [NodeShards(*where, ranks) for where, ranks in nodes.items()]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in few words: ``0-7,16``."""
+    """Return ranks in short form: ``0-7,16``."""
     parts = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0]):
         of = [rank for _, rank in run]
@@ -168,10 +181,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """What `format_ranks` has made a text of.
+    """Return the ranks in a text of `format_ranks`.
 
     Raises:
-        ValueError: it is no such text, or names more than a million ranks.
+        ValueError: it is not such a text, or has more than a million ranks.
     """
     ranks: list[int] = []
     for first, _, last in (part.partition("-") for part in text.split(",")):
@@ -180,12 +193,12 @@ def parse_ranks(text: str) -> tuple[int, ...]:
             raise ValueError(f"{text!r} names no ranks")
         ranks += of
     if format_ranks(ranks) != text:
-        raise ValueError(f"{text!r} names ranks in another way than they are written")
+        raise ValueError(f"{text!r} is not the normal form of its ranks")
     return tuple(ranks)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence: ``rank 3``, ``ranks 0-7``."""
+    """Return ranks as in a sentence: ``rank 3``, ``ranks 0-7``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 

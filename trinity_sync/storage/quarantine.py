@@ -1,15 +1,14 @@
-"""Quarantine: where steps go that are in the way and that nobody asked to remove.
+"""Quarantine: the folder of steps that a rewind or a new run displaced, kept instead of removed.
 
 ::
 
     root/.trinity_sync/quarantine/20260102T030405Z/
-      global_step_50/                   as it was; rename it back to undo
+      global_step_50/                   unchanged; rename it back to undo
 
-A rewind quarantines what is newer than the step that it goes back to, a folder a rewind. A run that
-began at step 0 although there were steps already quarantines what its own commits replace, in a
-folder of the time when it began: whoever started it may have forgotten to load, or named the root
-of another training. A run that loaded a step has said what it leaves behind; what that replaces is
-removed.
+A rewind quarantines the steps newer than its target, in a folder of its own. A run that began at
+step 0 although the root had steps quarantines each step that its commits replace, in a folder
+named after the time at which it began, because its user may have forgotten to load or named the
+root of another training. Steps replaced by a run that loaded a step are removed.
 """
 
 import logging
@@ -22,7 +21,7 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.manifest import read_manifest, read_run_number
-from trinity_sync.storage.runs import fresh_start_time
+from trinity_sync.storage.runs import read_fresh_start_time
 
 logger = logging.getLogger(__name__)
 
@@ -30,42 +29,42 @@ TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 
 
 def quarantine_folder(root: str | Path) -> Path:
-    """Return the folder of all that is in quarantine, a folder a rewind or run."""
+    """Return the folder that has a quarantine folder for each rewind or run."""
     return Path(root) / PRIVATE_FOLDER / "quarantine"
 
 
 def replacing_folder(root: str | Path) -> Path:
-    """Where a step is made that is to replace another one, and where that one lies afterwards."""
+    """Return the folder for steps that replace others; a replaced step moves there."""
     return Path(root) / PRIVATE_FOLDER / "replacing"
 
 
 def fetching_folder(root: str | Path) -> Path:
-    """Where steps gather that are fetched from a store."""
+    """Return the folder in which steps are downloaded from a remote."""
     return Path(root) / PRIVATE_FOLDER / "fetching"
 
 
-def clear_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
-    """Quarantine or remove what lies in `replacing_folder` of a step; under the commit lock.
+def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Quarantine or remove the replaced step in `replacing_folder`. Call it under the commit lock.
 
     Args:
         root: the job's root.
-        step: which one.
-        keep: bytes of files to keep for the next saves, if it is removed.
+        step: step number.
+        keep: bytes of its files to keep for block reuse, if it is removed.
 
     Returns:
-        Where it lies now; None if it was removed.
+        Path of the step in quarantine; None if it was removed.
 
     Raises:
         FormatError: another release has committed it; it stays.
     """
     folder = step_folder(replacing_folder(root), step)
-    require_own_release(replacing_folder(root), step)
+    require_readable_step(replacing_folder(root), step)
     before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
-    if 0 < before < now and (began := fresh_start_time(root, now)):
-        place = step_folder(_folder_of(root, began), step)
+    if 0 < before < now and (began := read_fresh_start_time(root, now)):
+        place = step_folder(_timed_folder(root, began), step)
         if not place.exists():
             make_folder(place.parent)
-            for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # of the save that replaced it
+            for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # files of the replacing save
                 path.unlink()
             folder.rename(place)
             sync_folder(place.parent)
@@ -75,28 +74,32 @@ def clear_replaced(root: str | Path, step: int, *, keep: int = 0) -> Path | None
 
 
 def make_quarantine_folder(root: Path, now: float) -> Path:
-    """Make a new folder in quarantine.
+    """Create a new quarantine folder and return its path.
 
     Args:
         root: the job's root.
-        now: seconds since the epoch, of which it has its name.
+        now: seconds since the epoch, for its name.
     """
-    folder = _folder_of(root, now)
+    folder = _timed_folder(root, now)
     while folder.exists():
         folder = folder.with_name(folder.name + "_")
     make_folder(folder)
     return folder
 
 
-def require_own_release(root: Path, step: int) -> None:
-    """See that this release can read what a step consists of, if it was committed.
+def require_readable_step(root: Path, step: int) -> None:
+    """Require that this release can read the manifest of a step, if there is one.
+
+    Args:
+        root: folder that contains the step.
+        step: step number.
 
     Raises:
-        FormatError: another release has committed it.
+        FormatError: another release has committed the step.
     """
     with suppress(ManifestError):
         read_manifest(root, step)
 
 
-def _folder_of(root: str | Path, at: float) -> Path:
+def _timed_folder(root: str | Path, at: float) -> Path:
     return quarantine_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))

@@ -1,22 +1,18 @@
-"""A step takes the place of an earlier run's commit of the same step, in one exchange of folders.
+"""Replacement of a step that an earlier run committed, by one exchange of two folders.
 
-No commit may lose the newest step of a kind: a sync either leaves a checkpoint with the same
-weights as it is, or is refused.
+A commit never loses the newest step of a kind: a sync either leaves a checkpoint with the same
+weights in place, or is refused.
 """
 
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trinity_sync.errors import (
-    FormatError,
-    LockTimeoutError,
-    SaveError,
-)
+from trinity_sync.errors import FormatError, LockTimeoutError, SaveError
 from trinity_sync.fs.atomic import (
     REMOVED_PREFIX,
     TEMPORARY_SUFFIX,
-    exchange,
+    exchange_names,
     link_or_copy,
     make_folder,
     sync_folder,
@@ -29,58 +25,61 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.storage.discovery import manifest_state, newest
+from trinity_sync.storage.discovery import find_newest, read_manifest_state
 from trinity_sync.storage.export_requests import inherit_export_requests
-from trinity_sync.storage.manifest import (
-    Manifest,
-    write_manifest_into,
-)
+from trinity_sync.storage.manifest import Manifest, write_manifest_into
 from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.pins import list_pins
-from trinity_sync.storage.quarantine import clear_replaced, replacing_folder
+from trinity_sync.storage.quarantine import clear_replaced_step, replacing_folder
 from trinity_sync.storage.save import Written
 
 logger = logging.getLogger(__name__)
 
 
-def is_covered_by(save: SaveId, earlier: Manifest, manifest: Manifest) -> bool:
-    """Whether a sync adds nothing to an earlier run's checkpoint of the step, which then stays.
+def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bool:
+    """Return whether a sync has the same files as an earlier run's checkpoint of the step.
 
-    So it is where a run begins with a sync of the step that it has loaded.
+    The checkpoint then stays. This happens when a run begins with a sync of the step that it
+    loaded.
 
     Args:
         save: the sync.
         earlier: manifest of the checkpoint.
-        manifest: of the sync.
+        manifest: manifest of the sync.
     """
     if {*earlier.kinds} <= {*manifest.kinds}:
         return False
     held = {record.path: record.digest for record in earlier.files}
-    return manifest_state(save.root, earlier, runs=()).state == "valid" and all(
+    return read_manifest_state(save.root, earlier, runs=()).state == "valid" and all(
         held.get(record.path) == record.digest for record in manifest.files
     )
 
 
 def inherit_exports_and_metrics(save: SaveId, earlier: Manifest) -> None:
-    """Have a run inherit the export requests and metrics of a checkpoint that stays.
+    """Make the export requests and metrics of a checkpoint that stays those of a later run.
 
     Args:
-        save: of the later run.
+        save: save of the later run.
         earlier: manifest of the checkpoint.
     """
     inherit_export_requests(save.root, save.step, earlier.run, save.run)
     try:
         copy_metrics(save.root, save.step, earlier.run, save.run)
     except (FormatError, LockTimeoutError) as error:
-        logger.warning("the metrics of step %d do not count for %s: %s", save.step, save, error)
+        logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 
 def refuse_loss(save: SaveId, earlier: Manifest, manifest: Manifest) -> None:
-    """See that a step may be replaced by one that serves as fewer kinds.
+    """Refuse to replace a pinned step, or the newest of a kind, by a step of fewer kinds.
+
+    Args:
+        save: the save.
+        earlier: manifest of the step to be replaced.
+        manifest: manifest of the save.
 
     Raises:
-        SaveError: it is the newest of a kind that the save does not serve as, or it is pinned or
-            tagged.
+        SaveError: the step is the newest of a kind that the save does not serve as, or it is pinned
+            or tagged.
     """
     lost = sorted({*earlier.kinds} - {*manifest.kinds})
     if lost and any(pin.step == save.step for pin in list_pins(save.root)):
@@ -90,7 +89,7 @@ def refuse_loss(save: SaveId, earlier: Manifest, manifest: Manifest) -> None:
             f"trinity-sync unpin {save.root} {save.step}"
         )
     for kind in lost:
-        best = newest(save.root, kind)
+        best = find_newest(save.root, kind)
         if best and best.step == save.step:
             raise SaveError(
                 f"{save} is not committed: it would replace the newest {kind}, of run "
@@ -109,23 +108,31 @@ def replace_step(
     *,
     recycle: bool,
 ) -> None:
-    """Take the place of an earlier run's commit of the same step, in one exchange of folders.
+    """Replace an earlier run's commit of the step by one exchange of folders.
 
-    Files that the earlier commit does not name (a dataloader's, say) move along.
+    Files that the earlier manifest does not list, e.g. of a dataloader, move to the new folder.
+
+    Args:
+        save: the save.
+        written: its files.
+        manifest: manifest of the save.
+        earlier: manifest of the step to be replaced.
+        lock: the commit lock of the root.
+        recycle: keep the files of the replaced step for block reuse.
     """
     fresh = step_folder(replacing_folder(save.root), save.step)
     if fresh.exists() or fresh.is_symlink():  # an earlier attempt died
-        clear_replaced(save.root, save.step)
+        clear_replaced_step(save.root, save.step)
     make_folder(fresh)
     links = {file.record.path: Path(file.temporary) for file in written if file.temporary}
-    # a step that is somebody's link gives way with the link, and what it leads to stays
+    # if the step is a symbolic link, the link is replaced, and its target stays
     elsewhere = [path.resolve() for path in links.values()] if save.folder.is_symlink() else []
     official = {record.path for record in earlier.files} | {
         MANIFEST,
         FULL_CHECKPOINT_MARK,
         CORRUPTION_MARK,
     }
-    official -= {name for receipt in manifest.receipts for name in receipt.files}
+    official -= {name for each in manifest.callables for name in each.files}
     for path in save.folder.rglob("*"):
         name = path.relative_to(save.folder).as_posix()
         passing = path.suffix == TEMPORARY_SUFFIX or path.name.startswith(REMOVED_PREFIX)
@@ -139,18 +146,18 @@ def replace_step(
             missing = next((f for f in written if f.record.path == name), None)
             if missing is None:
                 raise
-            raise vanished_error(missing, f"{save.folder}/{name}") from error
+            raise make_missing_file_error(missing, f"{save.folder}/{name}") from error
     sync_folders(fresh, links)
     write_manifest_into(fresh, manifest)
     lock.require_ours()
-    exchange_folders(fresh, save.folder)
+    swap_folders(fresh, save.folder)
     sync_folder(Path(save.root))
     for path in elsewhere:
         path.unlink(missing_ok=True)
     keep = manifest.nbytes if recycle else 0
-    if kept := clear_replaced(save.root, save.step, keep=keep):
+    if kept := clear_replaced_step(save.root, save.step, keep=keep):
         logger.warning(
-            "%s replaces that of run %d, which is kept in %s, since run %d had begun at step 0",
+            "%s replaced the step of run %d, which is kept in %s because run %d began at step 0",
             save,
             earlier.run,
             kept,
@@ -158,9 +165,16 @@ def replace_step(
         )
 
 
-def exchange_folders(fresh: Path, current: Path) -> None:
-    """Swap two folders; where the file system cannot, there is a moment without ``current``."""
-    if exchange(fresh, current):
+def swap_folders(fresh: Path, current: Path) -> None:
+    """Swap the names of two folders, atomically if the file system supports it.
+
+    Otherwise ``current`` does not exist for a moment.
+
+    Args:
+        fresh: the new folder.
+        current: the folder to be replaced.
+    """
+    if exchange_names(fresh, current):
         return
     moved = fresh.with_name(f"{fresh.name}.replaced")
     current.rename(moved)
@@ -169,23 +183,28 @@ def exchange_folders(fresh: Path, current: Path) -> None:
 
 
 def sync_folders(folder: Path, names: Iterable[str]) -> None:
-    """Make files below the folder findable after a power cut, whoever made the folders above."""
+    """Sync all folders from a step's parent down to its files, so that a power cut loses no name.
+
+    Args:
+        folder: the step's folder.
+        names: paths of the files below it.
+    """
     below = {name.rpartition("/")[0] for name in names}
     above = {parent for name in below for parent in (Path(name), *Path(name).parents)}
     for each in {folder.parent, folder, *(folder / parent for parent in above)}:
         sync_folder(each)
 
 
-def vanished_error(file: Written, final: str) -> SaveError:
-    """Return the error for a written file that is gone; it says which node wrote it.
+def make_missing_file_error(file: Written, final: str) -> SaveError:
+    """Return the error for a written file that is missing; it names the node that wrote it.
 
     Args:
-        file: the written one.
-        final: path that it was to have.
+        file: the written file.
+        final: final path of the file.
     """
     where = f"which node {file.node} wrote, " if file.node else ""
     return SaveError(
-        f"{final}, {where}is not in the root as the node of the commit sees it. If the root is a "
-        "disk of each node's own, take one that all nodes see; else something removed the file: "
-        "retry the flow run."
+        f"{final}, {where}is missing on the node of the commit. If each node has its own disk at "
+        "the root, choose a root that all nodes share; otherwise something removed the file: retry "
+        "the flow run."
     )

@@ -1,12 +1,12 @@
-"""The remote that a root requires, and which of its steps are there.
+"""Required remote: the remote that must have a root's checkpoints, and those that it has.
 
 ::
 
-    root/.trinity_sync/store.json           the store; written when a run of the job begins
-    root/.trinity_sync/stored/40.json       the store has the checkpoint of step 40, by this run
+    root/.trinity_sync/store.json           its URL; written when a run of the job begins
+    root/.trinity_sync/stored/40.json       the remote has the checkpoint of step 40, of this run
 
-The root says it, as it says where ranks are: so commits, waits and removals
-on every node go by the same remote, and a worker without the setting cannot leave it out.
+The URL is in the root, as the placement is: commits, waits and removals on every node use the same
+remote, and a worker without the setting cannot omit it.
 """
 
 from contextlib import suppress
@@ -34,79 +34,88 @@ class _Stored(Record, format=ROOT_FORMAT):
 
 
 def write_required_remote(root: str | Path, url: str) -> None:
-    """Require a remote: from now on the steps of the root count when they are there.
+    """Require a remote: from now on a checkpoint of the root counts once the remote has it.
 
     Args:
         root: the job's root.
-        url: of the job's folder in the remote.
+        url: URL of the job's folder in the remote.
     """
-    with suppress(CommitError):  # one that is torn is written anew
-        if required_remote_of(root) == url:
+    with suppress(CommitError):  # a torn file is written again
+        if read_required_remote(root) == url:
             return
-    make_folder(_store(root).parent)
-    replace_file(_store(root), encode_record(_Store(url)))
+    make_folder(_url_path(root).parent)
+    replace_file(_url_path(root), encode_record(_Store(url)))
 
 
-def required_remote_of(root: str | Path) -> str:
-    """Return the URL of the remote that a root requires; empty where it requires none.
+def read_required_remote(root: str | Path) -> str:
+    """Return the URL of the remote that a root requires; empty if it requires none.
 
     Raises:
-        CommitError: the file that says so is torn.
+        CommitError: the file with the URL is torn.
         FormatError: another release has written it.
     """
     try:
-        return decode_record(_Store, read_uncached(_store(root)), _store(root)).url
+        return decode_record(_Store, read_uncached(_url_path(root)), _url_path(root)).url
     except FileNotFoundError:
         return ""
     except ValueError as error:
         raise CommitError(
-            f"{_store(root)} is torn, so the remote that the root requires is unknown; start "
+            f"{_url_path(root)} is torn, so the required remote of the root is unknown; start "
             "the training with TRINITY_SYNC_REMOTE and TRINITY_SYNC_REMOTE_REQUIRED=true, which "
             "write it again"
         ) from error
 
 
-def note_sent(root: str | Path, url: str, manifest: Manifest) -> None:
+def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
     """Record that the remote has a step.
 
     Args:
         root: the job's root.
-        url: of the job's folder in the remote.
-        manifest: of the step that is there.
+        url: URL of the job's folder in the remote.
+        manifest: manifest of the step.
     """
-    note = _note(root, manifest.step)
-    make_folder(note.parent)
-    replace_file(note, encode_record(_Stored(url, manifest.run, manifest.kinds)))
+    path = _record_path(root, manifest.step)
+    make_folder(path.parent)
+    replace_file(path, encode_record(_Stored(url, manifest.run, manifest.kinds)))
 
 
-def is_sent(root: str | Path, manifest: Manifest) -> bool:
-    """Whether the required remote has a checkpoint, or it is none, or no remote is required.
+def is_replicated(root: str | Path, manifest: Manifest) -> bool:
+    """Return whether the required remote has a step; True for a sync, or if no remote is required.
+
+    Args:
+        root: the job's root.
+        manifest: manifest of the step.
 
     Raises:
-        CommitError, FormatError: as `required_remote_of`; also if another release has written the
-            record of the step.
+        CommitError: as `read_required_remote`.
+        FormatError: another release has written the URL or the record of the step.
     """
-    url = required_remote_of(root)
+    url = read_required_remote(root)
     if not url or "checkpoint" not in manifest.kinds:
         return True
-    path = _note(root, manifest.step)
+    path = _record_path(root, manifest.step)
     try:
-        note = decode_record(_Stored, read_uncached(path), path)
+        record = decode_record(_Stored, read_uncached(path), path)
     except (FileNotFoundError, ValueError):
         return False
-    return (note.url, note.run) == (url, manifest.run) and "checkpoint" in note.kinds
+    return (record.url, record.run) == (url, manifest.run) and "checkpoint" in record.kinds
 
 
-def must_be_sent(root: str | Path, manifest: Manifest) -> bool:
-    """Whether the required remote lacks a checkpoint that no later run has superseded."""
-    if is_sent(root, manifest):
+def needs_replication(root: str | Path, manifest: Manifest) -> bool:
+    """Return whether the required remote lacks a checkpoint that is not superseded.
+
+    Args:
+        root: the job's root.
+        manifest: manifest of the step.
+    """
+    if is_replicated(root, manifest):
         return False
     return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
 
 
-def _store(root: str | Path) -> Path:
+def _url_path(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "store.json"
 
 
-def _note(root: str | Path, step: int) -> Path:
+def _record_path(root: str | Path, step: int) -> Path:
     return Path(root) / PRIVATE_FOLDER / "stored" / f"{step}.json"

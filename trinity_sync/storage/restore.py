@@ -1,8 +1,8 @@
-"""Committed files back into states: from the spool if their images are still there, or from disk.
+"""Restore of committed files into states, from the spool if possible, otherwise from disk.
 
-A commit frees the slots, and what was in them stays until they are filled again. So a trainer that
-is started again on its node finds the step that it was killed after in memory. Either way the bytes
-are those that the manifest names, digest and all, or they are not taken.
+A commit frees the slots, and their content stays until they are filled again. So a trainer that
+restarts on its node finds the last committed step in memory. In both cases the bytes are compared
+with the digests of the manifest.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs.direct_io import READERS, map_open, opened, read_open
+from trinity_sync.fs.direct_io import READERS, map_fd, open_direct, read_fd
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted
@@ -28,19 +28,19 @@ from trinity_sync.storage.manifest import FileRecord, Manifest
 logger = logging.getLogger(__name__)
 
 SLOT_S = 30.0
-"""Seconds to wait for a slot that a process is filling; the file is on disk, too."""
+"""Seconds to wait for a slot that a process is filling; the file is also on disk."""
 
 Source = Literal["spool", "disk"]
 Read = tuple[memoryview, bool]
-"""The bytes of a file, and whether the file that they were read from is trusted."""
+"""The bytes of a file, and whether the file is trusted."""
 
 
 @dataclass(frozen=True)
 class RestoredShard:
-    """The state in one shard, and where it was read from."""
+    """The state in a shard, and where it was read from."""
 
     state: Any
-    """As ``torch.load`` gives it, all tensors on the CPU, in one piece of memory a shard."""
+    """State as from ``torch.load``, all tensors on the CPU, in one piece of memory a shard."""
     source: Source
     nbytes: int
 
@@ -53,34 +53,35 @@ def load_shards(
     spool: JobSpool | None = None,
     borrow: Collection[str] = (),
 ) -> Generator[RestoredShard, None, None]:
-    """The states in shards of a committed step, in order; each is read while those before are used.
+    """Yield the states in shards of a committed step, in order, and read the next ones ahead.
 
-    Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; from
-    those of others nothing but tensors and plain values is taken, see ``snapshot.safe_load``.
+    Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; files of
+    others may contain nothing but tensors and plain values, see ``snapshot.safe_load``.
 
     Args:
-        root: the job's folder.
-        step: a committed one.
-        paths: below the step's folder, as in its manifest: ``actor/model_world_size_1_rank_0.pt``.
-        spool: of the job on this node; without it, files are read from disk.
-        borrow: those of the paths whose states are only copied from. Their tensors may be the slot
-            itself, which costs no memory; they are good until this generator is closed, and so
-            long the slot is locked. Close it before the next save.
+        root: the job's root.
+        step: a committed step.
+        paths: paths below the step's folder, as in its manifest:
+            ``actor/model_world_size_1_rank_0.pt``.
+        spool: spool of the job on this node; without it, files are read from disk.
+        borrow: paths whose states the caller only copies from. Their tensors may be views of the
+            slot, which costs no memory; they are valid until this generator is closed, and the slot
+            is locked until then. Close it before the next save.
 
     Raises:
-        CommitError: the step is not committed, a file is not part of it, one is corrupted, or one
-            that is not trusted holds more than tensors and plain values.
+        CommitError: the step is not committed, a file is not part of it or corrupted, or a file
+            that is not trusted contains more than tensors and plain values.
     """
     manifest = require_committed(root, step)
     folder = step_folder(root, step)
-    records = [_record(root, manifest, path) for path in paths]
+    records = [_find_record(root, manifest, path) for path in paths]
     with ExitStack() as locks, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
         reads = [
             ahead.submit(_read, folder, record, spool, locks if record.path in borrow else None)
             for record in records
         ]
-        while reads:  # of what was yielded, nothing is kept here while the next one is waited for
-            yield _loaded(folder / records[-len(reads)].path, *reads.pop(0).result())
+        while reads:  # keep no reference to a state after it was yielded
+            yield _unpickle(folder / records[-len(reads)].path, *reads.pop(0).result())
 
 
 def load_states(
@@ -92,9 +93,18 @@ def load_states(
     world_size: int = 1,
     spool: JobSpool | None = None,
 ) -> dict[str, Any]:
-    """All states that one rank handed over for a role at a committed step, by component.
+    """Return all states that one rank submitted for a role at a committed step, by component.
 
-    Args and errors are those of `load_shards`.
+    Args:
+        root: the job's root.
+        step: a committed step.
+        role: name of the role.
+        rank: number of the rank.
+        world_size: number of ranks.
+        spool: as in `load_shards`.
+
+    Raises:
+        CommitError: as `load_shards`; or the role has no shards of this rank and world size.
     """
     shards_of_role = [
         r for r in require_committed(root, step).files if r.role == role and r.is_shard
@@ -109,41 +119,46 @@ def load_states(
         ranks = " and ".join(f"{number} rank(s)" for number in sorted(saved_by))
         raise CommitError(
             f"step {step} in {root}, role {role}, was saved by {ranks}, and this is rank {rank} of "
-            f"{world_size}; load it with as many. States of FSDP are resharded where "
-            "FSDPCheckpointManager.load_checkpoint loads them (docs/resharding.md), a replica of "
-            "DDP is that of any rank (docs/tutorials/ddp.md)."
+            f"{world_size}; load it with as many ranks. FSDPCheckpointManager.load_checkpoint "
+            "reshards FSDP states (docs/resharding.md); with DDP, load the state of any rank "
+            "(docs/tutorials/ddp.md)."
         )
     if not mine:
         raise CommitError(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "
-            f"trinity-sync show {root} {step} lists what it has"
+            f"trinity-sync show {root} {step} lists its files"
         )
     shards = load_shards(root, step, list(mine.values()), spool=spool)
     return {component: shard.state for component, shard in zip(mine, shards, strict=True)}
 
 
 def load_bytes(root: str | Path, step: int, path: str) -> bytes:
-    """The bytes of one file of a committed step, below its folder, with its digest compared.
+    """Return the bytes of one file of a committed step, compared with its digest.
+
+    Args:
+        root: the job's root.
+        step: a committed step.
+        path: path below the step's folder, as in its manifest.
 
     Raises:
         CommitError: as `load_shards`.
     """
-    record = _record(root, require_committed(root, step), path)
-    content, _ = _from_disk(step_folder(root, step) / path, record)
+    record = _find_record(root, require_committed(root, step), path)
+    content, _ = _read_from_disk(step_folder(root, step) / path, record)
     return bytes(content)
 
 
-def _record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
-    record = manifest.file(path)
+def _find_record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
+    record = manifest.find_file(path)
     if record is None:
         raise CommitError(
             f"step {manifest.step} in {root} has no file {path}; trinity-sync show {root} "
-            f"{manifest.step} lists what it has"
+            f"{manifest.step} lists its files"
         )
     return record
 
 
-def _loaded(path: Path, read: Read, source: Source) -> RestoredShard:
+def _unpickle(path: Path, read: Read, source: Source) -> RestoredShard:
     image, trusted = read
     return RestoredShard(load_image(image, path, trusted=trusted), source, len(image))
 
@@ -152,19 +167,19 @@ def _read(
     folder: Path, record: FileRecord, spool: JobSpool | None, locks: ExitStack | None
 ) -> tuple[Read, Source]:
     start, path = time.perf_counter(), folder / record.path
-    read = _from_spool(spool, record, locks) if spool else None
+    read = _read_from_spool(spool, record, locks) if spool else None
     source: Source = "disk" if read is None else "spool"
     if read is None:
-        read = _from_disk(path, record)
+        read = _read_from_disk(path, record)
     seconds, gigabytes = time.perf_counter() - start, len(read[0]) / 1e9
     logger.info("%s: %.2f GB from the %s in %.2f s", path, gigabytes, source, seconds)
     return read, source
 
 
-def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> Read | None:
-    """The file's bytes from a slot that still holds them; None if there is none.
+def _read_from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) -> Read | None:
+    """Return the bytes of a file from a slot that still holds them, or None.
 
-    With ``locks``, they are the slot's own, whose lock goes there.
+    With ``locks``, they are a mapping of the slot, whose lock is added to ``locks``.
     """
     cores = len(os.sched_getaffinity(0))  # unlike reads of a disk, copies want a core each
     for slot in spool.kept(record.digest):
@@ -173,42 +188,47 @@ def _from_spool(spool: JobSpool, record: FileRecord, locks: ExitStack | None) ->
                 fd = lock.enter_context(hold_slot(slot, limit_s=SLOT_S))
                 trusted = is_trusted(fd)
                 if locks is None:
-                    image, digest = read_open(fd, record.nbytes, readers=min(READERS, cores))
+                    image, digest = read_fd(fd, record.nbytes, readers=min(READERS, cores))
                 else:
-                    image, digest = map_open(fd, record.nbytes)
+                    image, digest = map_fd(fd, record.nbytes)
                 if digest == record.digest:
                     if locks is not None:
                         locks.push(lock.pop_all())
                     return image, trusted
         except (OSError, LockTimeoutError) as error:
-            logger.warning("%s cannot be read, its file is: %s", slot, error)
+            logger.warning("cannot read slot %s, reading the file instead: %s", slot, error)
             continue
-        logger.warning("%s does not hold %s any more; the file is read", slot, record.path)
+        logger.warning("slot %s no longer holds %s; reading the file", slot, record.path)
     return None
 
 
-def _from_disk(path: Path, record: FileRecord) -> Read:
+def _read_from_disk(path: Path, record: FileRecord) -> Read:
     try:
-        with opened(path) as fd:
+        with open_direct(path) as fd:
             trusted = is_trusted(fd)
-            image, digest = read_open(fd, record.nbytes)
+            image, digest = read_fd(fd, record.nbytes)
     except OSError as error:
         raise CommitError(
-            f"{path} cannot be read: {error.strerror}. Mend that, or load another step "
-            "(trinity-sync ls shows them)."
+            f"{path} cannot be read: {error.strerror}. Repair that, or load another step "
+            "(trinity-sync ls lists them)."
         ) from error
     require_digest(path, record, digest)
     return image, trusted
 
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
-    """See that a file that was read has the digest of its record.
+    """Require that a file has the digest of its record.
+
+    Args:
+        path: path of the file, for the message.
+        record: record of the file.
+        found: digest that was computed.
 
     Raises:
-        CommitError: it has not.
+        CommitError: the digests differ.
     """
     if found != record.digest:
         raise CommitError(
             f"{path} is corrupted: its digest is {found}, the manifest says {record.digest}. "
-            "Restore the file from a copy, or load another step (trinity-sync ls shows them)."
+            "Restore the file from a copy, or load another step (trinity-sync ls lists them)."
         )

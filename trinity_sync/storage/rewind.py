@@ -1,24 +1,23 @@
-"""Make an earlier committed step the newest one again; nothing is deleted.
+"""Rewind: make an earlier committed step the newest step again; nothing is deleted.
 
 ::
 
     root/.trinity_sync/quarantine/20260102T030405Z/
-      global_step_50/                   as it was; rename it back to undo
+      global_step_50/                   unchanged; rename it back to undo
 
-What is newer than the step (a later number, or any step of a later run) is quarantined. The order
-is the promise; all of it happens under the commit lock and the lock of removal:
+Steps that are newer than the target (a later number, or any step of a later run) are quarantined,
+under the commit lock and the removal lock, in an order that keeps the root valid after a crash:
 
-1. A run record that resumed from the step. Dies everything now: what earlier runs have in flight
-   beyond the step is refused, and every step can still be loaded.
-2. The iteration files name the step. Now: who goes by them resumes from the step, who goes by
-   manifests (``coordinator.latest``) from the newest one.
-3. The newest step is renamed, both folders synced; then the next one. Now: the newest of those
-   that are left is what ``latest`` answers. With the last rename it is the step that was wanted.
+1. Write a run record that resumed from the target. After a crash here, saves of earlier runs beyond
+   the target are refused, and every step can still be loaded.
+2. Update the latest pointers to the target. After a crash here, readers of the pointers resume from
+   the target, and readers of manifests (``coordinator.latest``) from the newest step.
+3. Rename the newest step, sync both folders; then the next step. After a crash here, ``latest`` is
+   the newest of the steps that are left. After the last rename it is the target.
 
-So resuming finds a whole step at every instant, and a rewind that was broken off is finished by
-the same call again: it finds its own run record, and quarantines what is left. What is in
-quarantine stays until no policy keeps it (``TRINITY_SYNC_KEEP_QUARANTINE``), or somebody removes
-it.
+So a resume finds a valid step at every instant, and the same call finishes an interrupted rewind:
+it finds its own run record, and quarantines the steps that are left. Steps stay in quarantine until
+a policy removes them (``TRINITY_SYNC_KEEP_QUARANTINE``) or a user does.
 """
 
 import time
@@ -29,42 +28,40 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError, ManifestError, StepInUseError
 from trinity_sync.fs.atomic import replace_file, sync_folder
-from trinity_sync.fs.locks import one_change_at_a_time
-from trinity_sync.layout import (
-    ITERATION_FILES,
-    KINDS,
-    Kind,
-    step_folder,
-    steps_on_disk,
-)
-from trinity_sync.storage.discovery import committed_steps, require_committed
-from trinity_sync.storage.leases import list_leases, removal_lock
+from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.layout import ITERATION_FILES, KINDS, Kind, step_folder, steps_on_disk
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
+from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.pins import Pin, list_pins, unpin
 from trinity_sync.storage.quarantine import make_quarantine_folder
-from trinity_sync.storage.required_remote import required_remote_of
+from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.runs import open_run
 
 
 @dataclass(frozen=True)
 class RewindResult:
-    """What a rewind did."""
+    """Result of a rewind."""
 
     step: int
     run: int
-    """Number of the run record that begins at the step."""
+    """Number of the run record that resumes from the step."""
     quarantined: tuple[int, ...]
-    """Steps that are in quarantine now."""
+    """Steps that were quarantined."""
     folder: Path | None
-    """Where they lie now; None if there were none."""
+    """Folder that contains them; None if there were none."""
 
 
 def list_newer_steps(root: str | Path, step: int) -> list[int]:
-    """The steps that a rewind to ``step`` quarantines, in that order: the newest first.
+    """Return the steps that a rewind quarantines, in that order: the newest first.
+
+    Args:
+        root: the job's root.
+        step: target of the rewind.
 
     Raises:
-        CommitError: the step is not committed, or corrupted.
-        FormatError: another release has committed it, or a newer one.
+        CommitError: the target is not committed, or corrupted.
+        FormatError: another release has committed the target or a newer step.
     """
     target = require_committed(root, step)
     runs = {other: read_run_number(root, other) for other in steps_on_disk(root)}
@@ -82,46 +79,45 @@ def rewind(
     force: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> RewindResult:
-    """Make ``step`` the newest one; waits for a commit that is under way.
+    """Make ``step`` the newest step; wait for a commit in flight.
 
-    Stop the training first: if it still runs, it goes on, and its saves beyond the step are refused
+    Stop the training first: if it still runs, its saves beyond the step are refused
     (`SupersededError`).
 
     Args:
         root: the job's root.
-        step: a committed one.
-        force: quarantine pinned and tagged steps also; their pins and tags are removed.
+        step: a committed step.
+        force: also quarantine pinned and tagged steps, and remove their pins and tags.
         clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the steps of the root count in a store, where nothing can be quarantined.
-        CommitError: the step is not committed, or corrupted; nothing was changed.
+        ConfigError: the root requires a remote, in which nothing can be quarantined.
+        CommitError: the step is not committed, or corrupted, and nothing was changed; or this node
+            lost a lock to another node, and the same call finishes the rewind.
         StepInUseError: a newer step is leased, or pinned or tagged without ``force``; nothing was
             changed.
-        FormatError: another release has committed the step or a newer one, or has begun a run;
+        FormatError: another release has committed the step or a newer step, or has begun a run;
             nothing was changed.
-        CommitError: also if this node was cut off, and another one may have its locks; the same
-            call again finishes the rewind.
     """
     base = Path(root)
-    if store := required_remote_of(base):
+    if url := read_required_remote(base):
         raise ConfigError(
-            f"{root} cannot be rewound: its steps count in {store}, where newer ones would be "
-            f"found again. Let the training load step {step}, coordinator.load({step}): what it "
-            "commits then is the newest."
+            f"cannot rewind {root}: it requires the remote {url}, where newer steps would be found "
+            f"again. Load step {step} in the training, coordinator.load({step}): its next commit "
+            "is then the newest."
         )
     target = require_committed(base, step)  # before any lock file is made
-    with one_change_at_a_time(base) as changes, removal_lock(base) as removal:
+    with acquire_commit_lock(base) as changes, acquire_removal_lock(base) as removal:
         newer = list_newer_steps(base, step)
         pinned = _refuse_in_use(base, step, newer, force=force)
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
         for lock in (changes, removal):
             lock.require_ours()
-        _point_at(base, target, newer)
+        _update_latest_pointers(base, target, newer)
         folder = make_quarantine_folder(base, clock()) if newer else None
         for other in newer:
-            assert folder is not None  # there are newer ones
+            assert folder is not None  # there are newer steps
             for lock in (changes, removal):
                 lock.require_ours()
             step_folder(base, other).rename(step_folder(folder, other))
@@ -133,7 +129,7 @@ def rewind(
 
 
 def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
-    """The pins and tags of the newer steps, if nothing forbids to quarantine them."""
+    """Return the pins and tags of the newer steps, if they may be quarantined."""
     readers: dict[int, list[str]] = {}
     for lease in list_leases(root):
         if lease.step in newer:
@@ -141,7 +137,7 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
     if readers:
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are being read "
-            f"({_in_words(readers)}). Let the readers end, or their leases, and repeat.",
+            f"({_in_words(readers)}). Wait for the readers or the end of their leases, and retry.",
             holders=readers,
         )
     pinned = [pin for pin in list_pins(root) if pin.step in newer]
@@ -151,8 +147,8 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
             kept.setdefault(pin.step, []).append(pin.why)
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
-            f"({_in_words(kept)}). Unpin or untag them, or pass --force, which quarantines them "
-            "and removes pins and tags.",
+            f"({_in_words(kept)}). Unpin or untag them, or pass --force to quarantine them and "
+            "remove their pins and tags.",
             holders=kept,
         )
     return pinned
@@ -162,10 +158,10 @@ def _in_words(holders: dict[int, list[str]]) -> str:
     return "; ".join(f"step {step}: {', '.join(names)}" for step, names in holders.items())
 
 
-def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:
-    """Have each iteration file name the newest of what stays that serves as its kind."""
+def _update_latest_pointers(root: Path, target: Manifest, newer: list[int]) -> None:
+    """Update each latest pointer to the newest remaining step that serves as its kind."""
     for kind in KINDS:
-        wanted = target.step if kind in target.kinds else _newest_kept(root, kind, newer)
+        wanted = target.step if kind in target.kinds else _find_newest_kept(root, kind, newer)
         path = root / ITERATION_FILES[kind]
         if wanted is not None:
             replace_file(path, str(wanted))
@@ -174,6 +170,6 @@ def _point_at(root: Path, target: Manifest, newer: list[int]) -> None:
             sync_folder(root)
 
 
-def _newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
-    kept = [m for m in committed_steps(root) if m.step not in newer and kind in m.kinds]
+def _find_newest_kept(root: Path, kind: Kind, newer: list[int]) -> int | None:
+    kept = [m for m in iter_committed_steps(root) if m.step not in newer and kind in m.kinds]
     return max(((m.run, m.step) for m in kept), default=(0, None))[1]

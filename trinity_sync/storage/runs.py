@@ -1,11 +1,10 @@
-"""The runs of a job: a resume is a new one, and what it superseded must not come back.
+"""Runs of a job: each start is a run, which may supersede steps of earlier runs.
 
-A run is a small file ``root/.trinity_sync/runs/{number}.json``, made once with all that it says,
-but for the step that it resumes from where a process with nothing to load came first. A run that
-resumed from step M supersedes whatever earlier runs had submitted beyond M and not yet committed:
-such a save is refused, or explorers would receive weights that training has left. A rewind is a
-run, too: it annuls the runs between the one whose commit it goes back to and itself, and with them
-what those had superseded.
+A run is a small file ``root/.trinity_sync/runs/{number}.json``. It is written once, except for the
+step that it resumes from if a process that loads nothing wrote it first. A run that resumed from
+step M supersedes all saves of earlier runs beyond M that are not committed yet: they are refused,
+otherwise explorers would receive weights of an abandoned branch. A rewind is also a run: it annuls
+the runs between itself and the run whose commit it goes back to, and what those had superseded.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,20 +24,27 @@ class Run(Record, format=ROOT_FORMAT):
 
     number: Count
     key: str
-    """Same in all processes of the run, different in every other run of the job."""
+    """Equal in all processes of the run, different in every other run of the job."""
     resumed_from: Count
     """Step that the run started from; 0 for a fresh start."""
     resumed_run: Count = 0
-    """Run whose commit of that step it is, where a rewind says so: nothing of the runs between the
-    two counts any more, whatever its step."""
+    """Run whose commit of that step a rewind goes back to; 0 for other runs. A rewind annuls all
+    runs between the two."""
 
 
 def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0) -> Run:
-    """Join the newest run if it has this ``key``, else begin the next one."""
+    """Return the newest run if it has this key, otherwise begin the next run.
+
+    Args:
+        root: the job's root.
+        key: key of the run.
+        resumed_from: step that the run starts from; 0 for a fresh start.
+        resumed_run: run whose commit of that step a rewind goes back to; 0 for other runs.
+    """
     folder = _folder(root)
     make_folder(folder)
     while True:
-        newest = newest_run(root)
+        newest = find_newest_run(root)
         if newest and newest.key == key:
             return newest
         run = Run(newest.number + 1 if newest else 1, key, resumed_from, resumed_run)
@@ -47,9 +53,14 @@ def open_run(root: str | Path, key: str, resumed_from: int, resumed_run: int = 0
 
 
 def record_resume(root: str | Path, run: Run, step: int) -> Run:
-    """Write down the step that a run resumes from, where a process with nothing to load opened it.
+    """Record the step that a run resumes from, if a process that loads nothing opened the run.
 
-    Otherwise it would pass for one that loads nothing, and all steps before it for superseded.
+    Otherwise the run would count as a fresh start, and all earlier steps as superseded.
+
+    Args:
+        root: the job's root.
+        run: the run.
+        step: step that it resumes from.
     """
     resumed = replace(run, resumed_from=step)
     replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
@@ -57,36 +68,41 @@ def record_resume(root: str | Path, run: Run, step: int) -> Run:
 
 
 def list_runs(root: str | Path) -> list[Run]:
-    """Every run of the job, in no order.
+    """Return all runs of the job, unordered.
 
     Raises:
         CommitError: the file of a run is torn.
-        FormatError: another release has begun a run, so nobody can tell what it leaves behind.
+        FormatError: another release has begun a run, so what it supersedes is unknown.
     """
     paths = list_uncached(_folder(root), "[0-9]*.json")
     return [_read(path) for path in paths if parse_number(path.stem) is not None]
 
 
 def add_run(root: str | Path, run: Run) -> None:
-    """Write down a run that wrote elsewhere, so that runs begun here get later numbers."""
-    newest = newest_run(root)
+    """Record a run of another root, so that runs here get later numbers.
+
+    Args:
+        root: the job's root.
+        run: the run.
+    """
+    newest = find_newest_run(root)
     if newest is None or newest.number < run.number:
         make_folder(_folder(root))
         create_file(_folder(root) / f"{run.number}.json", encode_record(run))
 
 
-def newest_run(root: str | Path) -> Run | None:
-    """The run that began last, or None."""
+def find_newest_run(root: str | Path) -> Run | None:
+    """Return the run with the highest number, or None."""
     runs = list_runs(root)
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def fresh_start_time(root: str | Path, number: int) -> float | None:
-    """Return when a run began, in seconds since the epoch, if it began at step 0; else None.
+def read_fresh_start_time(root: str | Path, number: int) -> float | None:
+    """Return when a run began, in seconds since the epoch, if it began at step 0; otherwise None.
 
     Args:
         root: the job's root.
-        number: of the run.
+        number: number of the run.
     """
     path = _folder(root) / f"{number}.json"
     if not path.exists():
@@ -96,13 +112,13 @@ def fresh_start_time(root: str | Path, number: int) -> float | None:
 
 
 def run_began_after(root: str | Path, number: int, path: Path, *, behind_s: float = 0.0) -> bool:
-    """Whether a run began after a file was written, by the clock of the root's file system.
+    """Return whether a run began after a file was written, by the clock of the root's file system.
 
     Args:
-        root: of the job.
-        number: of the run.
-        path: of the file.
-        behind_s: seconds by which the clock that gave the file its time is behind.
+        root: the job's root.
+        number: number of the run.
+        path: path of the file.
+        behind_s: seconds by which the clock of the file's mtime is behind.
     """
     try:
         written_at = path.stat().st_mtime + behind_s
@@ -113,21 +129,21 @@ def run_began_after(root: str | Path, number: int, path: Path, *, behind_s: floa
 
 @dataclass(frozen=True)
 class Lineage:
-    """The runs that the newest run of a job goes on from, down to the one that loaded nothing."""
+    """The newest run of a job and the runs that it continues, down to a fresh start."""
 
     runs: frozenset[int]
 
     def supersedes(self, run: int) -> int:
-        """The first of these runs if the steps of an earlier ``run`` are not part of it; else 0."""
+        """Return the first of these runs if they supersede an earlier ``run``, otherwise 0."""
         return min(self.runs) if self.runs and run not in self.runs and run < max(self.runs) else 0
 
 
 def build_lineage(runs: Iterable[Run], run_of_step: Callable[[int], int]) -> Lineage:
-    """The `Lineage` of a job.
+    """Return the `Lineage` of a job.
 
     Args:
-        runs: all that are written down.
-        run_of_step: run whose commit of a step is there, 0 if there is none.
+        runs: all recorded runs.
+        run_of_step: returns the run that committed a step; 0 if there is none.
     """
     by_number = {run.number: run for run in runs}
     found, number = set[int](), max(by_number, default=0)
@@ -146,9 +162,9 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
 
     Args:
         root: the job's root.
-        run: number of the run that wants to commit.
-        run_key: its key; empty where only the number is known.
-        step: step that it wants to commit.
+        run: number of the run that commits.
+        run_key: key of that run; empty if only the number is known.
+        step: step number.
 
     Raises:
         SupersededError: a later run resumed from before ``step``, or the root was recreated.
@@ -158,23 +174,23 @@ def refuse_superseded(root: str | Path, run: int, run_key: str, step: int) -> No
     if run_key and (run, run_key) not in {(each.number, each.key) for each in runs}:
         raise SupersededError(
             f"step {step} of run {run} in {root} is superseded: the root was removed and "
-            "recreated since it was submitted. Nothing is to be done."
+            "recreated since it was submitted. No action is needed."
         )
     if later := find_superseding_run(runs, run, step):
         raise SupersededError(
             f"step {step} of run {run} in {root} is superseded: run {later.number} resumed from "
             f"step {later.resumed_from}. If that was a mistake, end that run and start this one "
-            "again; otherwise nothing is to be done."
+            "again; otherwise no action is needed."
         )
 
 
 def find_superseding_run(runs: Iterable[Run], run: int, step: int) -> Run | None:
-    """Return the later run of a job that superseded a step, or None.
+    """Return the later run that superseded a step, or None.
 
     Args:
-        runs: all of the job.
-        run: that committed or submitted the step.
-        step: which one.
+        runs: all runs of the job.
+        run: number of the run that committed or submitted the step.
+        step: step number.
     """
     counting: list[Run] = []
     for later in sorted(runs, key=lambda each: each.number, reverse=True):

@@ -15,58 +15,68 @@ from trinity_sync.storage.manifest import FileRecord
 
 @dataclass(frozen=True)
 class Written:
-    """A file that waits under a temporary name for the commit."""
+    """A file that is written under a temporary name, for the commit to rename."""
 
     record: FileRecord
     temporary: str
     """Absolute path; empty for a file that an earlier commit of the step contains already."""
     identity: tuple[int, int]
-    """Inode and time of the last write in ns: tells the file from another one of its name."""
+    """Inode and mtime in ns: tell the file from another file of the same name."""
     components: tuple[str, ...]
-    """All that the rank hands over in this save."""
+    """All components that the rank submits in this save."""
     seconds: float
     export: Export = ""
     node: str = ""
-    """Where it was written."""
+    """Name of the node that wrote it."""
     sealed_s: float = 0.0
-    """When its submission was sealed, by its node's monotonic clock; 0 for what came with another
-    save of the step."""
+    """Time at which its submission was sealed, in seconds of the node's monotonic clock; 0 for a
+    file of another save of the step."""
 
 
 class Persisted:
-    """What one task has made of a save, for its commit.
+    """Files and statuses that one persist task passes to the commit task.
 
-    No dataclass: Prefect walks through those, value by value, wherever they are handed on.
+    Not a dataclass, because Prefect walks through dataclasses value by value in task arguments.
     """
 
-    def __init__(self, written: Sequence[Written], receipts: Sequence[CallableStatus] = ()) -> None:
+    def __init__(self, written: Sequence[Written], statuses: Sequence[CallableStatus] = ()) -> None:
         self.written = tuple(written)
-        self.receipts = tuple(receipts)
+        self.statuses = tuple(statuses)
 
 
 def discard(written: Iterable[Written]) -> None:
-    """Remove what waits under temporary names for a commit that does not come."""
+    """Remove files that were written for a commit that does not happen."""
     for file in written:
         if file.temporary:
             Path(file.temporary).unlink(missing_ok=True)
 
 
 def remove_files(paths: Iterable[Path]) -> None:
-    """Remove temporary files as far as the file system lets us; what stays, ``reconcile`` finds."""
+    """Remove temporary files where possible; ``reconcile`` finds the others."""
     for path in paths:
         with suppress(OSError):
             path.unlink()
 
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
-    """Note beside the images of a save that it failed, so that they give way first."""
+    """Mark the images of a save as failed, so that they are evicted first.
+
+    Args:
+        spool: spool of the job on this node.
+        save: the failed save.
+        reason: why it failed, for logs.
+    """
     for sealed in spool.of_step(save.run, save.step)[0]:
         if save.owns(sealed.ticket):
             mark_image_failed(sealed, reason)
 
 
 def mark_image_failed(sealed: SealedImage, reason: str) -> None:
-    """Note beside one image why it is not saved, unless its slot holds another one by now.
+    """Record why an image is not saved, unless its slot holds another image by now.
+
+    Args:
+        sealed: the image.
+        reason: why it is not saved, for logs.
 
     Raises:
         LockTimeoutError: the trainer that fills the slot hangs.

@@ -1,9 +1,9 @@
-"""Verify by loading: load the newest checkpoint as a restart would, and measure how long it takes.
+"""Verification by loading: load the newest checkpoint as a restart would, and measure the time.
 
-All shards of all ranks are read, their digests compared, and unpickled, one after the other on
+All shards of all ranks are read, compared with their digests and unpickled, one after the other on
 one node; a restart, in which each rank reads its own, takes a fraction of the time. Other files,
-such as those of save functions, which only their loader understands, are digested; exported weights
-are not, since a restart reads none. Apart from `verify`, which needs no torch.
+such as those of callable saves, which only their loader understands, are digested; exported weights
+are not, because a restart does not read them. It is separate from `verify`, which needs no torch.
 """
 
 import os
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ImageError
-from trinity_sync.fs.direct_io import digest_file, opened, read_open
+from trinity_sync.fs.direct_io import digest_file, open_direct, read_fd
 from trinity_sync.layout import FOLDERS, MANIFEST, step_folder
 from trinity_sync.snapshot.deserialize import load_image
 from trinity_sync.snapshot.safe_load import is_trusted
-from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import LONG_LEASE_S, acquire_lease
 from trinity_sync.storage.restore import load_shards, require_digest
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded."""
+    """Result of loading a checkpoint."""
 
     root: str
     step: int
@@ -33,28 +33,27 @@ class LoadedCheckpoint:
     nbytes: int
     seconds: float
     checked: bool
-    """Whether digests were compared; a checkpoint without a manifest has none."""
+    """Whether digests were compared; without a manifest there are none."""
 
 
 def load_newest(
     root: str | Path, *, clock: Callable[[], float] = time.perf_counter
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint of a job, from disk; None if it has none yet.
+    """Load the newest checkpoint of a job, from disk; return None if the job has none yet.
 
     Files are unpickled as a restart would do it, see ``snapshot.safe_load``.
 
     Args:
         root: the job's root.
-        clock: seconds.
+        clock: monotonic seconds.
 
     Raises:
-        CommitError: it cannot be loaded or holds nothing, or there are checkpoints and none is
-            valid.
+        CommitError: the checkpoint cannot be loaded or is empty, or no checkpoint is valid.
     """
     root = Path(root)
-    manifest = newest(root)
+    manifest = find_newest(root)
     if manifest is None:
-        return _without_manifest(root, clock)
+        return _load_without_manifest(root, clock)
     paths = [record.path for record in manifest.files if record.path.endswith(".pt")]
     others = [
         record
@@ -62,7 +61,7 @@ def load_newest(
         if record.path not in paths and record.component in ("", *FOLDERS)
     ]
     if not paths and not others:
-        raise _nothing_in(step_folder(root, manifest.step))
+        raise _make_empty_error(step_folder(root, manifest.step))
     with acquire_lease(root, manifest.step, "verify --load", ttl_s=LONG_LEASE_S):
         start = clock()
         nbytes = 0
@@ -78,34 +77,34 @@ def load_newest(
         except Exception as error:  # whatever a pickle may raise
             raise CommitError(
                 f"step {manifest.step} in {root} cannot be loaded: {error!r}. Resume from another "
-                "step (trinity-sync ls shows them)."
+                "step (trinity-sync ls lists them)."
             ) from error
         seconds = clock() - start
     files = len(paths) + len(others)
     return LoadedCheckpoint(str(root), manifest.step, files, nbytes, seconds, checked=True)
 
 
-def _without_manifest(root: Path, clock: Callable[[], float]) -> LoadedCheckpoint | None:
-    """A checkpoint of veRL's own, which its iteration file names."""
-    step = read_iteration(root, "checkpoint")
+def _load_without_manifest(root: Path, clock: Callable[[], float]) -> LoadedCheckpoint | None:
+    """Load a checkpoint that veRL saved itself, which its latest pointer names."""
+    step = read_latest_pointer(root, "checkpoint")
     if step is None:
         return None
     folder = step_folder(root, step)
     if (folder / MANIFEST).exists() or not folder.is_dir():
         raise CommitError(
-            f"{root} has checkpoints, and none can be loaded: the iteration file names step "
+            f"{root} has checkpoints, and none can be loaded: the latest pointer names step "
             f"{step}. Run: trinity-sync ls {root}"
         )
     paths = sorted(folder.rglob("*.pt"))
     if not paths:
-        raise _nothing_in(folder)
+        raise _make_empty_error(folder)
     start = clock()
     nbytes = 0
     for path in paths:
         try:
-            with opened(path) as fd:
+            with open_direct(path) as fd:
                 trusted = is_trusted(fd)
-                image, _ = read_open(fd, os.fstat(fd).st_size)
+                image, _ = read_fd(fd, os.fstat(fd).st_size)
             load_image(image, path, trusted=trusted)
         except CommitError:
             raise
@@ -115,8 +114,8 @@ def _without_manifest(root: Path, clock: Callable[[], float]) -> LoadedCheckpoin
     return LoadedCheckpoint(str(root), step, len(paths), nbytes, clock() - start, checked=False)
 
 
-def _nothing_in(folder: Path) -> CommitError:
+def _make_empty_error(folder: Path) -> CommitError:
     return CommitError(
-        f"{folder} is the newest checkpoint, and holds nothing that could be loaded. See what its "
-        "saves write."
+        f"{folder} is the newest checkpoint, and contains nothing that can be loaded. Check what "
+        "its saves write."
     )

@@ -1,17 +1,16 @@
-"""Whose turn it is to write a shard, where not all may write at once (Trinity's save strategies).
+"""Write permits: which shards may be written at the same time (Trinity's save strategies).
 
-A turn is a lock of the kernel on an empty file. It ends with the process that has it, however that
-dies, and with the block, whatever the file system raised there: a save that failed can never keep
-later ones waiting. It needs no server, so saves go on while one is away. It is not for the order:
-whoever the kernel wakes first writes first.
+A permit is a kernel lock on an empty file. It ends with the block or with the process, so a failed
+save never blocks later ones, and no server is needed. Writers are not ordered: the kernel decides
+which of them acquires a free permit.
 
 ::
 
-    root/.trinity_sync/writing.lock       single_thread: one shard of the job, on whatever node
-    spool/writing.lock                    single_node: one on this node, of any job of this user
-    spool/{job}/writing.rank{R}.lock      single_process: one of each rank, which is one process
+    root/.trinity_sync/writing.lock       single_thread: one shard of the job, on any node
+    spool/writing.lock                    single_node: one shard on this node, of any job of a user
+    spool/{job}/writing.rank{R}.lock      single_process: one shard of each rank
 
-The first needs a shared file system that carries locks from node to node, as commits do.
+The first needs a shared file system whose locks reach other nodes, as commits do.
 """
 
 import math
@@ -27,13 +26,13 @@ from trinity_sync.snapshot.ticket import Ticket
 
 @contextmanager
 def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
-    """Wait until the strategy of an image's save lets it be written; others wait for the block.
+    """Hold the write permit of an image within the block; wait for it without a limit.
 
-    However many write first, it waits; every now and then a warning says for which process.
+    A warning names the process that holds it from time to time.
 
     Args:
-        spool: of the job on this node.
-        ticket: of the image.
+        spool: spool of the job on this node.
+        ticket: ticket of the image.
     """
     path = write_permit_path(spool, ticket)
     if path is None:
@@ -44,7 +43,12 @@ def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
 
 
 def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:
-    """The file whose lock lets an image be written; None where it may be written at once."""
+    """Return the path of the lock file of an image's write permit; None if it needs no permit.
+
+    Args:
+        spool: spool of the job on this node.
+        ticket: ticket of the image.
+    """
     name = "writing.lock"
     match ticket.strategy:
         case "single_thread":

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.fs.atomic import revalidate_folder
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import Run
 from trinity_sync.weights.committed import find_committed_version, find_newest_version
 from trinity_sync.weights.version import Version
@@ -46,7 +46,7 @@ class CommitNotification:
 
     def __init__(self, root: str | Path, role: str) -> None:
         self._root, self._role = Path(root), role
-        self._is_shared = mount_of(root).shared
+        self._is_shared = find_mount(root).shared
         self.poll_s = SHARED_POLL_S if self._is_shared else POLL_S
         """Seconds between two polls of a process that waits."""
         self._pointer = self._root / ITERATION_FILES["state_dict"]
@@ -61,7 +61,7 @@ class CommitNotification:
         if pointer != known:
             step = None
             with suppress(OSError):
-                step = read_iteration(self._root, "state_dict")
+                step = read_latest_pointer(self._root, "state_dict")
             self._pointed = pointer, step
         if step is None:
             return pointer, None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError, FormatError, SupersededError
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.discovery import committed_steps, require_committed
+from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.weights.version import Version
@@ -26,7 +26,9 @@ def iter_committed_weights(root: str | Path, role: str) -> Iterator[Manifest]:
         root: the job's root.
         role: role of the weights.
     """
-    found = [m for m in committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)]
+    found = [
+        m for m in iter_committed_steps(root) if "state_dict" in m.kinds and _has_model(m, role)
+    ]
     for manifest in sorted(found, key=lambda m: (m.run, m.step), reverse=True):
         try:
             refuse_superseded(root, manifest.run, "", manifest.step)

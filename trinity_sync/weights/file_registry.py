@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.fs.clock import file_time
-from trinity_sync.fs.mounts import mount_of
+from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
@@ -216,6 +216,8 @@ class FileRegistry:
     def _is_of_older_root(self, slot: Path, run: int) -> bool:
         """Return whether the root was recreated since, so that its run only has the same number."""
         if self._behind_s is None:
-            is_shared = mount_of(self._root).shared  # its server has a clock of its own
-            self._behind_s = file_time(self._root) - time.time() + 1.0 if is_shared else 0.0
+            is_shared = find_mount(self._root).shared  # its server has a clock of its own
+            self._behind_s = (
+                read_file_system_time(self._root) - time.time() + 1.0 if is_shared else 0.0
+            )
         return run_began_after(self._root, run, version_tag_path(slot), behind_s=self._behind_s)

@@ -21,7 +21,7 @@ import numpy as np
 
 from trinity_sync.snapshot.slot_lock import lock_slot
 from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
-from trinity_sync.storage.persist import yield_to_others
+from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.weights.delta import Array, encode_delta
 from trinity_sync.weights.rounding import Spans
 from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableError
@@ -172,7 +172,7 @@ def compute_delta(
     except (FileNotFoundError, ValueError) as error:
         raise VersionUnavailableError(f"an image was removed with its trainer: {error}") from error
     names = name_delta_images(base, version, rank, spans)
-    with ThreadPoolExecutor(THREADS, "delta", partial(yield_to_others, nice)) as pool:
+    with ThreadPoolExecutor(THREADS, "delta", partial(lower_thread_priority, nice)) as pool:
         delta = encode_delta(before, after, **names, spans=spans, map_pieces=map_pieces)
     require_both()
     return delta

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
-from trinity_sync.fs.process import process_home, process_lives, process_name
+from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import R, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
@@ -31,14 +31,14 @@ class Address(Record, format=ROOT_FORMAT):
     namespace: str
     """Its Ray namespace."""
     host: str
-    """Host or container, as `process_home` names it."""
+    """Host or container, as `read_process_namespace` names it."""
     process: str
-    """pid and start time, as `process_name` returns them."""
+    """pid and start time, as `read_process_identity` returns them."""
 
     @property
     def is_running(self) -> bool | None:
         """Whether its process runs; None on another host, or in another container."""
-        return process_lives(self.process) if self.host == process_home() else None
+        return is_process_alive(self.process) if self.host == read_process_namespace() else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def write_address(root: str | Path, name: str, namespace: str) -> None:
         name: name of the Ray actor.
         namespace: its Ray namespace.
     """
-    address = Address(name, namespace, process_home(), process_name(os.getpid()))
+    address = Address(name, namespace, read_process_namespace(), read_process_identity(os.getpid()))
     make_folder(address_path(root).parent)
     replace_file(address_path(root), encode_record(address), sync=False)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trinity_sync.errors import CommitError, WeightSyncError
-from trinity_sync.fs.direct_io import digest_of_bytes
+from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot_reader import SlotReader, view_read_only
 from trinity_sync.snapshot.version_tag import VersionTag
@@ -228,7 +228,7 @@ def _map_file(path: Path) -> memoryview:
 
 
 def _verify_digest(content: memoryview, path: Path, record: FileRecord) -> None:
-    if digest_of_bytes(content) != record.digest:
+    if digest_bytes(content) != record.digest:
         raise WeightSyncError(
             f"{path} is corrupted: its digest is not that of the manifest; restore the file from a "
             "copy, or remove the step"

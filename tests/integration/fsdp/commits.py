@@ -16,11 +16,11 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.formats.hf_export import run_export_request
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.callable_saves import await_callable_saves
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import list_export_requests
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.placement import await_node_shards
-from trinity_sync.storage.receipts import await_receipts
 
 
 class CommitsHere(SaveTrigger):
@@ -108,7 +108,7 @@ def _save_step(request: SaveRequest) -> None:
     parts = [persist_component(request, component, share) for component in request.components]
     written = [file for part in parts for file in part.written]
     write_export_requests(save, written)
-    commit(save, written, await_receipts(spool, save))
+    commit(save, written, await_callable_saves(spool, save))
     free_committed_slots(spool, save, written)
     for request in list_export_requests(save.root, step=save.step):
         run_export_request(save.root, request)

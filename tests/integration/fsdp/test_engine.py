@@ -31,7 +31,7 @@ from trinity_sync import (
 )
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot_lock import lock_slot
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.weights.file_registry import FileRegistry
 
@@ -96,8 +96,8 @@ def test_fsdp_save_state_dict_commits_the_weights_of_the_call(
 
     saved = merged(folder)
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
-    assert read_iteration(coordinator.root, "state_dict") == 7
-    assert read_iteration(coordinator.root, "checkpoint") is None
+    assert read_latest_pointer(coordinator.root, "state_dict") == 7
+    assert read_latest_pointer(coordinator.root, "checkpoint") is None
 
 
 def test_a_sync_brings_the_files_that_the_merger_needs(

@@ -20,8 +20,8 @@ from trinity_sync import (
     Settings,
 )
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.storage.discovery import newest
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 MakeManager = Callable[..., FSDPCheckpointManager]
@@ -80,7 +80,7 @@ def test_the_first_state_dict_before_any_save_only_announces_its_version(
     assert manager.announced_version == 0
     assert manager.save_state_dict(path(root, 1), 1) is not None
     manager.wait_on_save_thread()
-    assert read_iteration(root, "state_dict") == 1
+    assert read_latest_pointer(root, "state_dict") == 1
     assert read_manifest(root, 0) is None
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_serves_as_the_sync_of_its_step(new_run: MakeManager, root:
     manager.save_checkpoint(path(root, 2), 2)
     assert manager.save_state_dict(path(root, 2), 2) is None
     manager.wait_on_save_thread()
-    assert read_iteration(root, "state_dict") == read_iteration(root, "checkpoint") == 2
+    assert read_latest_pointer(root, "state_dict") == read_latest_pointer(root, "checkpoint") == 2
 
 
 def test_a_checkpoint_after_the_sync_of_its_step_stages_no_second_model(
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_the_model_alone_is_made_though_the_sync_of_its_step_has
     assert manager.save_checkpoint(path(root, 3), 3) is not None
     assert manager.save_checkpoint(path(root, 3), 3) is None
     manager.wait_on_save_thread()
-    assert read_iteration(root, "checkpoint") == read_iteration(root, "state_dict") == 3
+    assert read_latest_pointer(root, "checkpoint") == read_latest_pointer(root, "state_dict") == 3
 
 
 def test_contents_decide_what_is_saved(new_run: MakeManager, root: Path) -> None:
@@ -155,7 +155,7 @@ def test_older_checkpoints_are_removed_once_a_newer_one_is_committed(
     assert steps_on_disk(root) == [1, 2]
     manager.save_checkpoint(path(root, 3), 3, max_ckpt_to_keep=1)
     until(lambda: steps_on_disk(root) == [3], "the removal of older steps")
-    assert newest(root).step == 3
+    assert find_newest(root).step == 3
     assert manager.previous_saved_paths == [path(root, step) for step in (1, 2, 3)]
     assert manager.max_ckpt_to_keep == 1
 

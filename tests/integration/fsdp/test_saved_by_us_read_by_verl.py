@@ -161,7 +161,7 @@ def test_verls_merger_restores_the_model_bit_for_bit(saved: Saved, tmp_path: Pat
 
 def test_a_model_that_was_saved_as_hf_is_the_model_of_its_step(saved: Saved) -> None:
     manifest = require_committed(saved.exported.parents[2], EXPORTED_STEP)
-    assert manifest.file("actor/huggingface/model.safetensors")
+    assert manifest.find_file("actor/huggingface/model.safetensors")
     exported = load_file(saved.exported / "model.safetensors")
     trained = merged(saved.exported.parent)
     assert exported.keys() == trained.keys()

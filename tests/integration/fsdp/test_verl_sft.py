@@ -28,7 +28,7 @@ from trinity_sync.integrations.verl.sft import (
     wrap_save_checkpoint,
 )
 from trinity_sync.layout import step_folder
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 
 
@@ -101,10 +101,10 @@ def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
     with start(trigger=trigger) as handler:
         train_to(handler, 3)
         assert (step_folder(root, 3) / "data_0.pt").exists()
-        assert read_iteration(root, "checkpoint") is None
+        assert read_latest_pointer(root, "checkpoint") is None
         trigger.go.set()
         end()
-        assert read_iteration(root, "checkpoint") == 3
+        assert read_latest_pointer(root, "checkpoint") == 3
 
 
 def test_the_trainer_ends_with_the_failure_of_a_save(start: Start) -> None:
@@ -150,7 +150,7 @@ def test_a_training_that_verl_began_alone_goes_on_with_us(
         train_to(handler, 4)
         end()
     assert list_runs(root)[-1].resumed_from == 2
-    assert read_iteration(root, "checkpoint") == 4
+    assert read_latest_pointer(root, "checkpoint") == 4
 
 
 def test_verl_alone_goes_on_once_the_files_are_where_it_looks(

@@ -31,7 +31,7 @@ from trinity_sync.integrations.verl.driver import (
 )
 from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 DEFAULTS = Path(verl_config.__file__).parent / "_generated_ppo_trainer.yaml"
 
@@ -181,10 +181,10 @@ def test_the_iteration_file_is_left_to_the_commit(start: Start, root: Path, kind
     trainer = start(kind, trigger)
     train_to(trainer, 1)
     assert (step_folder(root, 1) / "data.pt").exists()
-    assert read_iteration(root, "checkpoint") is None
+    assert read_latest_pointer(root, "checkpoint") is None
     trigger.go.set()
     wait(trainer)
-    assert read_iteration(root, "checkpoint") == 1
+    assert read_latest_pointer(root, "checkpoint") == 1
 
 
 def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
@@ -235,7 +235,7 @@ def test_a_job_that_verl_began_goes_on_with_us_also_if_its_first_run_commits_not
         assert resumed.global_steps == 2
     train_to(resumed, 3)
     wait(resumed)
-    assert read_iteration(root, "checkpoint") == 3
+    assert read_latest_pointer(root, "checkpoint") == 3
 
 
 def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
@@ -285,7 +285,7 @@ def test_a_save_because_the_machine_goes_soon_waits_for_its_commit(
     trainer = start(RayPPOTrainer, trigger)
     threading.Timer(0.5, trigger.go.set).start()
     train_to(trainer, 1)
-    assert read_iteration(root, "checkpoint") == 1
+    assert read_latest_pointer(root, "checkpoint") == 1
 
 
 def test_a_callback_of_the_user_comes_after_the_hand_over(start: Start) -> None:

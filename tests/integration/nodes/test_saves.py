@@ -61,7 +61,7 @@ def test_a_node_that_writes_to_a_disk_of_its_own_fails_the_save_and_is_named(
     ):
         for rank, saves in enumerate(ranks):
             saves.save(4, {"model": state(rank)})
-        named = r"rank_1\.pt, which node alone wrote, is not in the root"
+        named = r"rank_1\.pt, which node alone wrote, is missing on the node of the commit"
         with pytest.raises(SaveFailedError, match=named):
             ranks[0].wait_all(120)
         with pytest.raises(SaveFailedError, match=named):

@@ -24,7 +24,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import refuse_url, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import is_foreign
-from trinity_sync.storage.latest_pointer import read_iteration
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 SETTLE_S = 60.0
 """Seconds for which a resume waits for what the run before handed over on its node."""
@@ -49,7 +49,9 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)
-        if newest is None or _was_saved_by_verl(Path(path), read_iteration(path, "checkpoint")):
+        if newest is None or _was_saved_by_verl(
+            Path(path), read_latest_pointer(path, "checkpoint")
+        ):
             return original(path, directory_format)
         return str(newest)
 

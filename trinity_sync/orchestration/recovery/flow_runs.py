@@ -35,7 +35,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed
 
-from trinity_sync.fs.process import process_lives
+from trinity_sync.fs.process import is_process_alive
 from trinity_sync.orchestration.prefect_queries import (
     UNDER_WAY,
     filter_pool,
@@ -83,7 +83,7 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
         return  # it changed between the two calls, so a process executes it
     owner = _find_owner(states)
     node, _, process = owner.partition("/")
-    if owner != here and (node != here.partition("/")[0] or process_lives(process)):
+    if owner != here and (node != here.partition("/")[0] or is_process_alive(process)):
         return
     why = "found no server when it ended" if owner == here else "died"
     if now.state.is_cancelling():

@@ -23,7 +23,7 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage, list_job_spools
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.late_images import resolve_late_image
-from trinity_sync.storage.manifest import Manifest, read_own_manifest
+from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
         saves[image.ticket.save].append(image)
     for save, images in saves.items():
         try:
-            manifest = read_own_manifest(save.root, save.run, save.step)
+            manifest = read_run_manifest(save.root, save.run, save.step)
         except FormatError as error:
             warn_once(str(error))
             continue
-        if manifest and manifest.holds(save.kind, save.roles):
+        if manifest and manifest.has_kind(save.kind, save.roles):
             _finish_commit(save, manifest, images, before)
         elif all(image.ticket.age_s(now) > grace_s and not image.failed for image in images):
             yield _make_request(save, images)

@@ -23,8 +23,8 @@ from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import differences, note_versions, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
-from trinity_sync.fs.clock import file_time
-from trinity_sync.fs.process import process_name
+from trinity_sync.fs.clock import read_file_system_time
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
@@ -97,7 +97,7 @@ def repair_known_roots(settings: Settings) -> list[Finding]:
 
 async def _recover_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
     """Recover the zombie runs of this node."""
-    here = f"{settings.node}/{process_name(os.getpid())}"
+    here = f"{settings.node}/{read_process_identity(os.getpid())}"
     found = []
     for run in await read_pool_runs(client, settings.work_pool, *UNDER_WAY):
         try:
@@ -108,7 +108,7 @@ async def _recover_runs(client: PrefectClient, settings: Settings) -> list[Findi
             continue
         if now and run.state and now.type not in UNDER_WAY:
             why = "its process is gone; it is retried" if now.is_scheduled() else now.name
-            found.append(Finding("Prefect", f"run {run.name}", "mended", str(why)))
+            found.append(Finding("Prefect", f"run {run.name}", "repaired", str(why)))
     return found
 
 
@@ -133,7 +133,7 @@ async def _request_runs(
             continue
         if run.state is None or run.state.is_scheduled():
             why = "its images wait in the spool; a run is requested"
-            found.append(Finding(request.root, request.run_name, "mended", why))
+            found.append(Finding(request.root, request.run_name, "repaired", why))
         elif run.state.is_final():
             why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
             found.append(Finding(request.root, request.run_name, "left", why))
@@ -176,7 +176,7 @@ def _repair_files(
                 what = f"export of {request.role} of step {request.step}"
                 yield Finding(str(root), what, "left", _explain_export(root, request))
         try:
-            before = (clock() if clock else file_time(root)) - grace_s
+            before = (clock() if clock else read_file_system_time(root)) - grace_s
             yield from remove_exports(root, before=before)
             yield from remove_temporaries(root, images=images, busy=steps, before=before)
         except OSError as error:
@@ -220,7 +220,7 @@ def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
             if missed:
                 rebuild(engine, root)
                 differences(engine, root, claims=False)  # raises what was not repaired
-                yield Finding(str(root), "catalog", "mended", f"it {'; '.join(missed)}")
+                yield Finding(str(root), "catalog", "repaired", f"it {'; '.join(missed)}")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))
 

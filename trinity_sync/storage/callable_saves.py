@@ -1,0 +1,99 @@
+"""Saves by a user's callable: wait for their status, and list the files that they wrote."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trinity_sync.errors import MissingShardsError, SaveError
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.layout import is_below
+from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses
+from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.manifest import FileRecord
+
+
+def await_callable_saves(
+    spool: JobSpool,
+    save: SaveId,
+    *,
+    at_least: int = 0,
+    gather_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[CallableStatus]:
+    """Wait until the callable saves of this node have ended, and return their statuses.
+
+    Args:
+        spool: spool of the job on this node.
+        save: the save.
+        at_least: number of callable saves to wait for.
+        gather_s: seconds to wait for so many to start.
+        clock: monotonic seconds.
+
+    Raises:
+        SaveError: a callable failed, or its process died.
+        MissingShardsError: fewer than ``at_least`` started within ``gather_s``.
+    """
+    deadline = clock() + gather_s
+    while True:
+        statuses = list(read_statuses(spool, save.run, save.step, save.kind))
+        for status in statuses:
+            if status.state == "failed":
+                raise SaveError(
+                    f"{save} is not committed: the callable save {status.name!r} of rank "
+                    f"{status.rank} failed: {status.error}"
+                )
+        if len(statuses) >= at_least and all(r.state == "finished" for r in statuses):
+            return statuses
+        if len(statuses) < at_least and clock() >= deadline:
+            raise MissingShardsError(
+                f"{save} is not committed: {at_least} callable saves were registered and "
+                f"{len(statuses)} started within {gather_s:g} s"
+            )
+        time.sleep(0.02)
+
+
+def sync_callable_files(save: SaveId, statuses: Sequence[CallableStatus]) -> None:
+    """Sync the files that callables wrote on this node, which may still be in its page cache.
+
+    Args:
+        save: the save.
+        statuses: statuses of its callables on this node.
+    """
+    for name in {name for status in statuses for name in status.files}:
+        with suppress(FileNotFoundError), (save.folder / name).open("rb") as file:
+            os.fsync(file.fileno())  # the commit reports files that are missing
+
+
+def list_callable_files(
+    save: SaveId, statuses: Sequence[CallableStatus], named: set[str]
+) -> Iterator[FileRecord]:
+    """Yield records of the files that callables wrote, digested and synced.
+
+    Args:
+        save: the save.
+        statuses: statuses of its callables on all nodes.
+        named: files to leave out. The list of a callable has every file that changed while it ran,
+            including shards of a sync that was committed meanwhile.
+
+    Raises:
+        SaveError: a file is missing, or outside of the step's folder.
+    """
+    for name in sorted({name for status in statuses for name in status.files} - named):
+        path = save.folder / name
+        if not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve()):
+            raise SaveError(f"{save}: {path} of a callable save is outside of the step's folder")
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            digest = digest_cached_file(path)
+            nbytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise SaveError(
+                f"{save}: {path} of a callable save is missing on the node of the commit. Check "
+                "whether something removed it, or the root is another disk on the node where the "
+                "callable ran."
+            ) from error
+        yield FileRecord(path=name, nbytes=nbytes, digest=digest, role=Path(name).parts[0])
