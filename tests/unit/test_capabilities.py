@@ -72,7 +72,7 @@ def test_a_root_that_cannot_be_written_is_refused_with_its_file_system() -> None
 
 def test_a_full_disk_is_refused_with_the_way_out(small_disk: Path) -> None:
     (small_disk / "all of it").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
-    with pytest.raises(RootError, match=r"cannot be written: No space left .* Make room there"):
+    with pytest.raises(RootError, match=r"cannot be written: No space left .* Free space there"):
         require_capabilities(small_disk)
 
 

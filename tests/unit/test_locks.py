@@ -147,7 +147,7 @@ def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_p
         if (child := os.fork()) == 0:
             try:
                 with pytest.raises(CommitError, match="belongs to the process that forked this"):
-                    held.require_ours()
+                    held.require_held()
                 block.close()
             finally:
                 os._exit(0)
@@ -159,8 +159,8 @@ def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_p
 TAKE = {
     "a lock file": "held.enter_context(file_lock(path))",
     "a slot that is filled": "slot = Slot(path); slot.image(9); assert slot.try_lock()",
-    "a slot that is read": "content = held.enter_context(locked(path))",
-    "an image that is restored": "content = map_fd(held.enter_context(slot_lock.held(path)), 9)",
+    "a slot that is read": "content = held.enter_context(lock_slot(path))",
+    "an image that is restored": "fd = held.enter_context(hold_slot(path)); image = map_fd(fd, 9)",
 }
 
 
@@ -177,8 +177,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         import os, signal, subprocess, sys
         from contextlib import ExitStack
         from pathlib import Path
-        from trinity_sync.snapshot import slot_lock
-        from trinity_sync.snapshot.slot_lock import lock_slot
+        from trinity_sync.snapshot.slot_lock import hold_slot, lock_slot
         from trinity_sync.snapshot.slot import Slot
         from trinity_sync.fs.locks import file_lock
         from trinity_sync.fs.direct_io import map_fd
@@ -231,7 +230,7 @@ def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> No
 def test_who_waits_too_long_is_told_who_has_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(locks, "SAY_S", 0.0)
+    monkeypatch.setattr(locks, "WARN_S", 0.0)
     path = tmp_path / "lock"
     with running(HOLD, path) as holder:
         with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0.05):
@@ -255,7 +254,7 @@ def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_
     limit_s: float,
     warnings: int,
 ) -> None:
-    monkeypatch.setattr(locks, "SAY_S", 0.0)
+    monkeypatch.setattr(locks, "WARN_S", 0.0)
     attempts = iter([False, True])
     with file_lock(tmp_path / "lock"):
         waiting = LockFile(tmp_path / "lock", os.O_RDONLY)
@@ -317,16 +316,16 @@ def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Pat
     if "unshare" in done.stderr:
         pytest.skip("a process may have no PID namespace of its own here")
     assert done.stdout == (
-        "a process that cannot be seen from here; the last to note itself in the file is process 7 "
+        "a process that is not visible on this node; the last holder in the file is process 7 "
         "(python train.py) on node other\n"
     )
 
 
-def test_on_a_shared_file_system_the_holder_notes_itself(tmp_path: Path) -> None:
+def test_on_a_shared_file_system_the_holder_writes_its_description(tmp_path: Path) -> None:
     with restricted(tmp_path) as mount, file_lock(mount / "lock") as held:
         for _ in range(2):
             assert (mount / "lock").read_text().startswith(f"process {os.getpid()} (")
-            held.require_ours()
+            held.require_held()
 
 
 def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
                 f"step {step} in {root} was replaced or removed while it was exported; nothing of "
                 "it was changed. Export the step that is there now."
             )
-        lock.require_ours()
+        lock.require_held()
         records = []
         # the index comes last: what it names is there
         for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
@@ -264,7 +264,7 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
         stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
         gone = {file.path for file in stale} - {record.path for record in records}
         kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
-        lock.require_ours()
+        lock.require_held()
         write_manifest(root, kept.merge(replace(now, files=tuple(records), callables=())))
         for path in gone:
             (folder / path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a crash-safe program needs of a file system: atomic writes, records, locks, direct I/O.
+"""File-system operations for crash safety: atomic writes, records, locks, direct I/O, capabilities.
 
 Nothing here knows checkpoints, PyTorch, Prefect, Ray or SQL.
 """

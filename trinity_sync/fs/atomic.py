@@ -1,4 +1,4 @@
-"""Atomic replacement of files, fsync, and reads that an NFS cache does not answer."""
+"""Atomic replacement of files, fsync, and reads that bypass the caches of an NFS client."""
 
 import ctypes
 import errno
@@ -10,9 +10,9 @@ from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
-"""What file systems without hard links answer, and two that a link cannot join."""
+"""Error numbers of file systems without hard links, and of a link between two file systems."""
 REMOVED_PREFIX = ".nfs"
-"""Of the name under which NFS keeps a removed file that a process of this node has open."""
+"""Prefix of the names that NFS gives to removed files which a process on this node has open."""
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -24,16 +24,16 @@ def replace_file(
     sync: bool = True,
     own_name: bool = True,
 ) -> None:
-    """Write a file so that a reader finds the old content or the new one, never a part.
+    """Write a file so that a reader finds the old content or the new content, never a part.
 
     Args:
         path: the file.
-        content: all that it will hold.
-        mode: its permissions from the first byte on, whatever the old file's are, less the umask.
-        sync: let a reboot find one of them as well. Useless in shared memory, and for what is
-            worthless after a reboot.
-        own_name: give each write a temporary name of its own. Without it, writers must exclude each
-            other, and the next one overwrites what a killed one has left.
+        content: new content.
+        mode: permissions of the new file before the umask, whatever those of the old file are.
+        sync: also survive a power cut. Useless in shared memory, and for content that is worthless
+            after a reboot.
+        own_name: use a random temporary name. Without it, writers must exclude each other, and the
+            next write overwrites the temporary file of a killed process.
     """
     temporary = (
         make_temporary_path(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -49,11 +49,11 @@ def replace_file(
 
 
 def link_or_copy(path: Path, name: Path) -> None:
-    """Give a file a second name; without hard links, give the name to a copy.
+    """Create a hard link to a file; on a file system without hard links, a copy.
 
     Args:
         path: the file.
-        name: no file has it.
+        name: path of the link, which must not exist.
     """
     try:
         os.link(path, name)
@@ -66,13 +66,13 @@ def link_or_copy(path: Path, name: Path) -> None:
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Swap the names of two folders atomically; return False where the file system cannot.
+    """Exchange the names of two folders atomically; return False if the file system cannot.
 
     Args:
         one, other: the folders, on one file system.
 
     Raises:
-        OSError: it can, and it failed.
+        OSError: the exchange is supported, and failed.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, flag = -100, 2
@@ -87,7 +87,7 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -107,7 +107,7 @@ def read_uncached(path: Path) -> bytes:
 
 
 def revalidate_folder(folder: Path) -> None:
-    """Let the names in a folder, which need not exist, be looked up on the file server again.
+    """Make the NFS client look up the names in a folder again; the folder need not exist.
 
     An NFS client caches for up to a minute (``acdirmax``) which names a folder has and lacks. When
     a folder is opened, it asks the server (close-to-open consistency, nfs(5)).
@@ -117,10 +117,10 @@ def revalidate_folder(folder: Path) -> None:
 
 
 def list_uncached(folder: Path, pattern: str) -> list[Path]:
-    """Return what is in a folder that another node may just have created or filled, sorted.
+    """Return the sorted paths in a folder that another node may just have created or filled.
 
     Args:
-        folder: need not exist.
+        folder: the folder, which need not exist.
         pattern: as of ``Path.glob``.
     """
     revalidate_folder(folder.parent.parent)
@@ -129,7 +129,7 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and the missing ones above it, each durably."""
+    """Create a folder and its missing parents, each durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -138,20 +138,20 @@ def make_folder(folder: Path) -> None:
 
 
 def make_temporary_path(path: Path) -> Path:
-    """Return a name next to a file for what is to become the file."""
+    """Return a random path next to a file, for its next content."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
 
 
 def write_whole(
     path: Path, content: str | bytes, *, flag: str = "xb", mode: int = 0o666, sync: bool = True
 ) -> None:
-    """Write a file, by its own name.
+    """Write a file in place, without a temporary name.
 
     Args:
         path: the file.
-        content: all that it will hold.
+        content: all bytes of the file.
         flag: as of ``open``.
-        mode: its permissions, less the umask.
+        mode: permissions before the umask.
         sync: make the content durable.
     """
     with open(path, flag, opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -1,12 +1,12 @@
-"""Capability probe of the file system of a root, when a job begins.
+"""Capability probe of the file system of a root, run when a job begins.
 
-A commit is made of a few operations of the file system, and is worth as much as these. Types,
-versions and mount options say little about them, so each operation is tried in the root: it takes
-some milliseconds (two syncs of the disk) and leaves nothing behind. Only mounts of object stores go
-by their names: their renames look atomic, and are copies. A root without what a commit requires is
-refused before the training begins; what only makes a commit faster is done another way.
+A commit relies on a few operations of the file system. Its type, version and mount options say
+little about them, so each operation is tried in the root, which takes some milliseconds (two disk
+syncs) and leaves nothing behind. Only mounts of object stores are recognized by their type: their
+renames look atomic, and are copies. A root without a required capability is refused before the
+training begins; an optional one makes a commit faster.
 
-Whether locks and files reach other nodes cannot be probed from one of them: see `client.init_root`.
+Whether locks and files reach other nodes cannot be probed on one node: see `client.init_root`.
 """
 
 import errno
@@ -27,75 +27,75 @@ from trinity_sync.fs.locks import file_lock, file_lock_if_free
 from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")
-"""What probes put into a root for a moment: ``.probe.*.tmp``, a folder, and files likewise."""
-_LEFT_S = 3600.0
-"""Age in seconds from which it is what a killed process left."""
+"""Prefixes of the temporary folders and files of probes in a root: ``.probe.*.tmp``."""
+_LEFTOVER_S = 3600.0
+"""Age in seconds from which such a file was left by a killed process."""
 
 
 @dataclass(frozen=True)
 class Capability:
-    """An operation, and whether the file system has it."""
+    """An operation, and whether the file system supports it."""
 
     name: str
     required: bool
-    """Whether a commit cannot do without it."""
+    """Whether a commit needs it."""
     reason: str
-    """Why the file system does not have it; empty if it has."""
+    """Reason why it is not supported; empty if it is."""
     consequence: str
-    """What is done, or cannot be promised, without it."""
+    """Consequence if it is not supported."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The result of a probe of a root."""
+    """Result of the probe of a root."""
 
     root: Path
     mount: Mount
     each: tuple[Capability, ...]
 
     def has(self, name: str) -> bool:
-        """Return whether the file system has an operation, by its name."""
+        """Return whether the file system supports an operation, given its name."""
         return any(each.name == name and not each.reason for each in self.each)
 
 
 def require_capabilities(root: Path) -> Capabilities:
-    """Probe a root, which needs what a commit requires.
+    """Probe a root, and require what a commit needs.
 
     Raises:
-        RootError: it cannot be written, or lacks something that a commit requires.
+        RootError: the root cannot be written, or lacks a required capability.
     """
     found = probe_capabilities(root)
     if lacking := [each for each in found.each if each.required and each.reason]:
         raise RootError(
             f"{root} cannot be the root of a job. Its file system ({found.mount}) has no "
             + "; no ".join(f"{a.name} ({a.reason}), so {a.consequence}" for a in lacking)
-            + ". Take a folder on a local disk, or on a shared file system with POSIX semantics; "
-            "for an object store, name it in TRINITY_SYNC_REMOTE and keep the root on a disk."
+            + ". Choose a folder on a local disk, or on a shared file system with POSIX semantics; "
+            "for an object store, set TRINITY_SYNC_REMOTE and keep the root on a disk."
         )
     return found
 
 
 def probe_capabilities(root: Path) -> Capabilities:
-    """Probe a root, which is left as it was.
+    """Probe a root, and leave it unchanged.
 
     Raises:
-        RootError: nothing can be written there.
+        RootError: the root cannot be written.
     """
     folder = root / f".probe.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         folder.mkdir()
         _remove_leftovers(root, now=folder.stat().st_mtime)
         each = tuple(
-            Capability(name, required, _failure_of(attempt, folder), without)
+            Capability(name, required, _find_failure(attempt, folder), without)
             for name, required, attempt, without in _ATTEMPTS
         )
     except OSError as error:
-        todo = "Change its owner or mode, mount it for writing"
+        action = "Change its owner or mode, mount it for writing"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            todo = "Make room there"
+            action = "Free space there"
         raise RootError(
-            f"{root} ({find_mount(root)}) cannot be written: {error.strerror}. {todo}, or take "
-            "another root."
+            f"{root} ({find_mount(root)}) cannot be written: {error.strerror}. {action}, or "
+            "choose another root."
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -103,10 +103,10 @@ def probe_capabilities(root: Path) -> Capabilities:
 
 
 class _Unsupported(Exception):
-    """The operation did something, but not what it is for."""
+    """The operation had no error, and did not do what it is for."""
 
 
-def _failure_of(attempt: Callable[[Path], None], folder: Path) -> str:
+def _find_failure(attempt: Callable[[Path], None], folder: Path) -> str:
     own = folder / attempt.__name__
     try:
         own.mkdir()
@@ -120,16 +120,16 @@ def _failure_of(attempt: Callable[[Path], None], folder: Path) -> str:
     return ""
 
 
-def _exclusive(folder: Path) -> None:
+def _try_exclusive_create(folder: Path) -> None:
     (folder / "one").touch(exist_ok=False)
     try:
         (folder / "one").touch(exist_ok=False)
     except FileExistsError:
         return
-    raise _Unsupported("a file was made twice")
+    raise _Unsupported("a file was created twice")
 
 
-def _synced(folder: Path) -> None:
+def _try_sync(folder: Path) -> None:
     with (folder / "file").open("xb") as file:
         file.write(b"x")
         file.flush()
@@ -137,7 +137,7 @@ def _synced(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _replaced(folder: Path) -> None:
+def _try_replace(folder: Path) -> None:
     old, new = folder / "old", folder / "new"
     old.write_bytes(b"old")
     new.write_bytes(b"new")
@@ -145,87 +145,87 @@ def _replaced(folder: Path) -> None:
     new.replace(old)
     after = old.stat()
     if old.read_bytes() != b"new" or new.exists():
-        raise _Unsupported("the old file was still there, or the new one twice")
+        raise _Unsupported("the old file still existed, or the new file existed twice")
     if (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns):
-        raise _Unsupported("the file is another one afterwards: a copy")
+        raise _Unsupported("the rename made a copy")
 
 
-def _moved(folder: Path) -> None:
+def _try_move(folder: Path) -> None:
     if (mount := find_mount(folder)).is_object_store:
-        raise _Unsupported(f"{mount.kind} copies the files of a folder, one after the other")
+        raise _Unsupported(f"{mount.kind} copies the files of a folder one by one")
     (folder / "old/below").mkdir(parents=True)
     (folder / "old/below/file").write_bytes(b"x")
     (folder / "old").rename(folder / "new")
     if (folder / "new/below/file").read_bytes() != b"x" or (folder / "old").exists():
-        raise _Unsupported("it did not arrive whole")
+        raise _Unsupported("the folder was incomplete after the rename")
 
 
-def _locked(folder: Path) -> None:
+def _try_locks(folder: Path) -> None:
     for shared in (True, False):
         with (
             file_lock(folder / "lock", shared=shared),
             file_lock_if_free(folder / "lock") as both,
         ):
             if both:
-                raise _Unsupported("two had the same lock at once")
+                raise _Unsupported("a lock was acquired twice")
 
 
-def _exchanged(folder: Path) -> None:
+def _try_exchange(folder: Path) -> None:
     for name in ("one", "other"):
         (folder / name).mkdir()
         (folder / name / name).touch()
     if not exchange_names(folder / "one", folder / "other"):
         raise _Unsupported("not supported")
     if not (folder / "one/other").exists():
-        raise _Unsupported("nothing was exchanged")
+        raise _Unsupported("the exchange had no effect")
 
 
-def _linked(folder: Path) -> None:
+def _try_link(folder: Path) -> None:
     (folder / "one").touch()
     os.link(folder / "one", folder / "other")
 
 
-def _direct(folder: Path) -> None:
+def _try_direct_io(folder: Path) -> None:
     fd = os.open(folder / "file", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
-        os.pwrite(fd, mmap.mmap(-1, ALIGNMENT), 0)  # at a page boundary
+        os.pwrite(fd, mmap.mmap(-1, ALIGNMENT), 0)  # aligned to a page
     finally:
         os.close(fd)
 
 
-def _leased(folder: Path) -> None:
+def _try_lease(folder: Path) -> None:
     (folder / "file").touch()
     if not has_no_other_users(folder / "file"):
-        raise _Unsupported("the kernel gives no lease")
+        raise _Unsupported("the kernel grants no lease")
 
 
 _ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
-    ("exclusive create", True, _exclusive, "two runs could get the same number"),
-    ("sync to disk", True, _synced, "a committed step could be gone after a power cut"),
-    ("atomic rename of a file", True, _replaced, "a manifest or a pointer could be seen torn"),
-    ("atomic rename of a folder", True, _moved, "a step could be seen half removed"),
-    ("locks between processes", True, _locked, "two commits or removals could cross"),
+    ("exclusive create", True, _try_exclusive_create, "two runs could get the same number"),
+    ("sync to disk", True, _try_sync, "a committed step could be gone after a power cut"),
+    ("atomic rename of a file", True, _try_replace, "a manifest or a pointer could be seen torn"),
+    ("atomic rename of a folder", True, _try_move, "a step could be seen half removed"),
+    ("locks between processes", True, _try_locks, "two commits or removals could cross"),
     (
         "hard links",
         False,
-        _linked,
+        _try_link,
         "files are copied where a later run commits a step again",
     ),
     (
         "exchange of folders",
         False,
-        _exchanged,
+        _try_exchange,
         "there is a moment without a step that a later run commits again",
     ),
-    ("direct I/O", False, _direct, "files go through the page cache"),
-    ("leases", False, _leased, "files of removed steps are not written over (recycled)"),
+    ("direct I/O", False, _try_direct_io, "files go through the page cache"),
+    ("leases", False, _try_lease, "files of removed steps are not written over (recycled)"),
 )
 
 
 def _remove_leftovers(root: Path, now: float) -> None:
     for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
-        with suppress(FileNotFoundError):  # another one removes it
-            if left.stat().st_mtime >= now - _LEFT_S:
+        with suppress(FileNotFoundError):  # another probe removes it
+            if left.stat().st_mtime >= now - _LEFTOVER_S:
                 continue
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)

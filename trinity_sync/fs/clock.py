@@ -1,7 +1,6 @@
-"""The clock that gives the files of a root their times, which may be a file server's.
+"""Clock of the file system of a root, which may be the clock of a file server.
 
-Leases begin at the time of their file. A node whose own clock is ahead must not take them for
-ended.
+Leases begin at the mtime of their files, so the clock of a node that is ahead must not end them.
 """
 
 import time
@@ -13,7 +12,7 @@ from trinity_sync.layout import PRIVATE_FOLDER
 def read_file_system_time(root: str | Path) -> float:
     """Return the current time of a root's file system, in seconds since the epoch.
 
-    Where the root cannot be written, it is the time of this node.
+    If the root cannot be written, it is the time of this node.
     """
     path = Path(root) / PRIVATE_FOLDER / ".now"
     try:

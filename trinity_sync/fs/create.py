@@ -1,4 +1,4 @@
-"""Files that are written once: of several processes, one creates the file."""
+"""Exclusive creation of files: of several processes, one creates the file."""
 
 import errno
 import os
@@ -9,16 +9,16 @@ from trinity_sync.fs.locks import file_lock
 
 
 def create_file(path: Path, content: str | bytes) -> bool:
-    """Write a file, whole and durably, unless there is one; return whether it was written.
+    """Create a file atomically and durably; return False if it exists.
 
     Args:
         path: the file.
-        content: all that it will hold.
+        content: all bytes of the file.
     """
     temporary = make_temporary_path(path)
     try:
         write_whole(temporary, content)
-        _give_free_name(temporary, path)
+        _rename_exclusively(temporary, path)
     except FileExistsError:
         return False
     finally:
@@ -27,8 +27,12 @@ def create_file(path: Path, content: str | bytes) -> bool:
     return True
 
 
-def _give_free_name(temporary: Path, path: Path) -> None:
-    """Let a file have a name that no other has; FileExistsError if one has."""
+def _rename_exclusively(temporary: Path, path: Path) -> None:
+    """Rename a temporary file to a name that no other file has.
+
+    Raises:
+        FileExistsError: another file has the name.
+    """
     try:
         os.link(temporary, path)
     except OSError as error:

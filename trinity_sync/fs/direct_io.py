@@ -1,11 +1,11 @@
-"""Files to disk and back by direct I/O, in a few threads, digested meanwhile.
+"""Reads and writes of files with direct I/O, in a few threads, digested meanwhile.
 
-Direct I/O leaves the page cache to the training and is two to four times as fast as buffered
-writing with fsync on the disks that this was measured on. Where the file system refuses it (tmpfs,
-many network file systems), the same loops go through the page cache.
+Direct I/O leaves the page cache to the training, and is two to four times as fast as buffered
+writes with fsync on the disks that were measured. If the file system refuses it (tmpfs, many
+network file systems), the same loops go through the page cache.
 
-Files are read into fresh memory, in pages of the kernel's choice. Huge ones made a restore slower
-and less even on a virtual machine whose host takes freed pages back and has to find each of them.
+Files are read into new memory with pages of the kernel's choice. Huge pages made a restore slower
+and less even on a virtual machine whose host reclaims freed pages and has to find each of them.
 """
 
 import errno
@@ -27,10 +27,10 @@ from trinity_sync.fs.progress import no_progress
 ALIGNMENT = 4096
 CHUNK = 16 << 20
 IN_FLIGHT = 4
-"""Chunks on their way to the disk at a time: one leaves it idle between two of them."""
+"""Number of chunks in flight: with one, the disk is idle between two of them."""
 DIGEST = "xxh3-128"
 _NO_DIRECT_IO = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-"""What file systems without direct I/O answer to an open or a write of it."""
+"""Error numbers of file systems without direct I/O."""
 PIECE = 4 << 20
 READERS = 4
 
@@ -38,27 +38,27 @@ READERS = 4
 def write_file(
     path: Path, content: memoryview, *, direct: bool = True, bytes_per_s: float = 0.0
 ) -> str:
-    """Write ``content`` to ``path``, durably, and return its digest (``xxh3-128:...``).
+    """Write a file durably and return its digest (``xxh3-128:...``).
 
     Args:
-        path: written over if it exists, which is the faster way; its folder must exist.
-        content: bytes to write. Direct I/O wants them at a page boundary of memory, as a mapped
-            slot is, and is given up silently where they are not.
+        path: the file; an existing file is overwritten, which is faster. Its folder must exist.
+        content: bytes to write. Direct I/O needs them aligned to a page in memory, as in a mapped
+            slot; otherwise the page cache is used.
         direct: try direct I/O.
-        bytes_per_s: speed limit, so that a save leaves the disk to others; 0 for none.
+        bytes_per_s: speed limit in bytes per second, to leave bandwidth to others; 0 for none.
 
     Raises:
-        OSError: the disk is full, read-only or broken; ``path`` may be left half written.
+        OSError: the disk is full, read-only or broken; ``path`` may be partially written.
     """
     fd, direct = _open_to_write(path, direct)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
-            # it runs ahead, so the pages of a mapped slot are there when they are written
+            # it runs ahead, so the pages of a mapped slot are present when they are written
             digest = digester.submit(digest_bytes, content)
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
             _write_chunks(fd, content[:whole], direct, bytes_per_s)
             if whole < len(content):  # direct I/O ends with a page
-                _through_page_cache(fd)
+                _turn_off_direct(fd)
                 _write_chunk(fd, content[whole:], whole, direct=False)
         if os.fstat(fd).st_size != len(content):
             os.ftruncate(fd, len(content))
@@ -69,7 +69,7 @@ def write_file(
 
 
 def digest_cached_file(path: Path) -> str:
-    """Digest of the file at ``path``, in the form of `write_file`."""
+    """Return the digest of a file, read through the page cache, in the form of `write_file`."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
@@ -78,7 +78,7 @@ def digest_cached_file(path: Path) -> str:
 
 
 def digest_bytes(content: memoryview) -> str:
-    """Digest of a file's bytes, in the form of `write_file`."""
+    """Return the digest of bytes, in the form of `write_file`."""
     return f"{DIGEST}:{xxhash.xxh3_128(content).hexdigest()}"
 
 
@@ -94,41 +94,45 @@ def _open_to_write(path: Path, direct: bool) -> tuple[int, bool]:
 
 
 def _write_chunks(fd: int, content: memoryview, direct: bool, bytes_per_s: float) -> None:
-    """Write what direct I/O can: whole pages."""
-    under_way: deque[Future[None]] = deque()
+    """Write whole pages, which direct I/O requires."""
+    in_flight: deque[Future[None]] = deque()
     start = time.monotonic()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="writer") as writers:
         for offset in range(0, len(content), CHUNK):
-            if len(under_way) == IN_FLIGHT:
-                under_way.popleft().result()
+            if len(in_flight) == IN_FLIGHT:
+                in_flight.popleft().result()
             chunk = content[offset : offset + CHUNK]
-            under_way.append(writers.submit(_write_chunk, fd, chunk, offset, direct))
+            in_flight.append(writers.submit(_write_chunk, fd, chunk, offset, direct))
             if bytes_per_s:
-                due = start + (offset + len(chunk)) / bytes_per_s
-                time.sleep(max(0.0, due - time.monotonic()))
-        for writing in under_way:
+                earliest = start + (offset + len(chunk)) / bytes_per_s
+                time.sleep(max(0.0, earliest - time.monotonic()))
+        for writing in in_flight:
             writing.result()
 
 
 def _write_chunk(fd: int, chunk: memoryview, offset: int, direct: bool) -> None:
     done = 0
     while done < len(chunk):
-        if direct and done % ALIGNMENT:  # the disk took less than it was given
-            direct = _through_page_cache(fd)
+        if direct and done % ALIGNMENT:  # a short write
+            direct = _turn_off_direct(fd)
         try:
             done += os.pwrite(fd, chunk[done:], offset + done)
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise
-            direct = _through_page_cache(fd)
+            direct = _turn_off_direct(fd)
 
 
 def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
-    """The first ``nbytes`` bytes of a file, past the page cache where the file system allows it.
+    """Read the first ``nbytes`` of a file, past the page cache if the file system allows it.
+
+    Args:
+        path: the file.
+        nbytes: number of bytes.
 
     Returns:
-        The bytes, at a page boundary, writable and nobody else's, and their digest in the form of
-        `write_file`. A file that is shorter is read as if zeros followed, which the digest shows.
+        The bytes, aligned to a page, writable and owned by the caller, and their digest in the form
+        of `write_file`. A shorter file is padded with zeros, which the digest shows.
 
     Raises:
         OSError: the file is missing or the disk is broken.
@@ -139,7 +143,7 @@ def read_file(path: Path, nbytes: int) -> tuple[memoryview, str]:
 
 @contextmanager
 def open_direct(path: Path) -> Iterator[int]:
-    """A descriptor of a file and of no link, for reads past the page cache where that is allowed.
+    """Open a file, but no link, for reads past the page cache if the file system allows it.
 
     Raises:
         OSError: as `read_file`.
@@ -151,36 +155,45 @@ def open_direct(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def digest_file(path: Path, nbytes: int, took: Callable[[int], object] = no_progress) -> str:
-    """The digest that `read_file` would return, with a few pieces in memory at a time.
+def digest_file(path: Path, nbytes: int, on_read: Callable[[int], object] = no_progress) -> str:
+    """Return the digest that `read_file` would return, with a few pieces in memory at a time.
 
-    ``took`` is called with the bytes of each piece.
+    Args:
+        path: the file.
+        nbytes: number of bytes.
+        on_read: called with the bytes of each piece.
     """
     digest = xxhash.xxh3_128()
     waiting: deque[tuple[Future[None], memoryview, int]] = deque()
 
-    def take_in() -> memoryview:
+    def digest_next() -> memoryview:
         reading, piece, size = waiting.popleft()
         reading.result()
         digest.update(piece[:size])
-        took(size)
+        on_read(size)
         return piece
 
     with open_direct(path) as fd, ThreadPoolExecutor(READERS, thread_name_prefix="reader") as pool:
         for at in range(0, nbytes, PIECE):
             full = len(waiting) == 2 * READERS
-            piece = take_in() if full else _fresh_memory(min(PIECE, nbytes))
+            piece = digest_next() if full else _allocate(min(PIECE, nbytes))
             size = min(PIECE, nbytes - at)
             pages = -(-size // ALIGNMENT) * ALIGNMENT  # direct reads end with a page
             waiting.append((pool.submit(_read, fd, piece[:pages], at), piece, size))
         while waiting:
-            take_in()
+            digest_next()
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
 def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview, str]:
-    """As `read_file`, of an open file, direct if it was opened so, by so many threads."""
-    memory = _fresh_memory(nbytes)
+    """Read an open file as `read_file` does, with direct I/O if it was opened for that.
+
+    Args:
+        fd: descriptor of the file.
+        nbytes: number of bytes.
+        readers: number of threads.
+    """
+    memory = _allocate(nbytes)
     digest = xxhash.xxh3_128()
     starts = range(0, nbytes, PIECE)
     with ThreadPoolExecutor(readers, thread_name_prefix="reader") as pool:
@@ -192,13 +205,17 @@ def read_fd(fd: int, nbytes: int, *, readers: int = READERS) -> tuple[memoryview
 
 
 def map_fd(fd: int, nbytes: int) -> tuple[memoryview, str]:
-    """As `read_fd`, of a file in memory and without a copy of it.
+    """Map an open file in memory and return what `read_fd` returns, without a copy.
 
-    The bytes are the file's for as long as nobody writes to it, so hold its lock; what is written
-    to them does not reach the file.
+    The bytes are valid as long as the file is not written to, so hold its lock; writes to them do
+    not reach the file.
+
+    Args:
+        fd: descriptor of the file.
+        nbytes: number of bytes.
     """
     size = min(nbytes, os.fstat(fd).st_size)
-    with reopen_fd(fd) as again:  # what is mapped would keep the lock of ``fd``
+    with reopen_fd(fd) as again:  # a mapping of ``fd`` would keep its lock
         memory = memoryview(mmap.mmap(again, size, access=mmap.ACCESS_COPY) if size else b"")
     return memory, f"{DIGEST}:{xxhash.xxh3_128(memory).hexdigest()}"
 
@@ -213,8 +230,8 @@ def _open_to_read(path: Path) -> int:
         return os.open(path, flags)
 
 
-def _fresh_memory(nbytes: int) -> memoryview:
-    """Untouched memory, a page longer than asked for at most: direct reads end with a page."""
+def _allocate(nbytes: int) -> memoryview:
+    """Allocate new memory, up to a page longer than asked for: direct reads end with a page."""
     size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
@@ -227,14 +244,14 @@ def _read(fd: int, piece: memoryview, offset: int) -> None:
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise
-            direct = _through_page_cache(fd)
+            direct = _turn_off_direct(fd)
             continue
         if not count:
             return  # the end of the file
         done += count
 
 
-def _through_page_cache(fd: int) -> bool:
-    """Give direct I/O up for an open file; returns False, for whether it is on."""
+def _turn_off_direct(fd: int) -> bool:
+    """Turn off direct I/O for an open file; return False, the new value of ``direct``."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False

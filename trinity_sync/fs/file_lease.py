@@ -1,4 +1,4 @@
-"""Whether any other process uses a file, asked of the kernel by a write lease."""
+"""Exclusive use of a file, determined by a write lease of the kernel."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
-"""Of Linux's fcntl.h: who is told of what becomes of an open file; a thread."""
+"""Constants of Linux's fcntl.h: set the owner of an open file's signals; the owner is a thread."""
 
 
 def has_no_other_users(path: Path) -> bool:
@@ -35,8 +35,8 @@ def has_no_other_users(path: Path) -> bool:
 def _can_be_leased(fd: int) -> bool:
     """Return whether the kernel grants a write lease of a file. Call it in a thread of its own.
 
-    A process that opens the file while it is leased has the kernel send a SIGIO, which ends a
-    process that does not handle it. It is sent to this thread alone, which blocks it and then ends.
+    If a process opens the file while it is leased, the kernel sends a SIGIO, which ends a process
+    that does not handle it. It is sent to this thread only, which blocks the signal and then ends.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
     owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())

@@ -1,4 +1,4 @@
-"""Which process holds a lock of the kernel, in words, for messages."""
+"""Description of the process that holds a kernel lock, for messages."""
 
 import os
 from pathlib import Path
@@ -7,25 +7,25 @@ from trinity_sync.fs.process import read_process_identity
 
 
 def describe_holder(fd: int, path: Path) -> str:
-    """Return who holds the lock of a file, as far as this node can tell.
+    """Return which process holds the lock of a file, as far as this node can tell.
 
     Args:
-        fd: the file, opened by this process.
-        path: of the file, in which the holder may have noted itself.
+        fd: descriptor of the file in this process.
+        path: path of the file, in which the holder may have written its description.
     """
     try:
-        lock = _name_in_proc(fd)
-        takers = _takers(lock)
-        # the kernel names who took a lock, which may have ended and left it to a child
-        living = [pid for pid in takers if _lives(pid)]
-        keepers = living or (_keepers(lock) if takers else [])
+        lock = _read_lock_name(fd)
+        acquirers = _list_acquirers(lock)
+        # the kernel names the process that acquired a lock, which may have left it to a child
+        living = [pid for pid in acquirers if _lives(pid)]
+        holders = living or (_list_inheritors(lock) if acquirers else [])
     except (OSError, LookupError, ValueError):
         return "an unknown process"
-    if keepers:
-        return " and ".join(map(_describe_process, sorted(keepers)))
-    if takers:
-        return f"a process that process {takers[0]}, which has ended, has left it to"
-    return "a process that cannot be seen from here" + _note_in(path)
+    if holders:
+        return " and ".join(map(_describe_process, sorted(holders)))
+    if acquirers:
+        return f"a process that inherited it from process {acquirers[0]}, which has ended"
+    return "a process that is not visible on this node" + _read_description(path)
 
 
 def describe_this_process() -> str:
@@ -53,18 +53,18 @@ def _printable(text: bytes) -> str:
     return "".join(kept)[:200]
 
 
-def _note_in(path: Path) -> str:
-    """What the last process that had the lock alone has written into the file, if it did."""
+def _read_description(path: Path) -> str:
+    """Return the description that the last exclusive holder wrote into the file, if any."""
     try:
         with path.open("rb") as file:
             note = _printable(file.readline(400))
     except OSError:
         return ""
-    return f"; the last to note itself in the file is {note}" if note else ""
+    return f"; the last holder in the file is {note}" if note else ""
 
 
-def _name_in_proc(fd: int) -> str:
-    """``device:inode`` as ``/proc/locks`` has them; ``stat`` tells of other devices (overlay)."""
+def _read_lock_name(fd: int) -> str:
+    """Return ``device:inode`` as in ``/proc/locks``; ``stat`` has other devices on overlayfs."""
     text = Path(f"/proc/self/fdinfo/{fd}").read_text()
     info = dict(line.split(":", 1) for line in text.splitlines())
     mount = info["mnt_id"].strip()
@@ -74,18 +74,18 @@ def _name_in_proc(fd: int) -> str:
     return f"{major:02x}:{minor:02x}:{int(info.get('ino', os.fstat(fd).st_ino))}"
 
 
-def _takers(lock: str) -> list[int]:
-    """The processes that took a lock."""
+def _list_acquirers(lock: str) -> list[int]:
+    """Return the processes that acquired a lock."""
     found = []
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
-        if fields[1] == "FLOCK" and fields[5] == lock:  # that of one who waits has "->" there
+        if fields[1] == "FLOCK" and fields[5] == lock:  # a waiting process has "->" there
             found.append(int(fields[4]))
     return found
 
 
-def _keepers(lock: str) -> list[int]:
-    """The processes of this user that have the open file to which the lock belongs."""
+def _list_inheritors(lock: str) -> list[int]:
+    """Return the processes of this user that have the open file of the lock."""
     found = set()
     for info in Path("/proc").glob("[0-9]*/fdinfo/*"):
         try:

@@ -1,19 +1,19 @@
-"""Locks of the kernel on files (``flock``): they end with the block, or with the process.
+"""Kernel locks on files (``flock``): they are released with the block or with the process.
 
-Such a lock belongs to the open file, and a forked child has that file open as well: it would keep
-the lock when the parent closes its descriptor. So a lock is released before its file is closed, and
-a forked child closes the lock files of its parent, which also leaves no lock behind when the parent
-is killed. A mapping keeps its file open, so memory is mapped through another open file. Programs
-that are started inherit none of this: descriptors are close-on-exec.
+Such a lock belongs to the open file, and a forked child inherits the open file: it would keep the
+lock after the parent closes its descriptor. So a lock is released before its file is closed, and a
+forked child closes the lock files of its parent, which also releases the locks when the parent is
+killed. A mapping keeps its file open, so memory is mapped through another open file. Programs that
+are started inherit nothing: descriptors are close-on-exec.
 
-No process waits for a lock in silence: a warning names the process that holds it, and where a lock
-is held for moments only, waiting ends with an error.
+A process that waits for a lock logs a warning with the holder, and a lock that is held for moments
+only has a time limit.
 
-The lock that keeps two changes of a root's committed steps apart is `acquire_commit_lock`. It is
-acquired before that of ``leases.acquire_removal_lock``.
+The lock that keeps two changes of a root's committed steps apart is `acquire_commit_lock`. Acquire
+it before `leases.acquire_removal_lock`.
 
-To acquire a lock, a process only needs to read the file, so only those who may write into the
-folder of a lock may open it: whoever may read a root cannot keep others from it.
+To acquire a lock, a process needs to read the file only. So a lock file can be opened only by users
+who may write into its folder: a user who may read a root cannot block others.
 """
 
 import errno
@@ -39,36 +39,36 @@ from trinity_sync.layout import PRIVATE_FOLDER
 logger = logging.getLogger(__name__)
 
 TRASH_LOCK = "trash.lock"
-"""Of whoever empties the trash, in the private folder."""
+"""Name of the lock for emptying the trash, in the private folder."""
 LIMIT_S = 600.0
-"""Seconds that whoever needs a lock waits for it at most, unless it says otherwise."""
+"""Default seconds to wait for a lock."""
 LONG_S = 3600.0
-"""The same for locks under which others digest, or remove, as much as a step has."""
-_MAKING_S = 0.01, 0.1
-"""Seconds after which another user who is making a lock has let those open it who may."""
-SAY_S = 5.0
-"""Seconds after which a process that waits says so; then after four times as many, and so on."""
-SAY_LATE_S = 60.0
-"""The same where others may rightly take any time, as who writes a shard when one may at a time."""
+"""Seconds to wait for locks under which whole steps are digested or removed."""
+_CREATION_WAITS_S = 0.01, 0.1
+"""Seconds to wait while another user creates a lock file and sets its permissions."""
+WARN_S = 5.0
+"""Seconds after which a waiting process logs a warning; each next one takes four times as long."""
+WARN_LATE_S = 60.0
+"""The same for locks that may be held for any time, e.g. a write permit."""
 
 FORK_S = 1.0
-"""Seconds for which a fork waits for files that other threads open or close. On a file server that
-is away that takes as long as the server likes, and the one that forks is a trainer."""
+"""Seconds for which a fork waits for files that other threads open or close, which takes for ever
+while a file server does not answer; the process that forks is a trainer."""
 
 _open_here: weakref.WeakSet["LockFile"] = weakref.WeakSet()
 _changing: dict[object, int] = {}
-"""Threads that open or close a file, for which the set does not tell the same."""
+"""Threads that are opening or closing a file, during which ``_open_here`` is not accurate."""
 _changed = threading.Condition()
-"""Of these, and held by who forks."""
+"""Condition of ``_changing``; a fork holds it."""
 
 
 class LockFile:
     """An open file and its lock.
 
     Args:
-        path: of the file.
+        path: path of the file.
         flags: as of ``os.open``.
-        mode: of a file that is made.
+        mode: permissions of a new file.
     """
 
     def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
@@ -79,7 +79,7 @@ class LockFile:
             _open_here.add(self)
 
     def try_acquire(self, *, shared: bool = False) -> bool:
-        """Take the lock if no other open file has it; whether it was taken."""
+        """Acquire the lock if it is free; return whether it was acquired."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,80 +87,94 @@ class LockFile:
         return True
 
     def acquire(self, *, shared: bool = False, limit_s: float = math.inf) -> None:
-        """Wait for the lock.
+        """Wait for the lock and acquire it.
+
+        Args:
+            shared: share the lock with other holders that share it.
+            limit_s: seconds to wait.
 
         Raises:
-            LockTimeoutError: others have had it for ``limit_s`` seconds.
+            LockTimeoutError: the lock was not released within ``limit_s``.
         """
         self.wait(lambda: self.try_acquire(shared=shared), limit_s)
 
     def wait(self, attempt: Callable[[], bool], limit_s: float) -> None:
-        """Wait until an attempt to take a lock of the file succeeds; raises as `acquire`."""
-        began, say_s = time.monotonic(), SAY_S if math.isfinite(limit_s) else SAY_LATE_S
+        """Wait until an attempt to acquire a lock of the file succeeds.
+
+        Args:
+            attempt: returns whether it acquired the lock.
+            limit_s: seconds to wait.
+
+        Raises:
+            LockTimeoutError: as `acquire`.
+        """
+        began, warn_s = time.monotonic(), WARN_S if math.isfinite(limit_s) else WARN_LATE_S
         while not attempt():
             waited = time.monotonic() - began
             if waited >= limit_s:
                 holder = describe_holder(self.fd, self.path)
                 raise LockTimeoutError(
                     f"the lock {self.path} was not released within {limit_s:g} s: it is held by "
-                    f"{holder}. See what that process does, end it if it hangs, and try again.",
+                    f"{holder}. Check that process, end it if it hangs, and retry.",
                     path=self.path,
                     holder=holder,
                 )
-            if waited >= say_s:
-                say_s *= 4
+            if waited >= warn_s:
+                warn_s *= 4
                 logger.warning(
                     "waiting for the lock %s for %.0f s; it is held by %s",
                     self.path,
                     waited,
                     describe_holder(self.fd, self.path),
                 )
-            # a blocking flock could neither be bounded nor tell what it waits for
+            # a blocking flock has no time limit and no warnings
             time.sleep(min(0.001 + waited / 10, 0.1, max(0.0, limit_s - waited)))
 
     def release(self) -> None:
-        """Give the lock back; in a forked child, leave it to the parent."""
+        """Release the lock; in a forked child, leave it to the parent."""
         if self.fd >= 0:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # a child that has the file open would keep it
+            fcntl.flock(
+                self.fd, fcntl.LOCK_UN
+            )  # closing is not enough if a child has the file open
 
     def close(self) -> None:
-        """Release the lock and close the file; again is harmless."""
-        with suppress(OSError):  # of a server that is away: closing says no more
+        """Release the lock and close the file; closing again is harmless."""
+        with suppress(OSError):  # the file server does not answer
             self.release()
         with _change():
-            self.leave()
+            self.detach()
 
-    def leave(self) -> None:
-        """Close the file, and leave the lock to a process that has the same open file."""
+    def detach(self) -> None:
+        """Close the file without releasing the lock, for other processes with the open file."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def require_ours(self) -> None:
-        """See that it is still ours, right before what cannot be taken back.
+    def require_held(self) -> None:
+        """Require that the lock is still held; call it right before a change that cannot be undone.
 
-        A file server gives a lock to another node when it has not heard of ours for a while. Ours
-        is told when it writes to the file of the lock, and by nothing else that it does.
+        A file server gives a lock to another node if it has not heard of its holder for some time.
+        The holder notices only when it writes to the lock file, so this writes to it.
 
         Raises:
-            CommitError: another node may have it, or the process that has it is this one's parent.
+            CommitError: another node may hold the lock, or it belongs to the parent of this
+                process.
         """
         if self.fd < 0:
             raise CommitError(
-                f"the lock {self.path} belongs to the process that forked this one, so nothing is "
-                "changed here; do it in that process, or take the lock anew"
+                f"the lock {self.path} belongs to the parent of this process, so nothing is "
+                "changed here; do it in the parent, or acquire the lock again"
             )
         try:
-            self.note_holder()
+            self.write_holder()
         except OSError as error:
             raise CommitError(
-                f"this node has lost the lock {self.path}: the file server did not hear of it for "
-                "too long, and may have given the lock to another node. What was to be done under "
-                "it was broken off; do it again"
+                f"this node has lost the lock {self.path}: it did not reach the file server for "
+                "too long, and another node may hold the lock. The operation was stopped; retry."
             ) from error
 
-    def note_holder(self) -> None:
-        """Write into the file who has the lock, for other nodes, whose kernels cannot tell."""
+    def write_holder(self) -> None:
+        """Write a description of this process into the file, for other nodes' messages."""
         if not find_mount(self.path).shared:
             return
         try:
@@ -168,30 +182,35 @@ class LockFile:
             os.fsync(self.fd)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # else it is of a server that has looked at the lock before
+                raise  # a full disk is reported by a server that has checked the lock
 
     def map(self, nbytes: int, *, writable: bool = False, populate: bool = False) -> mmap.mmap:
-        """The first bytes of the file as memory that processes share; it keeps no lock.
+        """Map the first bytes of the file as shared memory; the mapping keeps no lock.
 
         Args:
-            nbytes: how many.
-            writable: map them to be written to, too.
-            populate: map all pages at once, and not each when it is touched.
+            nbytes: number of bytes.
+            writable: allow writes.
+            populate: map all pages at once, rather than each at its first access.
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with reopen_fd(self.fd, os.O_RDWR if writable else os.O_RDONLY) as fd:
             return mmap.mmap(fd, nbytes, flags, prot)
 
-    def __del__(self) -> None:  # wherever the collector runs, so it waits for nothing
+    def __del__(self) -> None:  # must not wait, because it runs in any thread
         with suppress(OSError):
             self.release()
-        self.leave()
+        self.detach()
 
 
 @contextmanager
 def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """The same file, opened once more: it has no part in the lock of the first."""
+    """Open the file of a descriptor again, as an open file that does not share its lock.
+
+    Args:
+        fd: descriptor of the file.
+        flags: as of ``os.open``.
+    """
     again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     try:
         yield again
@@ -201,43 +220,43 @@ def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextmanager
 def file_lock(path: Path, *, shared: bool = False, limit_s: float = LIMIT_S) -> Iterator[LockFile]:
-    """Wait for the lock of the file at ``path``, made if it is missing, and have it in the block.
+    """Wait for the lock of a file, created if it is missing, and hold it within the block.
 
-    Who waits is told by a warning who has it.
+    A waiting process logs a warning with the holder.
 
     Args:
-        path: of a file that is nothing but the lock.
-        shared: have it together with others that share it, and against those that do not.
-        limit_s: seconds to wait at most; ``math.inf`` where others may rightly take any time.
+        path: a file that is used for the lock only.
+        shared: share the lock with other holders that share it.
+        limit_s: seconds to wait; ``math.inf`` if a holder may take any time.
 
     Raises:
-        LockTimeoutError: others have had it for so long.
+        LockTimeoutError: the lock was not released within ``limit_s``.
     """
     with open_lock_file(path) as lock:
         lock.acquire(shared=shared, limit_s=limit_s)
         if not shared:
             with suppress(OSError):
-                lock.note_holder()
+                lock.write_holder()
         yield lock
 
 
 @contextmanager
 def file_lock_if_free(path: Path) -> Iterator[bool]:
-    """As `file_lock`, without waiting: whether it is ours within the block."""
+    """Acquire the lock of a file without waiting; yield whether it is held within the block."""
     with open_lock_file(path) as lock:
         yield lock.try_acquire()
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process, on whatever node, holds the lock of a file alone.
+    """Return whether a process on any node holds the exclusive lock of a file.
 
-    Unlike `file_lock_if_free`, it makes no file, and many may ask at a time.
+    Unlike `file_lock_if_free`, it creates no file, and may be called by many processes at a time.
 
     Raises:
-        OSError: the file is there, and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
-        lock = LockFile(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be somebody's pipe
+        lock = LockFile(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
     except FileNotFoundError:
         return False
     try:
@@ -248,10 +267,10 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
-    """Wait for the commits and rewinds of other processes and threads; then nobody else's begin.
+    """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
 
     Raises:
-        LockTimeoutError: one of them has taken an hour.
+        LockTimeoutError: a holder has taken an hour.
     """
     with file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
         yield lock
@@ -259,19 +278,19 @@ def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
 
 @contextmanager
 def open_lock_file(path: Path) -> Iterator[LockFile]:
-    """Open the file of a lock, made if it is missing, for the length of the block."""
+    """Open a lock file, created if it is missing, for the length of the block."""
     make_folder(path.parent)
     lock = _open(path)
     try:
-        _let_writers_alone_open(lock.fd, path.parent)
+        _restrict_to_writers(lock.fd, path.parent)
         yield lock
     finally:
         lock.close()
 
 
 def _open(path: Path) -> LockFile:
-    flags = os.O_RDWR | os.O_CREAT  # NFS wants to read what is shared
-    for wait_s in _MAKING_S:
+    flags = os.O_RDWR | os.O_CREAT  # NFS needs read access for shared locks
+    for wait_s in _CREATION_WAITS_S:
         try:
             return LockFile(path, flags)
         except PermissionError:
@@ -281,17 +300,17 @@ def _open(path: Path) -> LockFile:
     return LockFile(path, flags)
 
 
-def _let_writers_alone_open(fd: int, folder: Path) -> None:
-    """Let those open a lock who may write into its folder, whatever the umask, and nobody else.
+def _restrict_to_writers(fd: int, folder: Path) -> None:
+    """Let exactly the users who may write into a lock file's folder open it, whatever the umask.
 
-    Somebody may have moved another file of ours to the place of the lock. So what has content is
-    opened to nobody.
+    Another user may have moved a file of this user to the path of the lock, so a file with content
+    gets no additional permissions.
     """
     found, above = os.fstat(fd), folder.stat()
     if found.st_uid != os.geteuid() or found.st_nlink > 1 or not stat.S_ISREG(found.st_mode):
         return
     if not found.st_size and (found.st_uid, found.st_gid) != (above.st_uid, above.st_gid):
-        with suppress(OSError):  # who is not root can give it to a group of its own only
+        with suppress(OSError):  # other users than root can only set groups of theirs
             os.fchown(fd, -1, above.st_gid)
             os.fchown(fd, above.st_uid, -1)
     writers = above.st_mode & 0o222
@@ -300,14 +319,14 @@ def _let_writers_alone_open(fd: int, folder: Path) -> None:
     now, wanted = stat.S_IMODE(found.st_mode), stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
     if found.st_size:
         wanted &= now
-    with suppress(OSError):  # file systems without modes
+    with suppress(OSError):  # file systems without permissions
         if now != wanted:
             os.fchmod(fd, wanted)
 
 
 @contextmanager
 def _change() -> Iterator[None]:
-    """Open or close a file; others may do so meanwhile, and a fork waits `FORK_S` for it."""
+    """Open or close a file within the block; a fork in another thread waits `FORK_S` for it."""
     this = object()
     with _changed:
         _changing[this] = threading.get_ident()
@@ -319,28 +338,28 @@ def _change() -> Iterator[None]:
             _changed.notify_all()
 
 
-def _await_others() -> None:
-    """Before a fork: let none begin to open or close a file, and let those end that have."""
+def _before_fork() -> None:
+    """Before a fork, let no thread begin to open or close a file, and wait for those that did."""
     _changed.acquire()
-    mine = threading.get_ident()  # a signal's handler may fork while its thread opens a file
+    mine = threading.get_ident()  # a signal handler may fork while its thread opens a file
     if not _changed.wait_for(
         lambda: all(each == mine for each in tuple(_changing.values())), FORK_S
     ):
-        _changing.clear()  # the next fork does not wait for the same once more
+        _changing.clear()  # the next fork does not wait for them again
 
 
-def _leave_to_parent() -> None:
+def _after_fork_in_child() -> None:
     global _changed
-    _changed = threading.Condition()  # threads that wait for the old one are not here
+    _changed = threading.Condition()  # the threads that wait for the old condition are not here
     _changing.clear()
     for file in list(_open_here):
-        file.leave()
+        file.detach()
 
 
-def _let_others() -> None:
+def _after_fork_in_parent() -> None:
     _changed.release()
 
 
 os.register_at_fork(
-    before=_await_others, after_in_parent=_let_others, after_in_child=_leave_to_parent
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
 )

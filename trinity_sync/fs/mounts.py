@@ -1,6 +1,6 @@
-"""Which file system a path is on, as the kernel says in ``/proc/self/mountinfo``.
+"""File system of a path, as the kernel reports it in ``/proc/self/mountinfo``.
 
-``psutil.disk_partitions`` will not do: where ``/etc/mtab`` is a file of its own, it reads that, and
+``psutil.disk_partitions`` is not enough: if ``/etc/mtab`` is a regular file, psutil reads that, and
 the kernel does not update it.
 """
 
@@ -9,35 +9,35 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-OF_THIS_NODE = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs"}
-OF_THIS_NODE |= {"xfs", "zfs"}
-"""Types of which no other node sees the files. Of a type that is not named, one may."""
+LOCAL_TYPES = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs"}
+LOCAL_TYPES |= {"xfs", "zfs"}
+"""Types of local file systems. Other nodes may see the files of any other type."""
 
 _OBJECT_STORES = re.compile(
     r"s3fs|rclone|gcsfuse|goofys|geesefs|tigrisfs|mountpoint-s3|blobfuse2?|ossfs2?|obsfs|cosfs"
 )
-"""What FUSE mounts of object stores call themselves, as a type or as what is mounted. They have a
-rename, a copy that is followed by a removal, and locks that the kernel of a node makes up."""
+"""Types or sources of FUSE mounts of object stores. Their renames are copies followed by removals,
+and their locks exist in the kernel of one node only."""
 
-_LOCKS_OF_THIS_NODE = re.compile(r"nolock|local_lock=(all|flock)|localflock|nobrl")
-"""Options of NFS, Lustre and CIFS with which a lock is not told to other nodes."""
+_LOCAL_LOCKS = re.compile(r"nolock|local_lock=(all|flock)|localflock|nobrl")
+"""Options of NFS, Lustre and CIFS that keep locks on this node."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a file system is mounted, and how."""
+    """A mounted file system."""
 
     point: Path
     kind: str
-    """Its type: ``ext4``, ``nfs4``, ``fuse.s3fs``."""
+    """Type: ``ext4``, ``nfs4``, ``fuse.s3fs``."""
     source: str
-    """What is mounted."""
+    """Device or server path that is mounted."""
     options: tuple[str, ...]
 
     @property
     def shared(self) -> bool:
         """Whether other nodes may see the same files."""
-        return self.kind not in OF_THIS_NODE
+        return self.kind not in LOCAL_TYPES
 
     @property
     def is_object_store(self) -> bool:
@@ -47,12 +47,12 @@ class Mount:
 
     @property
     def local_lock_option(self) -> str:
-        """The option with which other nodes do not hear of locks; empty if there is none."""
-        return next((each for each in self.options if _LOCKS_OF_THIS_NODE.fullmatch(each)), "")
+        """The option that keeps locks on this node; empty without it."""
+        return next((each for each in self.options if _LOCAL_LOCKS.fullmatch(each)), "")
 
     @property
     def weak_consistency_option(self) -> str:
-        """The option with which it is not asked anew what others have changed; empty without it."""
+        """The option that turns off close-to-open consistency; empty without it."""
         return "nocto" if "nocto" in self.options else ""
 
     def __str__(self) -> str:
@@ -60,20 +60,20 @@ class Mount:
 
 
 def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
-    """The mount that a path is on; of type ``unknown`` where the kernel does not tell.
+    """Return the mount of a path; its type is ``unknown`` if the kernel does not report it.
 
     Args:
-        path: need not exist.
-        mountinfo: text in the form of ``/proc/self/mountinfo``, which it is by default.
+        path: the path, which need not exist.
+        mountinfo: text in the form of ``/proc/self/mountinfo``, which is read by default.
     """
     real = Path(path).resolve()
-    if mountinfo is None:  # other people's mounts may have any bytes in their names
+    if mountinfo is None:  # mount points may have any bytes in their names
         mountinfo = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
     best = Mount(Path("/"), "unknown", "", ())
     for line in filter(None, mountinfo.split("\n")):
         of_mount, _, of_system = line.partition(" - ")
         fields = of_mount.split(" ")
-        kind, source, options = of_system.split(" ")  # "" is a source, too
+        kind, source, options = of_system.split(" ")  # the source may be empty
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
             best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))

@@ -1,4 +1,4 @@
-"""The identity of a process: its pid and the time of its start, which no later process has."""
+"""Identity of a process: its pid and start time, which no later process has."""
 
 import os
 import socket
@@ -8,15 +8,15 @@ from trinity_sync.layout import parse_number
 
 
 def read_process_identity(pid: int) -> str:
-    """Return ``pid/start time``: unlike a pid alone, never another process later on.
+    """Return ``pid/start time``, which unlike a pid is never reused.
 
     The time is in clock ticks since the boot.
 
     Raises:
-        ProcessLookupError: there is no such process, or it has ended and nobody waited for it yet.
-        PermissionError: it is another user's, and hidden (``hidepid`` of ``/proc``).
+        ProcessLookupError: the process does not exist, or is a zombie.
+        PermissionError: it belongs to another user and is hidden (``hidepid`` of ``/proc``).
     """
-    import psutil  # 8 ms, which importing the client need not take
+    import psutil  # takes 8 ms, so not when the client is imported
 
     try:
         if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -31,34 +31,34 @@ def read_process_identity(pid: int) -> str:
 def read_process_start(pid: int) -> int:
     """Return when a process started, in clock ticks since the boot.
 
-    psutil says it in seconds since the epoch, which change when the clock is set.
+    psutil returns seconds since the epoch, which change when the clock is set.
 
     Raises:
-        psutil.Error: there is no such process, or it is hidden.
+        psutil.Error: the process does not exist, or is hidden.
     """
     import psutil
 
     while True:
         booted_at = psutil.boot_time()
         since_boot = psutil.Process(pid).create_time() - booted_at
-        if psutil.boot_time() == booted_at:  # else the clock was set meanwhile
+        if psutil.boot_time() == booted_at:  # otherwise the clock was set meanwhile
             return round(since_boot * os.sysconf("SC_CLK_TCK"))
 
 
 def read_process_namespace() -> str:
-    """Return where a process of this one's `read_process_identity` can be looked for.
+    """Return the host and pid namespace in which this process's identity is valid.
 
-    It is ``host/pid:[namespace]``: containers may have a host name in common, and each see no
-    process but their own.
+    It is ``host/pid:[namespace]``, because containers may share a host name and see only their own
+    processes.
     """
     return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def is_process_alive(name: str) -> bool:
-    """Return whether a process still runs on this node; a hidden one counts as running.
+    """Return whether a process still runs on this node; a hidden process counts as running.
 
     Args:
-        name: of the process, as `read_process_identity` returns it.
+        name: identity of the process, as from `read_process_identity`.
     """
     pid = parse_number(name.partition("/")[0])
     if pid is None:

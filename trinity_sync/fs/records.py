@@ -1,12 +1,12 @@
 """Records: small JSON files with a type, a format number and a digest.
 
-A record type is a frozen dataclass below `Record`, of which msgspec checks every value when a
-record is read. The digest covers the values and the format. Without the right digest, a record is
-torn or was altered (ValueError). With it and another format, it was written by another release
-(`FormatError`). In all formats, ``format`` and ``digest`` are there, and ``run`` and ``step`` mean
-the same in records that have them.
+A record type is a frozen dataclass below `Record`; msgspec checks every value when a record is
+read. The digest covers the values and the format. A record with a wrong digest is torn or was
+altered (ValueError); a record with a valid digest and another format was written by another release
+(`FormatError`). All formats have ``format`` and ``digest``, and ``run`` and ``step`` have the same
+meaning in all records that have them.
 
-A digest does not say who wrote a record: values of another type or range are refused as well.
+A digest does not authenticate the writer, so values of a wrong type or range are also refused.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ import msgspec
 from trinity_sync.errors import FormatError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number or a size, which file systems, databases and C libraries can hold."""
+"""A number or a size that fits into a signed 64-bit integer."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=253e9)]
-"""A duration, or a time since the epoch up to the year 9987, which ``datetime`` can represent."""
+"""A duration, or a time since the epoch that ``datetime`` can represent (up to the year 9987)."""
 
 TRAINER = "the trainer's environment"
 STACK = "the stack's environment"
@@ -38,8 +38,8 @@ class Record:
             step: Count
             reason: str = ""
 
-    ``format`` is the one format that is read and written, ``writer`` the environment that writes
-    such records, in words. Subclasses inherit both. No field is named ``format`` or ``digest``.
+    ``format`` is the supported format number, ``writer`` the name of the environment that writes
+    such records. Subclasses inherit both. No field is named ``format`` or ``digest``.
     """
 
     FORMAT: ClassVar[int]
@@ -56,7 +56,7 @@ def encode_record(record: Record, *, indent: int | None = None) -> str:
     """Return the text of a record.
 
     Args:
-        record: its values are plain ones, records and containers of both.
+        record: a record whose values are plain values, records and containers of them.
         indent: as of ``json.dumps``.
     """
     return encode_body(msgspec.to_builtins(record), record.FORMAT, indent=indent)
@@ -65,15 +65,15 @@ def encode_record(record: Record, *, indent: int | None = None) -> str:
 def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
     """Return the record in the bytes of a file.
 
-    Unknown values are ignored: a later release may add some that this one can do without.
+    Unknown values are ignored: a later release may add optional values.
 
     Args:
-        kind: the type of the record.
-        content: the whole file.
-        path: of the file, for messages.
+        kind: type of the record.
+        content: all bytes of the file.
+        path: path of the file, for messages.
 
     Raises:
-        ValueError: it is torn, was altered, or a value is missing or of another type or range.
+        ValueError: it is torn or was altered, or a value is missing or of a wrong type or range.
         FormatError: another release has written it.
     """
     return msgspec.convert(decode_body(content, path, kind.FORMAT, kind.WRITER), kind)
@@ -81,6 +81,10 @@ def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
 
 def read_spool_record(kind: type[R], path: Path) -> R | None:
     """Return the record in a file; None if the file is missing, torn or altered.
+
+    Args:
+        kind: type of the record.
+        path: path of the file.
 
     Raises:
         FormatError: another release has written it.
@@ -92,11 +96,11 @@ def read_spool_record(kind: type[R], path: Path) -> R | None:
 
 
 def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None) -> str:
-    """Return the text of a record.
+    """Return the text of a record, given its values.
 
     Args:
-        body: the values by name; no name is ``format`` or ``digest``.
-        format: the format number.
+        body: values by name; no name is ``format`` or ``digest``.
+        format: format number.
         indent: as of ``json.dumps``.
     """
     whole = {"format": format, **body}
@@ -106,16 +110,16 @@ def encode_body(body: dict[str, Any], format: int, *, indent: int | None = None)
 def decode_body(
     content: bytes, path: Path | str, format: int, writer: str = _EITHER
 ) -> dict[str, Any]:
-    """Return the values in a record, whose types are not checked.
+    """Return the values in a record, without a check of their types.
 
     Args:
-        content: the whole file.
-        path: of the file, for messages.
-        format: the one format that is read.
-        writer: the environment that writes such records, in words.
+        content: all bytes of the file.
+        path: path of the file, for messages.
+        format: the format number that is supported.
+        writer: name of the environment that writes such records, for messages.
 
     Raises:
-        ValueError: it is torn, was altered, or has no digest or format.
+        ValueError: it is torn or was altered, or has no digest or format.
         FormatError: it is intact, and of another format.
     """
     body = _load_object(content)
@@ -125,27 +129,27 @@ def decode_body(
     if type(found) is not int:
         raise ValueError("it has no format")
     if found != format:
-        run, step = _run_and_step(body)
+        run, step = _get_run_and_step(body)
         raise FormatError.between(path, found, format, writer=writer, run=run, step=step)
     return body
 
 
-def run_and_step(content: bytes) -> tuple[int | None, int | None]:
-    """Return the run and the step that a record is about, whatever its digest and format.
+def parse_run_and_step(content: bytes) -> tuple[int | None, int | None]:
+    """Return the run and the step in a record, whatever its digest and format.
 
-    Each is None where the record cannot be read or does not say it.
+    Each is None if the record cannot be read or does not contain it.
     """
     try:
-        return _run_and_step(_load_object(content))
+        return _get_run_and_step(_load_object(content))
     except ValueError:
         return None, None
 
 
 def digest_body(body: dict[str, Any]) -> str:
-    """Return the digest of a record's values, whatever their order and spacing in the file.
+    """Return the digest of a record's values, independent of order and spacing in the file.
 
     Raises:
-        ValueError: they are nested too deeply.
+        ValueError: the values are nested too deeply.
     """
     try:
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -155,7 +159,7 @@ def digest_body(body: dict[str, Any]) -> str:
 
 
 def _load_object(content: bytes) -> dict[str, Any]:
-    # not by msgspec, which knows no NaN: a metric may be one
+    # not msgspec, which does not support NaN: metrics may be NaN
     try:
         body = json.loads(content)
     except RecursionError as error:
@@ -165,7 +169,7 @@ def _load_object(content: bytes) -> dict[str, Any]:
     return body
 
 
-def _run_and_step(body: dict[str, Any]) -> tuple[int | None, int | None]:
+def _get_run_and_step(body: dict[str, Any]) -> tuple[int | None, int | None]:
     return _count_or_none(body.get("run")), _count_or_none(body.get("step"))
 
 

@@ -168,7 +168,7 @@ def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None
     target = step_folder(root, manifest.step)
     with acquire_commit_lock(root) as lock:
         if not _is_committed_here(root, manifest, replace):
-            lock.require_ours()
+            lock.require_held()
             add_run(root, Run(manifest.run, f"fetched-step-{manifest.step}", manifest.step))
             if target.exists():
                 swap_folders(folder, target)

@@ -202,7 +202,7 @@ def remove_steps(
                 result.spared.append((each, reason))
             elif reason is None:
                 for lock in (changes, removal):
-                    lock.require_ours()
+                    lock.require_held()
                 _move_to_trash(Path(root), each.step)
                 result.removed.append(each)
     largest = max((each.nbytes for each in plan.newest.values()), default=0)

@@ -48,7 +48,7 @@ def prune_quarantine(
         if gone and not dry_run:
             make_folder(trash)
             for folder in gone:
-                lock.require_ours()
+                lock.require_held()
                 folder.rename(trash / f"quarantine-{folder.name}.{uuid.uuid4().hex}")
             sync_folder(trash)
             sync_folder(quarantine)

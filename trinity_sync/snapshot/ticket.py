@@ -22,7 +22,7 @@ from trinity_sync.fs.records import (
     Seconds,
     decode_record,
     encode_record,
-    run_and_step,
+    parse_run_and_step,
 )
 from trinity_sync.layout import (
     COMPONENTS,
@@ -128,7 +128,7 @@ def read_ticket(slot: Path) -> Ticket | None:
 
 def _bad(path: Path, why: str, content: bytes) -> TicketError:
     slot = _SLOT.fullmatch(path.name)
-    run, step = run_and_step(content)
+    run, step = parse_run_and_step(content)
     return TicketError(
         f"ticket {path} {why}; its image cannot be trusted and is not saved. "
         "Remove the ticket to free the slot.",

@@ -101,7 +101,7 @@ def commit(
             callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
             committed_at=clock(),
         )
-        lock.require_ours()
+        lock.require_held()
         make_folder(save.folder)
         if earlier and earlier.run > save.run:
             raise SupersededError(
@@ -120,9 +120,9 @@ def commit(
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_exports_and_metrics(save, replaced)
-            lock.require_ours()
+            lock.require_held()
             write_manifest_into(save.folder, earlier.merge(manifest) if earlier else manifest)
-        lock.require_ours()
+        lock.require_held()
         update_latest_pointers(save.root, manifest)
         if replaced:
             for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
@@ -148,7 +148,7 @@ def finish_interrupted(save: SaveId) -> None:
         except SupersededError as error:
             logger.info("%s", error)
         else:
-            lock.require_ours()
+            lock.require_held()
             update_latest_pointers(save.root, manifest)
 
 

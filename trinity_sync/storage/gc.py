@@ -84,7 +84,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
         for moved in [*replacing.glob("*.replaced"), *fetching.glob("*.replaced")]:
             current = root / moved.name.removesuffix(".replaced")
             if not current.exists():  # died between two renames, without an atomic exchange
-                lock.require_ours()
+                lock.require_held()
                 moved.rename(current)
                 sync_folder(root)
                 yield Finding(str(root), current.name, "repaired", "was renamed back")
@@ -93,7 +93,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 name = moved.relative_to(root).as_posix()
                 why = f"{current} is not committed; move it away to restore this step"
                 yield Finding(str(root), name, "left", why)
-        lock.require_ours()
+        lock.require_held()
         for step in steps_on_disk(replacing):
             folder = step_folder(replacing, step)
             name = folder.relative_to(root).as_posix()

@@ -72,7 +72,7 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
         same = [r for r in records if r and r.digest == digests[r.path]]
         if manifest and len(same) == len(digests):
             merged = [replace(r, images=(*r.images, ticket.image)) for r in same]
-            lock.require_ours()
+            lock.require_held()
             write_manifest(save.root, manifest.merge(replace(manifest, files=tuple(merged))))
             free_slot(sealed.slot, ticket.image, digests.get(ticket.path, ""))
             return

@@ -149,7 +149,7 @@ def replace_step(
             raise make_missing_file_error(missing, f"{save.folder}/{name}") from error
     sync_folders(fresh, links)
     write_manifest_into(fresh, manifest)
-    lock.require_ours()
+    lock.require_held()
     swap_folders(fresh, save.folder)
     sync_folder(Path(save.root))
     for path in elsewhere:

@@ -113,13 +113,13 @@ def rewind(
         key = f"rewind-to-step-{step}-of-run-{target.run}"
         run = open_run(base, key, step, resumed_run=target.run)
         for lock in (changes, removal):
-            lock.require_ours()
+            lock.require_held()
         _update_latest_pointers(base, target, newer)
         folder = make_quarantine_folder(base, clock()) if newer else None
         for other in newer:
             assert folder is not None  # there are newer steps
             for lock in (changes, removal):
-                lock.require_ours()
+                lock.require_held()
             step_folder(base, other).rename(step_folder(folder, other))
             sync_folder(folder)
             sync_folder(base)
