@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
+import httpx
 import ray
 from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
 from prefect_ray.task_runners import PrefectRayFuture, RayTaskRunner
@@ -153,8 +152,15 @@ async def gather_outcomes(futures: Sequence[PrefectFuture[Any]]) -> list[Any]:
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     for future, outcome in zip(futures, outcomes, strict=True):
         if isinstance(outcome, RayError):
-            state: State[Any] = Crashed(message=f"Its Ray process died: {outcome}")
-            async with get_client() as client:
-                with suppress(ObjectNotFound):  # the process died before the task run was created
-                    await client.set_task_run_state(future.task_run_id, state, force=True)
+            await _crash_task_run(future.task_run_id, f"Its Ray process died: {outcome}")
     return outcomes
+
+
+async def _crash_task_run(task_run_id: UUID, message: str) -> None:
+    state: State[Any] = Crashed(message=message)
+    async with get_client() as client:
+        try:
+            await client.set_task_run_state(task_run_id, state, force=True)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 404:  # the process died before it created the task run
+                raise

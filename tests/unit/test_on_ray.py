@@ -4,11 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+from uuid import uuid4
 
 from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from ray.exceptions import RayError, WorkerCrashedError
 
-from flows.on_ray import gather_results
+from flows.on_ray import gather_outcomes, gather_results
 
 WHOSE: ContextVar[str] = ContextVar("WHOSE")
 
@@ -45,3 +49,40 @@ def test_many_long_tasks_of_other_flows_hold_up_no_save() -> None:
         return save, await others[0]
 
     assert asyncio.run(flows()) == (["save"], ["others"] * 100)
+
+
+class Killed(Lasting):
+    """A task whose Ray process was killed before it created its task run."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Event())
+        self._task_run_id = uuid4()
+
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
+        raise WorkerCrashedError
+
+
+class NoTaskRuns(BaseHTTPRequestHandler):
+    """A Prefect server that knows of no task run."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_error_of_a_task_is_returned_if_it_died_before_its_task_run_was_created() -> None:
+    server = HTTPServer(("127.0.0.1", 0), NoTaskRuns)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/api"
+    try:
+        with temporary_settings({PREFECT_API_URL: url}):
+            (outcome,) = asyncio.run(gather_outcomes([Killed()]))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert isinstance(outcome, RayError)
