@@ -88,8 +88,8 @@ class Side:
         daemon.await_ready(
             "the Prefect server",
             state.server,
-            lambda: services.server_answers(state),
-            daemon.Patience(300),
+            lambda: services.is_server_ready(state),
+            daemon.StartupDeadline(300),
         )
         took = time.perf_counter() - began
         deploy(settings, state.api_url)

@@ -296,8 +296,8 @@ def prefect_server() -> Iterator[int]:
         daemon.await_ready(
             "the Prefect server",
             state.server,
-            lambda: services.server_answers(state),
-            daemon.Patience(180),
+            lambda: services.is_server_ready(state),
+            daemon.StartupDeadline(180),
         )
         os.environ["PREFECT_API_URL"] = state.api_url
         from prefect.context import refresh_global_settings_context

@@ -19,8 +19,7 @@ import pytest
 
 from trinity_sync.settings import Settings
 from trinity_sync.stack import embedded
-from trinity_sync.stack.services import StackState
-from trinity_sync.stack.services import environment as environment_of_stack
+from trinity_sync.stack.services import StackState, build_environment
 
 if TYPE_CHECKING:  # a unit test needs neither, and they take seconds
     from tests.integration.prefect_api import Api
@@ -115,7 +114,7 @@ def started(settings: Settings, num_cpus: int) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
         return embedded.up(settings, num_cpus=num_cpus)
-    env = environment_of_stack(settings, StackState())
+    env = build_environment(settings, StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]
     subprocess.run(command, env=env, check=True, capture_output=True)

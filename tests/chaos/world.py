@@ -121,7 +121,7 @@ class World:
     def _started_server(self) -> bool:
         if not self.server.lives:  # or no more: another process may have taken the port just now
             self.server = services.start_server(self._server_settings, self.server)
-        return services.server_answers(self.server)
+        return services.is_server_ready(self.server)
 
     def mend(self) -> None:
         """Start whatever does not run."""
@@ -187,7 +187,7 @@ class World:
     def _start(
         self, name: str, module: str, *arguments: str, last: str = ""
     ) -> "subprocess.Popen[bytes]":
-        env = services.environment(self.settings, self.stack) | self.trouble.environment
+        env = services.build_environment(self.settings, self.stack) | self.trouble.environment
         here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
         env["GLOO_SOCKET_IFNAME"] = "lo"

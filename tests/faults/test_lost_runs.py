@@ -91,7 +91,7 @@ def worker_log(settings: Settings) -> str:
 
 def await_broken_off(settings: Settings, before: str) -> None:
     """Until the worker has failed to report the end of a run."""
-    until(lambda: "broke off" in worker_log(settings)[len(before) :], "the lost report")
+    until(lambda: "was interrupted" in worker_log(settings)[len(before) :], "the lost report")
 
 
 def assert_nothing_is_under_way(api: Api, run_id: UUID) -> None:

@@ -108,7 +108,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 ) -> None:
     second = subprocess.Popen(
         [sys.executable, "-m", "trinity_sync.cli", "worker"],
-        env=services.environment(settings, stack),
+        env=services.build_environment(settings, stack),
         cwd=tmp_path,
         stdout=(tmp_path / "worker.log").open("w"),
         stderr=subprocess.STDOUT,
@@ -182,7 +182,7 @@ def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
     run = ended(tmp_path / "job", 1, "checkpoint")
     answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
     assert answer.status_code == 401
-    env = {**services.environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
+    env = {**services.build_environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
     worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
     refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1

@@ -14,7 +14,7 @@ from prefect.settings.context import get_current_settings
 from tests.conftest import left_of, processes_of
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
-from trinity_sync.orchestration.automations import CRASHED, SILENT
+from trinity_sync.orchestration.automations import HEARTBEAT_AUTOMATION, RECONCILE_AUTOMATION
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_compat import PickledSettings
 from trinity_sync.orchestration.prefect_queries import open_client
@@ -38,7 +38,7 @@ def on_the_same_ray(
     return another.model_copy(update={"ray_address": stack.ray_address})
 
 
-def part(settings: Settings, name: str) -> embedded.Part:
+def part(settings: Settings, name: str) -> embedded.ServiceStatus:
     return next(each for each in embedded.status(settings).parts if each.name == name)
 
 
@@ -104,7 +104,7 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
 ) -> None:
     with open_client(stack.api_url) as client:
 
-        def watch(name: str = SILENT) -> Automation:
+        def watch(name: str = HEARTBEAT_AUTOMATION) -> Automation:
             (found,) = client.read_automations_by_name(name)
             return found
 
@@ -119,11 +119,11 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
             assert isinstance(changed.trigger, EventTrigger)
             assert changed.trigger.within.total_seconds() == 500
             reconcile = client.read_deployment_by_name("reconcile/reconcile").id
-            (action,) = watch(CRASHED).actions
+            (action,) = watch(RECONCILE_AUTOMATION).actions
             assert isinstance(action, RunDeployment)
             assert action.deployment_id == reconcile
             save = client.read_deployment_by_name("save-step/save-step").id
-            for automation in (changed, watch(CRASHED)):
+            for automation in (changed, watch(RECONCILE_AUTOMATION)):
                 assert isinstance(automation.trigger, EventTrigger)
                 watched = str(automation.trigger.match_related)
                 assert str(save) in watched

@@ -17,7 +17,7 @@ from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
 from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, embedded, services
-from trinity_sync.stack.daemon import Daemon, Patience
+from trinity_sync.stack.daemon import Daemon, StartupDeadline
 from trinity_sync.stack.services import StackState
 
 RAY = """
@@ -34,7 +34,7 @@ def start(code: str, folder: Path) -> Daemon:
 def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError) as caught:
-        daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, Patience(60))
+        daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, StartupDeadline(60))
     said = str(caught.value)
     assert said.startswith(
         "the Ray node ended while it started: Exception: The current node timed out during startup."
@@ -45,27 +45,27 @@ def test_one_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Pa
 def test_one_that_ends_without_a_word_leaves_the_words_of_earlier_ones_out(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError, match=r"ended while it started\. Its log"):
-        daemon.await_ready("the server", start("", tmp_path), lambda: False, Patience(60))
+        daemon.await_ready("the server", start("", tmp_path), lambda: False, StartupDeadline(60))
 
 
 def test_the_last_one_has_time_of_its_own_when_others_used_up_the_rest(tmp_path: Path) -> None:
-    patience = Patience(0)
+    deadline = StartupDeadline(0)
     sleeper = start("import time; time.sleep(60)", tmp_path)
     try:
         asked = iter([False, False, True])
-        daemon.await_ready("it", sleeper, lambda: next(asked), patience, at_least_s=60)
+        daemon.await_ready("it", sleeper, lambda: next(asked), deadline, at_least_s=60)
     finally:
         daemon.stop(sleeper, 5)
 
 
 def test_one_that_is_late_is_reported_with_what_took_the_time(tmp_path: Path) -> None:
-    patience = Patience(0)
-    with patience.spent_on("the Prefect server"):
+    deadline = StartupDeadline(0)
+    with deadline.measure("the Prefect server"):
         pass
     sleeper = start("import time; time.sleep(60)", tmp_path)
     try:
         with pytest.raises(StackError, match="since the start: the Prefect server 0 s, it 0 s"):
-            daemon.await_ready("it", sleeper, lambda: False, patience)
+            daemon.await_ready("it", sleeper, lambda: False, deadline)
     finally:
         daemon.stop(sleeper, 5)
 
@@ -159,7 +159,7 @@ def full_disk() -> Iterator[None]:
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
     server = start("import time; time.sleep(60)", tmp_path)
     with pytest.raises(OSError, match="too large"), full_disk():
-        embedded._note(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
+        embedded._record(tmp_path, StackState(api_url="http://127.0.0.1:9/api", server=server))
     assert not server.lives
     assert embedded.find(Settings(home=tmp_path)) is None
 
@@ -167,6 +167,6 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
 def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:
     settings, state = Settings(home=tmp_path), StackState(api_url="http://127.0.0.1:9/api")
     with pytest.raises(OSError, match="too large"), full_disk():
-        services.environment(settings, state)
-    named = services.environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
+        services.build_environment(settings, state)
+    named = services.build_environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
     assert ssl.create_default_context(cafile=named).get_ca_certs()

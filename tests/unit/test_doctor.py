@@ -18,7 +18,7 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
-from trinity_sync.stack.doctor import Check, logout_check, packages_check, run_checks
+from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
 
 
@@ -155,12 +155,12 @@ def test_a_root_that_cannot_be_written_fails(committed: Job) -> None:
 
 
 def test_packages_out_of_their_range_or_missing_are_named() -> None:
-    found = packages_check(["typer<0.1", "no-such-package>=1", "rich>=1", "x; extra == 'dev'"])
+    found = check_packages(["typer<0.1", "no-such-package>=1", "rich>=1", "x; extra == 'dev'"])
     assert found.state == "fail"
     assert "typer is " in found.found
     assert "no-such-package is missing" in found.found
     assert "rich" not in found.found
-    assert packages_check(["rich>=1"]).state == "ok"
+    assert check_packages(["rich>=1"]).state == "ok"
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
 ) -> None:
     spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
     (logind / "answer").write_text("b true\n")
-    found = logout_check(spool, uid, logind)
+    found = check_logout(spool, uid, logind)
     assert found
     assert (found.state, "RemoveIPC" in found.found) == ("warn", True)
     assert f"loginctl enable-linger {somebody.pw_name}" in found.todo
@@ -201,15 +201,15 @@ def test_a_spool_that_systemd_leaves_alone_is_no_warning(
 ) -> None:
     spool, uid = Path("/dev/shm/trinity_sync-test"), somebody.pw_uid
     (logind / "answer").write_text("b true\n")
-    assert logout_check(spool, 0, logind) is None  # root's, as those of system users, stay
-    assert logout_check(tmp_path, uid, logind) is None
+    assert check_logout(spool, 0, logind) is None  # root's, as those of system users, stay
+    assert check_logout(tmp_path, uid, logind) is None
     (logind / "answer").write_text("b false\n")
-    assert logout_check(spool, uid, logind) is None
+    assert check_logout(spool, uid, logind) is None
     (logind / "answer").write_text("b true\n")
-    assert logout_check(spool, uid, logind)
+    assert check_logout(spool, uid, logind)
     (logind / somebody.pw_name).touch()  # lingers
-    assert logout_check(spool, uid, logind) is None
+    assert check_logout(spool, uid, logind) is None
 
 
 def test_a_node_without_systemd_has_no_warning_of_it(somebody: pwd.struct_passwd) -> None:
-    assert logout_check(Path("/dev/shm/trinity_sync-test"), somebody.pw_uid) is None
+    assert check_logout(Path("/dev/shm/trinity_sync-test"), somebody.pw_uid) is None

@@ -8,10 +8,10 @@ from tests.conftest import environment
 
 STORY = """
 import sqlite3, sys, threading
-from trinity_sync.stack.prefect_server import collect_in_a_thread
+from trinity_sync.stack.prefect_server import collect_garbage_in_thread
 
 if sys.argv[2] == "in a thread":
-    collect_in_a_thread()
+    collect_garbage_in_thread()
 first, second = (
     sqlite3.connect(sys.argv[1], timeout=4, isolation_level=None, check_same_thread=False)
     for _ in range(2)
@@ -63,9 +63,9 @@ from datetime import datetime, timedelta, timezone
 from uuid import uuid4
 from prefect.server.database import provide_database_interface
 from prefect.server.services import db_vacuum
-from trinity_sync.stack.prefect_server import let_others_write
+from trinity_sync.stack.prefect_server import pause_vacuum_between_batches
 
-let_others_write()
+pause_vacuum_between_batches()
 old, found, sleep = datetime.now(timezone.utc) - timedelta(days=2), [], asyncio.sleep
 
 async def looked_at(seconds):

@@ -22,7 +22,7 @@ from trinity_sync.errors import StackError
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.stack import embedded
-from trinity_sync.stack.services import StackState, server_answers
+from trinity_sync.stack.services import StackState, is_server_ready
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
         answers = Thread(target=lambda: other.accept()[0].sendall(b"\0\0\x18\x04\r\n\r\n"))
         answers.start()
         state = StackState(api_url=f"http://127.0.0.1:{other.getsockname()[1]}/api")
-        assert not server_answers(state)
+        assert not is_server_ready(state)
         answers.join()
 
 

@@ -64,7 +64,7 @@ def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
     settings.spool.chmod(0o755)
 
     def said() -> list[str]:
-        return [each.message for each in caplog.records if "is tried again" in each.message]
+        return [each.message for each in caplog.records if "restarting it" in each.message]
 
     async def start_and_wait() -> None:
         async with TrinitySyncWorker(work_pool_name="any"):

@@ -10,7 +10,7 @@ import pytest
 
 from trinity_sync.settings import Settings
 from trinity_sync.stack.daemon import Daemon
-from trinity_sync.stack.services import StackState, environment
+from trinity_sync.stack.services import StackState, build_environment
 
 OWN = "http://127.0.0.1:10/api", "127.0.0.1:10"
 STACK = StackState(
@@ -25,23 +25,23 @@ STACK = StackState(
 
 def test_what_is_named_counts_instead_of_the_stacks_part(tmp_path: Path) -> None:
     for same in (("", ""), OWN):
-        assert STACK.where_named(*same) == STACK
-    there = STACK.where_named("", "10.0.0.4:6379")
+        assert STACK.with_external(*same) == STACK
+    there = STACK.with_external("", "10.0.0.4:6379")
     assert (there.ray_address, there.api_url) == ("10.0.0.4:6379", STACK.api_url)
     settings = Settings(home=tmp_path)
-    assert "RAY_AUTH_MODE" in environment(settings, STACK)
-    assert "RAY_AUTH_MODE" not in environment(settings, there)  # the token is of our own node
+    assert "RAY_AUTH_MODE" in build_environment(settings, STACK)
+    assert "RAY_AUTH_MODE" not in build_environment(settings, there)  # the token is of our own node
     url = "http://prefect.internal/api"
-    there = STACK.where_named(url, "")
+    there = STACK.with_external(url, "")
     assert (there.api_url, there.ray_auth) == (url, STACK.ray_auth)
 
 
 def test_a_server_that_is_not_the_stacks_is_asked_with_the_callers_profile(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     ours = str(tmp_path / "prefect")
-    assert environment(settings, STACK)["PREFECT_HOME"] == ours
-    there = STACK.where_named("http://prefect.internal/api", "")
-    assert environment(settings, there).get("PREFECT_HOME") != ours
+    assert build_environment(settings, STACK)["PREFECT_HOME"] == ours
+    there = STACK.with_external("http://prefect.internal/api", "")
+    assert build_environment(settings, there).get("PREFECT_HOME") != ours
 
 
 def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
@@ -51,7 +51,7 @@ def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {}}')
     assert STACK.environment == {"PREFECT_API_URL": STACK.api_url}
-    env = environment(Settings(home=tmp_path), STACK)
+    env = build_environment(Settings(home=tmp_path), STACK)
     assert {name for name in env if name.startswith("RAY_AUTH_")} == set(STACK.ray_auth or {})
     assert not {"RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"} & env.keys()
     assert env["TRINITY_SYNC_RAY_ADDRESS"] == STACK.ray_address

@@ -182,7 +182,7 @@ def worker() -> None:
     from trinity_sync.stack import embedded, services
 
     settings = read_settings()
-    state = (embedded.find(settings) or services.StackState()).where_named(
+    state = (embedded.find(settings) or services.StackState()).with_external(
         os.environ.get(embedded.API_URL, ""), settings.ray_address
     )
     for variable, named in (
@@ -198,7 +198,7 @@ def worker() -> None:
             f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
             "correct it; the stack's own is started by: trinity-sync up"
         )
-    env = services.environment(settings, state)
+    env = services.build_environment(settings, state)
     services.make_home(settings.home)
     os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)

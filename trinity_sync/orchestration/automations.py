@@ -1,15 +1,14 @@
-"""Prefect automations for heartbeat monitoring: they end flow runs that send no heartbeat.
+"""Prefect automations for heartbeat monitoring: crash flow runs that send no heartbeat.
 
-`recovery.flow_runs` knows the processes of its own node only. Where a whole node is gone, or no
-worker comes back to it, its runs would stay Running for ever, and all that wait for them would wait
-for ever. Prefect's server receives a heartbeat of every run; the first automation shows a run as
-Crashed that has sent none for long. The server accepts a final state after a crash and no crash
-after a final state: a run that is executed after all ends as what it reports, and one that has
-ended stays so.
+`recovery.flow_runs` recovers the runs of its own node only. If a node is lost, its runs would stay
+Running forever. The Prefect server receives a heartbeat from every run, and the first automation
+sets a run to Crashed if it has sent none for too long. The server accepts a final state after a
+crash, but no crash after a final state: a run that is still executed ends in the state that it
+reports.
 
-The second runs the ``reconcile`` deployment after a crash. It is a separate automation because a
-heartbeat that reaches the server later than the end of a short run looks like a missing one: its
-crash is refused, and nothing else must follow from it.
+The second automation runs the ``reconcile`` deployment after a crash. It is separate, because the
+last heartbeat of a short run can reach the server after its end, and the server then refuses the
+crash: no repair must follow from it.
 """
 
 from datetime import timedelta
@@ -21,13 +20,13 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-SILENT = "trinity-sync: crash runs without heartbeats"
-CRASHED = "trinity-sync: reconcile after a crash"
+HEARTBEAT_AUTOMATION = "trinity-sync: crash runs without heartbeats"
+RECONCILE_AUTOMATION = "trinity-sync: reconcile after a crash"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 CRASH = "prefect.flow-run.Crashed"
 ENDS = {CRASH, *(f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled"))}
-TOGETHER = timedelta(seconds=10)
-"""Crashes that follow each other within it, such as those of one node, are reconciled once."""
+CRASH_WINDOW = timedelta(seconds=10)
+"""Crashes within this window, such as those of one node, run ``reconcile`` once."""
 
 
 def register_heartbeat_monitoring(
@@ -36,14 +35,14 @@ def register_heartbeat_monitoring(
     """Create the automations, or update those that exist; paused ones stay paused.
 
     Args:
-        client: client of the Prefect server.
-        watched: ids of the deployments whose runs are monitored. That of ``reconcile`` must not be
-            among them: each of its own crashes would begin another.
-        reconcile: id of the deployment that is run after a crash.
-        silent_s: seconds without a heartbeat or an end after which a run counts as crashed.
+        client: Client of the Prefect server.
+        watched: Ids of the deployments whose runs are monitored. ``reconcile`` must not be among
+            them, because each of its crashes would run it again.
+        reconcile: Id of the deployment to run after a crash.
+        silent_s: Seconds without a heartbeat or a final state after which a run is crashed.
     """
-    # types and other defaults are spelled out because an update sends none that were not set
-    ours: dict[str, Any] = {
+    # an update sends only fields that were set, so types and other defaults are set explicitly
+    monitored: dict[str, Any] = {
         "type": "event",
         "match": {"prefect.resource.id": "prefect.flow-run.*"},
         "match_related": {
@@ -51,8 +50,8 @@ def register_heartbeat_monitoring(
             "prefect.resource.id": [f"prefect.deployment.{each}" for each in watched],
         },
     }
-    silence = EventTrigger(
-        **ours,
+    missing_heartbeat = EventTrigger(
+        **monitored,
         for_each={"prefect.resource.id"},
         after={HEARTBEAT},
         expect={HEARTBEAT, *ENDS},
@@ -63,11 +62,19 @@ def register_heartbeat_monitoring(
         type="change-flow-run-state",
         name=None,
         state=StateType.CRASHED,
-        message=f"No heartbeat of its process for {silent_s:g} s.",
+        message=f"No heartbeat for {silent_s:g} s.",
         force=False,
     )
-    _register(client, SILENT, f"Without a heartbeat for {silent_s:g} s.", silence, crash)
-    crashes = EventTrigger(**ours, expect={CRASH}, posture=Posture.Reactive, within=TOGETHER)
+    _register(
+        client,
+        HEARTBEAT_AUTOMATION,
+        f"Crashes runs that send no heartbeat for {silent_s:g} s.",
+        missing_heartbeat,
+        crash,
+    )
+    crashes = EventTrigger(
+        **monitored, expect={CRASH}, posture=Posture.Reactive, within=CRASH_WINDOW
+    )
     run = RunDeployment(
         type="run-deployment",
         source="selected",
@@ -75,7 +82,7 @@ def register_heartbeat_monitoring(
         parameters=None,
         job_variables=None,
     )
-    _register(client, CRASHED, "Repairs what the crash left.", crashes, run)
+    _register(client, RECONCILE_AUTOMATION, "Repairs what a crash left.", crashes, run)
 
 
 def _register(
@@ -88,7 +95,7 @@ def _register(
     found = client.read_automations_by_name(name)
     wanted = AutomationCore(
         name=name,
-        description=f"{description} Made by trinity-sync deploy.",
+        description=f"{description} Created by trinity-sync deploy.",
         enabled=all(each.enabled for each in found),
         trigger=trigger,
         actions=[action],
@@ -97,5 +104,5 @@ def _register(
         client.create_automation(wanted)
         return
     client.update_automation(found[0].id, wanted)
-    for twin in found[1:]:  # of two that deployed at once
-        client.delete_automation(twin.id)
+    for duplicate in found[1:]:  # created by two concurrent deploys
+        client.delete_automation(duplicate.id)

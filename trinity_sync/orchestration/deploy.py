@@ -1,9 +1,9 @@
-"""Work pool, deployments and automations on a Prefect server; ``prefect.yaml`` lists deployments.
+"""Create or update the work pool, deployments and automations on a Prefect server.
 
-``prefect deploy`` needs a checkout to run in and a work pool that exists; this needs the installed
-package only. Applying twice changes nothing, and leaves alone what prefect.yaml does not mention,
-such as a concurrency limit set in the Prefect UI, and schedules that are there already, which may
-have been paused or moved on purpose.
+``prefect.yaml`` lists the deployments. Unlike ``prefect deploy``, this needs neither a checkout nor
+an existing work pool. It is idempotent, and changes neither what prefect.yaml does not mention,
+such as a concurrency limit set in the Prefect UI, nor existing schedules, which a user may have
+paused or moved.
 """
 
 from contextlib import suppress
@@ -33,36 +33,37 @@ from trinity_sync.settings import Settings
 
 RECONCILE = "reconcile/reconcile"
 PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
-"""Work queues of the pool, the one first that a worker takes runs from first."""
+"""Work queues of the pool, highest priority first."""
 
 
 def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
     """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
     Args:
-        settings: its ``work_pool`` is the pool that all deployments go to; ``schedules`` says
-            whether new schedules are active, ``silent_s`` after how many seconds without a
-            heartbeat a run counts as crashed.
-        api_url: the server; ``PREFECT_API_URL`` or the Prefect profile by default.
+        settings: ``work_pool`` names the pool of all deployments, ``schedules`` says whether new
+            schedules are active, and ``silent_s`` is the time without a heartbeat, in seconds,
+            after which a run is crashed.
+        api_url: The server; by default ``PREFECT_API_URL`` or that of the Prefect profile.
 
     Returns:
         Names of the deployments, as ``flow/deployment``.
 
     Raises:
-        StackError: the server cannot be reached, refuses, or has such a pool of another type.
-        ConfigError: an entrypoint cannot be imported.
+        StackError: The server cannot be reached, refuses a call, or has a pool of the same name and
+            another type.
+        ConfigError: An entrypoint cannot be imported.
     """
     with open_client(api_url) as client:
         _ensure_pool(client, settings.work_pool)
         _ensure_queues(client, settings.work_pool)
-        made = dict(_apply(client, entry, settings) for entry in deployments())
-        others = [made[name] for name in made if name != RECONCILE]
-        register_heartbeat_monitoring(client, others, made[RECONCILE], silent_s=settings.silent_s)
-        return list(made)
+        ids = dict(_apply_deployment(client, entry, settings) for entry in read_deployments())
+        monitored = [ids[name] for name in ids if name != RECONCILE]
+        register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=settings.silent_s)
+        return list(ids)
 
 
-def deployments() -> list[dict[str, Any]]:
-    """The deployments of prefect.yaml, as it spells them."""
+def read_deployments() -> list[dict[str, Any]]:
+    """Return the entries of prefect.yaml."""
     text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
     entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
     return entries
@@ -76,7 +77,7 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
         create = WorkPoolCreate(name=name, type=TrinitySyncWorker.type, base_job_template=template)
         try:
             pool = client.create_work_pool(create)
-        except ObjectAlreadyExists:  # by somebody else, just now
+        except ObjectAlreadyExists:  # by a concurrent deploy
             pool = client.read_work_pool(name)
     if pool.type != TrinitySyncWorker.type:
         raise StackError(
@@ -86,21 +87,21 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
 
 
 def _ensure_queues(client: SyncPrefectClient, pool: str) -> None:
-    """Make the queues that are missing; what was set by hand at one that is there stays."""
-    have = {queue.name for queue in client.read_work_queues(work_pool_name=pool)}
+    """Create the missing queues; existing ones keep their settings."""
+    existing = {queue.name for queue in client.read_work_queues(work_pool_name=pool)}
     for priority, name in enumerate(PRIORITIES, start=1):
-        if name not in have:
-            with suppress(ObjectAlreadyExists):  # by somebody else, just now
+        if name not in existing:
+            with suppress(ObjectAlreadyExists):  # by a concurrent deploy
                 client.create_work_queue(name=name, priority=priority, work_pool_name=pool)
 
 
-def _apply(
+def _apply_deployment(
     client: SyncPrefectClient, entry: dict[str, Any], settings: Settings
 ) -> tuple[str, UUID]:
-    """Name and id of the deployment."""
+    """Create or update a deployment, and return its name and id."""
     flow = load_flow(entry["entrypoint"])
     name = f"{flow.name}/{entry['name']}"
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "entrypoint": entry["entrypoint"],
         "description": entry.get("description"),
         "tags": entry.get("tags", []),
@@ -114,20 +115,20 @@ def _apply(
     try:
         found = client.read_deployment_by_name(name)
     except ObjectNotFound:
-        deployment = client.create_deployment(client.create_flow(flow), entry["name"], **said)
-        have: set[str | None] = set()
+        deployment = client.create_deployment(client.create_flow(flow), entry["name"], **fields)
+        slugs: set[str | None] = set()
     else:
-        client.update_deployment(found.id, DeploymentUpdate(**said))
-        deployment, have = found.id, {schedule.slug for schedule in found.schedules}
-    new = [each for each in entry.get("schedules", []) if each["slug"] not in have]
-    if new:  # those that are there may have been changed or paused in the UI on purpose
+        client.update_deployment(found.id, DeploymentUpdate(**fields))
+        deployment, slugs = found.id, {schedule.slug for schedule in found.schedules}
+    new = [each for each in entry.get("schedules", []) if each["slug"] not in slugs]
+    if new:  # existing ones may have been changed or paused in the UI
         client.create_deployment_schedules(
-            deployment, [_schedule(each, settings.schedules) for each in new]
+            deployment, [_make_schedule(each, settings.schedules) for each in new]
         )
     return name, deployment
 
 
-def _schedule(entry: dict[str, Any], active: bool) -> DeploymentScheduleCreate:
+def _make_schedule(entry: dict[str, Any], active: bool) -> DeploymentScheduleCreate:
     return DeploymentScheduleCreate(
         schedule=CronSchedule(cron=entry["cron"], timezone=entry.get("timezone")),
         active=active and entry.get("active", True),

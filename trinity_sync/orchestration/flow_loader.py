@@ -1,4 +1,4 @@
-"""The flows that deployments name, imported once a process."""
+"""Import the flows of deployments, once per process."""
 
 import importlib
 import sys
@@ -10,18 +10,17 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.pipeline import PACKAGES
 
 HEARTBEAT_S = 30
-"""Seconds between two heartbeats of a run; Prefect allows no fewer. What counts as silent
-(``TRINITY_SYNC_SILENT_S``) has to be a multiple of it."""
-
+"""Seconds between two heartbeats of a flow run, Prefect's minimum. ``TRINITY_SYNC_SILENT_S`` must
+be several times as long."""
 
 _flows: dict[str, Flow[..., Any]] = {}
 
 
 def load_flow(entrypoint: str | None) -> Flow[..., Any]:
-    """The flow that a deployment names (``package.module.flow`` or ``package.module:flow``).
+    """Return the flow of an entrypoint, ``package.module.flow`` or ``package.module:flow``.
 
     Raises:
-        ConfigError: it cannot be imported here.
+        ConfigError: The flow cannot be imported here.
     """
     if entrypoint not in _flows:
         if sys.path[0] != PACKAGES:  # a user's own flows and tasks must not be found first
@@ -31,7 +30,7 @@ def load_flow(entrypoint: str | None) -> Flow[..., Any]:
             flow = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"the deployment's entrypoint {entrypoint!r} cannot be imported by this worker: "
+                f"cannot import the deployment's entrypoint {entrypoint!r} in this worker: "
                 f"{error}. Is the package installed where the worker runs?"
             ) from error
         _flows[str(entrypoint)] = flow

@@ -1,7 +1,7 @@
-"""Which jobs the flows look after that nobody names one to: those of the nightly schedules.
+"""Registry of the jobs that scheduled flows maintain.
 
-``TRINITY_SYNC_MAINTAIN`` names them. Without it they are all jobs that have committed something on
-this node: the commit task notes each root once, as a small file in ``TRINITY_SYNC_HOME/roots``.
+``TRINITY_SYNC_MAINTAIN`` lists their roots. By default they are all jobs that have committed a step
+on this node: the commit task registers each root, as a small file in ``TRINITY_SYNC_HOME/roots``.
 """
 
 import json
@@ -15,41 +15,57 @@ from trinity_sync.settings import Settings
 
 
 def register_job(settings: Settings, root: str | Path) -> None:
-    """Remember the root of a job that has committed something; again is harmless and costs a stat.
+    """Register the root of a job, unless it is registered already.
+
+    Args:
+        settings: ``home`` is the folder of the registry.
+        root: Root of the job.
 
     Raises:
         OSError: ``TRINITY_SYNC_HOME`` cannot be written.
     """
-    note = _folder(settings) / f"{job_id(root)}.json"
-    if not note.exists():
-        make_folder(note.parent)
-        create_file(note, json.dumps({"root": str(Path(root).resolve())}))
+    entry = _registry_folder(settings) / f"{job_id(root)}.json"
+    if not entry.exists():
+        make_folder(entry.parent)
+        create_file(entry, json.dumps({"root": str(Path(root).resolve())}))
 
 
 def list_known_roots(settings: Settings) -> list[Path]:
-    """The roots to look after, by name.
+    """Return the roots of the jobs to maintain, sorted by name.
 
-    Those that are no folder at the moment are left out, as are those that were noted and are not
-    allowed any more.
+    Roots that do not exist, and registered roots that ``TRINITY_SYNC_ALLOWED`` no longer covers,
+    are left out.
     """
-    noted = (root for root in _noted(settings) if _is_allowed(settings, root))
-    return [root for root in settings.maintain or noted if root.is_dir()]
+    registered = (root for root in _read_registry(settings) if _is_allowed(settings, root))
+    return [root for root in settings.maintain or registered if root.is_dir()]
 
 
 def unregister_job(settings: Settings, root: str | Path) -> bool:
-    """Forget a root that was removed for good; whether it was noted."""
+    """Remove a root from the registry.
+
+    Args:
+        settings: ``home`` is the folder of the registry.
+        root: Root of the job.
+
+    Returns:
+        Whether it was registered.
+    """
     try:
-        (_folder(settings) / f"{job_id(root)}.json").unlink()
+        (_registry_folder(settings) / f"{job_id(root)}.json").unlink()
     except FileNotFoundError:
         return False
     return True
 
 
 def select_roots(root: str | None, settings: Settings) -> list[Path]:
-    """The root that was named, or all that are known.
+    """Return the given root, or those of all known jobs.
+
+    Args:
+        root: Full path of a job's root; None for all known jobs.
+        settings: The registry and the allowed folders of this node.
 
     Raises:
-        ConfigError: the one that was named is not an absolute path of a folder, or not allowed.
+        ConfigError: The root is not the full path of a folder, or is not allowed.
     """
     if root is None:
         return list_known_roots(settings)
@@ -57,30 +73,38 @@ def select_roots(root: str | None, settings: Settings) -> list[Path]:
     if not Path(root).is_absolute() or not Path(root).is_dir():
         raise ConfigError(
             f"root {root!r} is not the full path of a folder on this node; pass the job's root, or "
-            "none for all jobs that are known"
+            "none for all known jobs"
         )
     return [Path(root).resolve()]
 
 
 def require_allowed(settings: Settings, path: str | Path) -> None:
-    """See that flows may work at a path that somebody gave them as a parameter.
+    """Refuse a path, passed as a flow parameter, that flows may not use on this node.
+
+    Args:
+        settings: ``allowed`` are the folders that flows may use; empty allows all.
+        path: The path.
 
     Raises:
-        ConfigError: it is not below one of ``TRINITY_SYNC_ALLOWED``.
+        ConfigError: The path is not below one of ``TRINITY_SYNC_ALLOWED``.
     """
     if not _is_allowed(settings, path):
         raise ConfigError(
             f"{path} is not below a folder that flows may use on this node: TRINITY_SYNC_ALLOWED "
-            f"names {', '.join(map(str, settings.allowed))}. Take a path below one of these, or "
-            "have it added there."
+            f"names {', '.join(map(str, settings.allowed))}. Choose a path below one of these, or "
+            "add it there."
         )
 
 
 def require_allowed_store(settings: Settings, url: str) -> None:
-    """As `require_allowed`, of a store: what its URL leads to decides, not how that is spelled.
+    """Refuse a remote that is a folder of this node which flows may not use.
+
+    Args:
+        settings: ``allowed`` are the folders that flows may use; empty allows all.
+        url: URL of the remote. The folder that it resolves to decides, not its spelling.
 
     Raises:
-        ConfigError: it is on this node and not allowed, or it may be; or it is no URL of a store.
+        ConfigError: The remote is, or may be, a folder that is not allowed; or the URL is invalid.
     """
     if not settings.allowed:
         return
@@ -97,9 +121,9 @@ def require_allowed_store(settings: Settings, url: str) -> None:
         require_allowed(settings, folder)
     elif protocol not in ELSEWHERE:
         raise ConfigError(
-            f"{url} may lead to folders of this node, of which flows may use those alone that "
-            f"TRINITY_SYNC_ALLOWED names. Take a store of {', '.join(sorted(ELSEWHERE))}, or "
-            "file:// with a path below one of these folders."
+            f"{url} may resolve to a folder of this node that TRINITY_SYNC_ALLOWED does not name. "
+            f"Use a remote of {', '.join(sorted(ELSEWHERE))}, or file:// with a path below one of "
+            "the allowed folders."
         )
 
 
@@ -108,15 +132,15 @@ def _is_allowed(settings: Settings, path: str | Path) -> bool:
     return not settings.allowed or any(real.is_relative_to(a.resolve()) for a in settings.allowed)
 
 
-def _noted(settings: Settings) -> list[Path]:
+def _read_registry(settings: Settings) -> list[Path]:
     roots = []
-    for note in sorted(_folder(settings).glob("*.json")):
+    for entry in sorted(_registry_folder(settings).glob("*.json")):
         try:
-            roots.append(Path(json.loads(note.read_text())["root"]))
+            roots.append(Path(json.loads(entry.read_text())["root"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            continue  # forgotten meanwhile, or not ours
+            continue  # removed meanwhile, or not an entry
     return roots
 
 
-def _folder(settings: Settings) -> Path:
+def _registry_folder(settings: Settings) -> Path:
     return settings.home / "roots"

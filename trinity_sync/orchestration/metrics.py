@@ -1,6 +1,7 @@
-"""What a flow worker counts, for Prometheus to scrape: off unless ``metrics_port`` is set.
+"""Prometheus metrics of a flow worker, served if ``metrics_port`` is set.
 
-Counted is what this worker ran, so sum over workers; where a job stands is looked up at the start.
+Each worker counts its own saves, so sum over workers. The newest step of each known job is read
+from its root when the worker starts.
 """
 
 import logging
@@ -25,11 +26,11 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class WorkerMetrics:
-    """The counters of one worker process."""
+    """The metrics of one worker process."""
 
     def __init__(self) -> None:
-        self._stands: dict[tuple[str, Kind], tuple[str | None, int]] = {}
-        self._one_at_a_time = threading.Lock()
+        self._newest_steps: dict[tuple[str, Kind], tuple[str | None, int]] = {}
+        self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
             "trinity_sync_saves",
@@ -39,7 +40,7 @@ class WorkerMetrics:
         )
         self._phases = Histogram(
             "trinity_sync_phase_seconds",
-            "Seconds of a save: persist until all files are durable, commit until it is official",
+            "Seconds of the persist tasks and of the commit task of a save",
             ["job", "kind", "phase"],
             buckets=_SECONDS,
             registry=self.registry,
@@ -52,13 +53,13 @@ class WorkerMetrics:
         )
         self._newest = Gauge(
             "trinity_sync_newest_step",
-            "Newest committed step that serves as the kind",
+            "Newest committed step of the kind",
             ["job", "kind"],
             registry=self.registry,
         )
         self._age = Gauge(
             "trinity_sync_newest_commit_age_seconds",
-            "Seconds since the newest commit that serves as the kind",
+            "Seconds since the newest commit of the kind",
             ["job", "kind"],
             registry=self.registry,
         )
@@ -88,19 +89,19 @@ class WorkerMetrics:
         )
         weights = not written or any(file.record.component == "model" for file in written)
         for kind in SERVES_AS[request.kind] if weights else (request.kind,):
-            self._stand(request.job, kind, request.run_key, request.step, time.time())
+            self._update_newest(request.job, kind, request.run_key, request.step, time.time())
 
     def count_failed_save(self, request: SaveRequest) -> None:
         """Count a failed save."""
         self._saves.labels(request.job, request.kind, "failed").inc()
 
     def serve(self, settings: Settings) -> int:
-        """Answer Prometheus at ``metrics_host:metrics_port``, in a thread; returns the port.
+        """Serve the metrics at ``metrics_host:metrics_port`` in a thread, and return the port.
 
-        Where known jobs stand is looked up in another one: a root's file system may hang.
+        The newest steps of known jobs are read in another thread, because a file system may hang.
 
         Raises:
-            StackError: the port is taken, or the host is none of this node.
+            StackError: The port is in use, or the host is not an address of this node.
         """
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         try:
@@ -109,42 +110,43 @@ class WorkerMetrics:
             )
         except OSError as error:
             raise StackError(
-                f"metrics cannot be served at {where}: {error.strerror}. Set "
+                f"cannot serve metrics at {where}: {error.strerror}. Set "
                 "TRINITY_SYNC_METRICS_PORT to a free port, one for each worker of a node."
             ) from error
-        look = partial(self._look_up, settings)
-        threading.Thread(target=look, name="metrics-look-up", daemon=True).start()
+        read = partial(self._read_newest_steps, settings)
+        threading.Thread(target=read, name="read-newest-steps", daemon=True).start()
         return int(server.server_port)
 
-    def _look_up(self, settings: Settings) -> None:
+    def _read_newest_steps(self, settings: Settings) -> None:
         for root in list_known_roots(settings):
             try:
                 for kind in KINDS:
                     if best := find_newest(root, kind):
-                        self._stand(job_id(root), kind, None, best.step, best.committed_at)
+                        self._update_newest(job_id(root), kind, None, best.step, best.committed_at)
             except (OSError, TrinitySyncError) as error:
-                logger.warning("where %s stands is not looked up: %s", root, error)
+                logger.warning("cannot read the newest step of %s for metrics: %s", root, error)
 
-    def _stand(
+    def _update_newest(
         self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
     ) -> None:
-        """Say where a job stands, unless it is further already: saves of a run may end late.
+        """Update the newest step of a job, unless a later step of the same run is known.
 
-        Run numbers are not compared, as they begin again where a root was removed and begun anew.
-        What was looked up, of a run that is None, gives way to every commit.
+        Saves of a run may end out of order. Run numbers are not compared, because they start again
+        in a root that was removed and recreated. A step read from the root (``run_key`` is None)
+        yields to every commit.
         """
-        with self._one_at_a_time:
-            known = self._stands.get((job, kind))
+        with self._lock:
+            known = self._newest_steps.get((job, kind))
             if known and (run_key is None or (run_key == known[0] and step < known[1])):
                 return
-            self._stands[job, kind] = run_key, step
+            self._newest_steps[job, kind] = run_key, step
             self._newest.labels(job, kind).set(step)
             self._age.labels(job, kind).set_function(partial(_seconds_since, committed_at))
 
 
-def _seconds_since(moment: float) -> float:
-    return max(0.0, time.time() - moment)
+def _seconds_since(committed_at: float) -> float:
+    return max(0.0, time.time() - committed_at)
 
 
 METRICS = WorkerMetrics()
-"""Those of this process."""
+"""The metrics of this process."""

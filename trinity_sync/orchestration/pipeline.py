@@ -1,8 +1,8 @@
-"""Where the packages ``flows`` and ``tasks`` are, which only the stack's own processes import.
+"""Locate the packages ``flows`` and ``tasks``, which only the stack's own processes import.
 
-In a checkout they stand at its top. A wheel carries them below ``trinity_sync/pipeline``, because
-users' own code has modules of these names: whatever environment the wheel is installed into, it
-puts no ``flows`` and no ``tasks`` there. The stack's processes have `PACKAGES` first on their path.
+In a checkout they are at the top. A wheel holds them below ``trinity_sync/pipeline``, because users
+have packages of these names: it installs no top-level ``flows`` or ``tasks``. The stack's processes
+have `PACKAGES` first on ``sys.path``.
 """
 
 from pathlib import Path
@@ -11,6 +11,6 @@ _PACKAGE = Path(__file__).parents[1]
 _PIPELINE = _PACKAGE / "pipeline"
 
 INSTALLED = str(_PACKAGE.parent)
-"""The folder that ``trinity_sync`` was installed into, and with it what the stack needs."""
+"""The folder that ``trinity_sync`` and its dependencies are installed into."""
 PACKAGES = str(_PIPELINE) if _PIPELINE.is_dir() else INSTALLED
 """The folder that holds ``flows`` and ``tasks``."""

@@ -1,9 +1,9 @@
 """The private and undocumented names of Prefect and prefect-ray that this project uses.
 
-Prefect renames them without notice. Each stands here once, with what it is for and what to do if it
-is gone, and is looked up when the process that needs it starts: those of the worker when this
-module is imported, those of prefect-ray when ``flows.on_ray`` is, those of the server before it
-starts. A Prefect that lacks one is refused there, by that name, and not in the middle of a save.
+Prefect renames them without notice. Each is listed here once, with its purpose and what to do if it
+is gone, and is looked up when the process that needs it starts: names of the worker when this
+module is imported, names of prefect-ray when ``flows.on_ray`` is, names of the server before it
+starts. A version that lacks a name is refused there, and not in the middle of a save.
 
 `InProcessWorker` overrides the private methods of Prefect's worker and gives its subclass public
 ones. Each override calls the original, or does nothing but save a call.
@@ -33,22 +33,23 @@ from prefect.workers.base import (
 from trinity_sync.errors import UnsupportedPrefectError
 
 SUPPORTED = ">=3.7.5,<3.9"
-"""Versions of Prefect that the tests pass with, as in pyproject.toml."""
+"""Supported versions of Prefect, as in pyproject.toml."""
 SUPPORTED_RAY = ">=0.5,<0.7"
-"""Those of prefect-ray."""
+"""Supported versions of prefect-ray, as in pyproject.toml."""
 
 logger = logging.getLogger(__name__)
 
 
 def look_up(name: str, owner: object = None) -> Any:
-    """Return what a name of Prefect or prefect-ray stands for.
+    """Return the object that a qualified name of Prefect or prefect-ray refers to.
 
     Args:
-        name: with its module and class, from ``prefect`` or ``prefect_ray`` on.
-        owner: what has the last part of the name, where neither a module nor a class has it.
+        name: The qualified name, which starts with ``prefect`` or ``prefect_ray``.
+        owner: The object whose attribute is the last part of the name, if it is neither a module
+            nor a class.
 
     Raises:
-        UnsupportedPrefectError: the installed version lacks the name.
+        UnsupportedPrefectError: The installed version lacks the name.
     """
     try:
         if owner is None:
@@ -73,16 +74,16 @@ run_flow: Callable[..., Any] = look_up("prefect.flow_engine.run_flow")
 """Run a flow as a given flow run. If it is gone: see what ``Runner.execute_flow_run`` calls."""
 
 propose_state: Callable[..., Any] = look_up("prefect.utilities.engine.propose_state")
-"""Ask the server for a state of a run. If it is gone: ``client.set_flow_run_state`` without force,
-whose answer has to be read for a refusal and a delay."""
+"""Propose a state of a run to the server. If it is gone: ``client.set_flow_run_state`` without
+force, whose answer says whether the server rejects or delays the state."""
 
 parameter_schema: Callable[[Flow[..., Any]], Any] = look_up(
     "prefect.utilities.callables.parameter_schema"
 )
-"""Make the JSON schema of a flow's parameters. If it is gone: see what ``Flow.deploy`` calls."""
+"""Return the JSON schema of a flow's parameters. If it is gone: see what ``Flow.deploy`` calls."""
 
 serialize_context: Callable[[], dict[str, Any]] = look_up("prefect.context.serialize_context")
-"""Return what a task needs of the context of its flow. If it is gone: see what
+"""Serialize the context of a flow for its tasks. If it is gone: see what
 ``RayTaskRunner.submit`` calls."""
 
 _SettingsContext: Any = look_up("prefect.context.SettingsContext")
@@ -103,7 +104,7 @@ class PickledSettings(_SettingsContext):
         """Return the settings of the calling context.
 
         Args:
-            heartbeat_s: seconds between two heartbeats of a flow run.
+            heartbeat_s: Seconds between two heartbeats of a flow run.
         """
         now = _get_settings_context()
         flows = now.settings.flows.model_copy(update={"heartbeat_frequency": heartbeat_s})
@@ -111,7 +112,7 @@ class PickledSettings(_SettingsContext):
         return cls(profile=now.profile, settings=settings)
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
-        """Return what a task runner passes to every task, pickled."""
+        """Return the settings as a task runner pickles them for every task."""
         return {"profile": self.profile, "settings": self.settings}
 
 
@@ -119,7 +120,7 @@ class PickledSettings(_SettingsContext):
 
 
 def _find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
-    """Find the attributes that a function reads or sets; some are of instances and no class."""
+    """Find the attributes that a function reads or sets, also those of instances."""
     return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
 
 
@@ -160,7 +161,7 @@ class InProcessJobConfiguration(BaseJobConfiguration):
 
     @classmethod
     def _base_environment(cls) -> dict[str, str]:
-        """Return nothing: the environment of no process. Making Prefect's takes 60 ms a run.
+        """Return an empty environment: building Prefect's takes 60 ms a run and has no use here.
 
         If the method is gone, runs take that much longer and nothing else changes.
         """
@@ -181,13 +182,13 @@ class InProcessVariables(BaseVariables):
 
 
 class InProcessResult(BaseWorkerResult):
-    """How a run ended."""
+    """The result of a run."""
 
 
 if TYPE_CHECKING:
     _Worker = BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
 else:
-    _Worker = object  # Prefect registers each subclass of BaseWorker as a type of worker
+    _Worker = object  # Prefect registers each subclass of BaseWorker as a worker type
 
 
 class InProcessWorker(_Worker):
@@ -205,28 +206,28 @@ class InProcessWorker(_Worker):
     _documentation_url = "https://docs.prefect.io/v3/concepts/workers"
 
     def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
-        """Return those of the due runs that this worker takes now."""
+        """Return the due runs that this worker starts now."""
         raise NotImplementedError
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
-        """Set a run to Pending and return True, unless another worker has it."""
+        """Set a run to Pending, and return whether this worker acquired it."""
         raise NotImplementedError
 
     def on_submitted(self, flow_run_id: UUID) -> None:
-        """Notice that a run was started, or could not be."""
+        """Handle that a run was started, or could not be."""
         raise NotImplementedError
 
     def on_ended(self, flow_run_id: UUID) -> None:
-        """Notice that a run that was started has ended."""
+        """Handle that a started run has ended."""
         raise NotImplementedError
 
-    async def on_place_free(self) -> None:
-        """Take another run, after one has ended."""
+    async def on_capacity_free(self) -> None:
+        """Start another run after one has ended."""
         raise NotImplementedError
 
     @property
     def pool_id(self) -> UUID | None:
-        """Id of the work pool; None until the server has answered once."""
+        """Id of the work pool; None until the server has answered."""
         return self._work_pool.id if self._work_pool else None
 
     @property
@@ -236,7 +237,7 @@ class InProcessWorker(_Worker):
 
     @property
     def has_limit(self) -> bool:
-        """Whether the number of runs at a time is limited, as by ``prefect worker --limit``."""
+        """Whether the number of concurrent runs is limited, as by ``prefect worker --limit``."""
         return self._limiter is not None
 
     def is_submitting(self, flow_run_id: UUID) -> bool:
@@ -244,14 +245,14 @@ class InProcessWorker(_Worker):
         return flow_run_id in self._submitting_flow_run_ids
 
     def set_prefetch(self, seconds: float) -> None:
-        """Take runs that are due within so many seconds from now."""
+        """Set how many seconds before their scheduled time runs are started."""
         self._prefetch_seconds = seconds
 
     def start_service(self, service: Callable[[anyio.CancelScope], Any]) -> None:
         """Run an async function until the worker stops.
 
         Args:
-            service: called with the scope that is cancelled when the worker stops.
+            service: Called with the scope that is cancelled when the worker stops.
         """
         assert self._runs_task_group is not None  # made by setup
         scope = anyio.CancelScope()
@@ -264,11 +265,11 @@ class InProcessWorker(_Worker):
         return await super()._submit_scheduled_flow_runs(self.select_runs(flow_run_response))
 
     async def _submit_run(self, flow_run: FlowRun) -> None:
-        """Start a run; an error raised here would end all others with the task group."""
+        """Start a run; an error must not cancel the other runs of the task group."""
         try:
             await super()._submit_run(flow_run)
         except Exception as error:
-            logger.warning("flow run %s could not be started (%r)", flow_run.name, error)
+            logger.warning("cannot start flow run %s: %r", flow_run.name, error)
             self._release_limit_slot(flow_run.id)
         finally:
             self._submitting_flow_run_ids.discard(flow_run.id)
@@ -281,17 +282,17 @@ class InProcessWorker(_Worker):
             result = await super()._submit_run_and_capture_errors(flow_run, *args, **kwargs)
         finally:
             self.on_ended(flow_run.id)
-        await self.on_place_free()
+        await self.on_capacity_free()
         return result
 
     async def _propose_pending_state(self, flow_run: FlowRun) -> bool:
         return await self.acquire_run(flow_run)
 
     async def _propose_submitting_state(self, flow_run: FlowRun) -> None:
-        """Do nothing: the run is here already, and one call to the server is saved."""
+        """Do nothing, which saves a call: a run is submitted and started in the same process."""
 
     async def _give_worker_labels_to_flow_run(self, flow_run_id: UUID) -> None:
-        """Do nothing: the infrastructure pid names this worker, and another call is saved."""
+        """Do nothing, which saves a call: the infrastructure pid names this worker."""
 
 
 # prefect-ray, which imports Ray
@@ -300,16 +301,16 @@ class InProcessWorker(_Worker):
 def get_task_body() -> Callable[..., Any]:
     """Return the function that ``RayTaskRunner`` runs on Ray for each task.
 
-    If it is gone: use ``RayTaskRunner`` itself, whose remote functions Ray keeps, one a task.
+    If it is gone: use ``RayTaskRunner`` itself, of which Ray keeps a remote function per task run.
     """
     body: Callable[..., Any] = look_up("prefect_ray.task_runners.RayTaskRunner._run_prefect_task")
     return body
 
 
 def get_options_context() -> Any:
-    """Return the context that ``prefect_ray.remote_options`` fills.
+    """Return the context that ``prefect_ray.remote_options`` sets.
 
-    If it is gone: a context variable of our own, set where ``remote_options`` is called.
+    If it is gone: use a context variable that is set where ``remote_options`` is called.
     """
     return look_up("prefect_ray.context.RemoteOptionsContext")
 
@@ -320,7 +321,7 @@ def get_options_context() -> Any:
 def wrap_vacuum_session(
     wrap: Callable[..., Callable[..., AbstractAsyncContextManager[Any]]],
 ) -> None:
-    """Replace the database session of each batch of the server's vacuum by ``wrap`` of it.
+    """Wrap the database session of each batch of the server's vacuum.
 
     If it is gone, and ``test_between_two_batches_of_the_vacuum_others_may_write`` passes without
     this function: remove it.
@@ -331,7 +332,7 @@ def wrap_vacuum_session(
 
 
 def begin_transactions_as_writers() -> None:
-    """Have SQLite's transactions of the server wait for each other as they begin.
+    """Make the server's SQLite transactions take the write lock when they begin.
 
     If it is gone, and ``test_prefect_s_own_transactions_refuse_the_slower_one`` fails: remove it.
     """

@@ -1,12 +1,11 @@
-"""What the stack asks of a Prefect server, with Prefect's own client.
+"""Queries of the stack to a Prefect server, with Prefect's own client.
 
-Trainers have a client of their own (`client.prefect_api`). A flow run is requested by `request_run`
-alone, and a save always by its `SaveRequest.flow_run`, whose idempotency key gives all who request
-it the same run.
+Trainers use `client.prefect_api`. `request_run` creates every flow run. A save is requested by its
+`SaveRequest.flow_run`, whose idempotency key gives all requesters the same run.
 
-Runs are due by the server's clock. Prefect's clients write the time of their own node into a state
-that is due at once: a server whose clock is behind it lets the run wait until then, and a worker
-whose clock is behind does not see it. So the states made here have no time, and the server adds it.
+Scheduled states follow the server's clock. Prefect's client writes its own time into a state that
+is due now: a server whose clock is behind delays the run, and a worker whose clock is behind does
+not see it. The states made here have no time, and the server adds it.
 """
 
 import json
@@ -48,9 +47,9 @@ from trinity_sync.layout import job_id
 from trinity_sync.settings import Settings
 
 PAGE = 200
-"""Flow runs in one answer of the server, at most."""
+"""Maximum number of flow runs in one response of the server."""
 UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
-"""States of runs that a process executes, or that no process executes any more."""
+"""States of runs that a process executes, and of zombie runs."""
 
 
 # The server
@@ -60,30 +59,28 @@ def find_api_url(settings: Settings) -> str | None:
     """Return the Prefect API of this process's environment or profile, or the local stack's.
 
     Raises:
-        StackError: the state file of the local stack cannot be trusted or read.
+        StackError: The state file of the local stack cannot be read, or is not this user's.
     """
     return PREFECT_API_URL.value() or read_local_stack(settings.home)[0] or None
 
 
 @contextmanager
 def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
-    """Open a client of the server at ``api_url``; errors within the block become a `StackError`.
+    """Open a client of a Prefect server, and turn errors within the block into a `StackError`.
 
     Args:
-        api_url: by default that of the environment.
+        api_url: URL of the server's API; by default that of the environment.
         auth: ``user:password``; by default that of the environment.
 
     Raises:
-        StackError: the server cannot be reached, or refuses a call; or there is none.
+        StackError: No server is configured, it cannot be reached, or it refuses a call.
     """
     url = api_url or PREFECT_API_URL.value()
     if not url:
-        raise StackError(
-            "no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL to a server's."
-        )
+        raise StackError("no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL.")
     try:
-        named = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
-        with temporary_settings(named), get_client(sync_client=True) as client:
+        settings = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
+        with temporary_settings(settings), get_client(sync_client=True) as client:
             yield client
     except httpx.HTTPStatusError as error:
         raise StackError(
@@ -98,7 +95,7 @@ def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPref
         ) from error
     except TrinitySyncError:
         raise
-    except (httpx.InvalidURL, ValueError) as error:  # no URL, or an answer that is not the API's
+    except (httpx.InvalidURL, ValueError) as error:  # not a URL, or not an answer of the API
         raise StackError(
             f"{url} is not the API of a Prefect 3 server ({type(error).__name__}). Correct "
             "PREFECT_API_URL; it ends with /api."
@@ -112,9 +109,10 @@ def compute_clock_skew(date: str | None, before: float, after: float) -> float:
     """Return the seconds by which a server's clock is ahead of this node's; negative if behind.
 
     Args:
-        date: the header of an answer, which is cut to the second; None says nothing.
-        before: this node's clock when the request was sent, in seconds since the epoch.
-        after: the same when the answer had come. What header and transfer leave open counts as 0.
+        date: The ``Date`` header of a response, truncated to the second; None if it has none.
+        before: This node's clock when the request was sent, in seconds since the epoch.
+        after: This node's clock when the response arrived. A skew that the truncation or the
+            transfer can explain counts as 0.
     """
     if not date:
         return 0.0
@@ -125,11 +123,11 @@ def compute_clock_skew(date: str | None, before: float, after: float) -> float:
 async def measure_clock_skew(
     client: PrefectClient, clock: Callable[[], float] = time.time
 ) -> float:
-    """Ask the server for its time, and return its `compute_clock_skew`.
+    """Return the seconds by which the server's clock is ahead of this node's.
 
     Args:
-        client: client of the server.
-        clock: this node's clock, in seconds since the epoch.
+        client: Client of the server.
+        clock: This node's clock, in seconds since the epoch.
     """
     before = clock()
     answer = await client.request("GET", "/admin/version")
@@ -142,7 +140,7 @@ async def read_server_time(client: PrefectClient) -> datetime:
 
 
 def make_due_state(scheduled: Callable[[], State[Any]] = Scheduled) -> State[Any]:
-    """Return a scheduled state that is due at once by the server's clock."""
+    """Return a scheduled state that is due now by the server's clock."""
     state = scheduled()
     state.state_details.scheduled_time = None
     return state
@@ -154,20 +152,21 @@ def make_due_state(scheduled: Callable[[], State[Any]] = Scheduled) -> State[Any
 async def request_run(
     client: PrefectClient, deployment_id: UUID, fields: Mapping[str, Any]
 ) -> FlowRun:
-    """Create a flow run that is due at once, unless its idempotency key has one.
+    """Create a flow run that is due now, unless one with its idempotency key exists.
 
     Args:
-        client: client of the server.
-        deployment_id: id of the run's deployment.
-        fields: of the flow run: ``parameters``, ``idempotency_key``, ``name``, ...;
+        client: Client of the server.
+        deployment_id: Id of the run's deployment.
+        fields: Fields of the flow run, such as ``parameters`` and ``idempotency_key``;
             `SaveRequest.flow_run` for a save.
 
     Returns:
-        The run that has the key, in whatever state it is.
+        The new or existing run.
 
     Raises:
-        RequestRefusedError: the server will never accept it, as after an upgrade of one side only.
-        httpx.HTTPStatusError: it does not accept it now.
+        RequestRefusedError: The server will never accept the request, as after an upgrade of one
+            side only.
+        httpx.HTTPStatusError: The server does not accept it now.
     """
     try:
         return await client.create_flow_run_from_deployment(
@@ -191,15 +190,15 @@ async def read_pool_runs(
     """Read all flow runs of a work pool that are in one of some states.
 
     Args:
-        client: client of the server.
-        pool: name of the work pool.
-        states: types of the states.
-        deployment: name of the only deployment whose runs are wanted; by default those of all.
+        client: Client of the server.
+        pool: Name of the work pool.
+        states: Types of the states.
+        deployment: Name of the deployment whose runs are read; by default all.
     """
     wanted = FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
     named = DeploymentFilter(name=DeploymentFilterName(any_=[deployment])) if deployment else None
     found: list[FlowRun] = []
-    while page := await client.read_flow_runs(  # an answer has some hundreds at most
+    while page := await client.read_flow_runs(  # a response has some hundreds at most
         flow_run_filter=FlowRunFilter(
             state=wanted, id=FlowRunFilterId(not_any_=[run.id for run in found])
         ),
@@ -211,11 +210,16 @@ async def read_pool_runs(
 
 
 def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
-    """Return how many runs of a work pool are due or late and were not taken by a worker."""
+    """Return how many runs of a work pool are due and not yet acquired by a worker.
+
+    Args:
+        client: Client of the server.
+        pool: Name of the work pool.
+    """
     return client.count_flow_runs(
         flow_run_filter=FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-            # schedules make their runs hours ahead
+            # schedules create their runs hours ahead
             expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.now(timezone.utc)),  # type: ignore[arg-type]
         ),
         work_pool_filter=filter_pool(pool),
@@ -223,7 +227,12 @@ def count_waiting_runs(client: SyncPrefectClient, pool: str) -> int:
 
 
 def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime | None]:
-    """Return the time of the last heartbeat of each online worker of a work pool, by name."""
+    """Return the time of the last heartbeat of each online worker of a work pool, by its name.
+
+    Args:
+        client: Client of the server.
+        pool: Name of the work pool.
+    """
     try:
         workers = client.read_workers_for_work_pool(pool)
     except ObjectNotFound:
@@ -236,7 +245,7 @@ def read_heartbeats(client: SyncPrefectClient, pool: str) -> dict[str, datetime 
 
 
 def filter_pool(pool: str) -> WorkPoolFilter:
-    """Return the filter of what belongs to one work pool."""
+    """Return a filter for one work pool."""
     return WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
 
 
@@ -267,7 +276,12 @@ class FlowRunSummary:
 
 
 def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSummary]:
-    """Read the newest flow runs of the job at ``root``, at most `PAGE`, newest first."""
+    """Read the newest flow runs of a job, at most `PAGE`, newest first.
+
+    Args:
+        client: Client of the server.
+        root: Root of the job.
+    """
     tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(tags=tags),
@@ -280,7 +294,12 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSu
 
 
 def read_retention(client: SyncPrefectClient, root: str | Path) -> list[dict[str, Any]]:
-    """Read what retention last decided about each step of a job; empty where it is not known."""
+    """Read the latest decision of retention about each step of a job; empty if there is none.
+
+    Args:
+        client: Client of the server.
+        root: Root of the job.
+    """
     artifacts = client.read_artifacts(
         artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["retention"])),
         sort=ArtifactSort.CREATED_DESC,
@@ -289,17 +308,17 @@ def read_retention(client: SyncPrefectClient, root: str | Path) -> list[dict[str
     for artifact in artifacts:
         rows = json.loads(artifact.data) if isinstance(artifact.data, str) else artifact.data
         if isinstance(rows, list):
-            mine = [row for row in rows if row.get("root") == str(Path(root).resolve())]
-            if mine:
-                return mine
+            of_job = [row for row in rows if row.get("root") == str(Path(root).resolve())]
+            if of_job:
+                return of_job
     return []
 
 
 def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, list[TaskRun]]:
     found: dict[str, list[TaskRun]] = {}
-    some = 20  # runs a request, so that their tasks fit into one answer
-    for start in range(0, len(runs), some):
-        ids = FlowRunFilterId(any_=[run.id for run in runs[start : start + some]])
+    batch = 20  # runs in a request, so that their task runs fit into one response
+    for start in range(0, len(runs), batch):
+        ids = FlowRunFilterId(any_=[run.id for run in runs[start : start + batch]])
         answer = client.read_task_runs(flow_run_filter=FlowRunFilter(id=ids), limit=PAGE)
         for task in answer:
             found.setdefault(str(task.flow_run_id), []).append(task)

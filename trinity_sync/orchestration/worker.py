@@ -1,9 +1,9 @@
 """The warm worker: a Prefect worker type that runs flows in its own, long-lived process.
 
-A process worker needs seconds to import Prefect and to join Ray for every run; this one has done
-both. It wakes on the event that a run of its pool was scheduled, and polls in case it missed one.
-At every poll it also recovers the orphaned images and zombie runs of its node (`recovery.node`). It
-cancels runs that are cancelled in Prefect, and waits for a server that is away, however long.
+A process worker needs seconds per run to import Prefect and to join Ray; this worker has done both.
+It wakes on the event that a run of its pool was scheduled, and polls in case it missed one. At
+every poll it also recovers the orphaned images and zombie runs of its node (`recovery.node`). It
+cancels runs that are cancelled in Prefect, and waits for a server that is away without a limit.
 
 Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-sync``.
 """
@@ -60,7 +60,7 @@ CANCELLING = "prefect.flow-run.Cancelling"
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether an error says no more than that the server does not answer for now."""
+    """Return whether an error means only that the server is away."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= 500
     gone = (httpx.HTTPError, ConnectionError, TimeoutError, asyncio.TimeoutError)
@@ -70,7 +70,7 @@ def _is_away(error: Exception) -> bool:
 class TrinitySyncWorker(
     InProcessWorker, BaseWorker[InProcessJobConfiguration, InProcessVariables, InProcessResult]
 ):
-    """Runs flows of its pool in this process; see the module."""
+    """Worker that runs the flows of its pool in this process."""
 
     type = "trinity-sync"
 
@@ -80,15 +80,15 @@ class TrinitySyncWorker(
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
         self._locks: dict[UUID, ExitStack] = {}
-        """Of the runs that this worker has taken, see `try_run_lock`."""
+        """Locks of the runs that this worker has acquired, see `try_run_lock`."""
         self._queues: dict[UUID, UUID] = {}
-        """Work queues of the runs that this worker is busy with."""
+        """Work queues of the runs that this worker starts or executes."""
         self._postponed = False
-        """Whether runs that were due have found no place in the last look."""
+        """Whether runs were due at the last poll and exceeded the limit of their queue."""
         self._away = False
         self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
         self._recovery = NodeRecovery(
-            self._trinity.spool, self._infrastructure, self._is_busy_with, self._cancel
+            self._trinity.spool, self._infrastructure, self._is_active, self._cancel
         )
 
     # ------------------------------------------------------------ running a flow
@@ -99,7 +99,13 @@ class TrinitySyncWorker(
         configuration: InProcessJobConfiguration,
         task_status: anyio.abc.TaskStatus[Any] | None = None,
     ) -> InProcessResult:
-        """Run a flow in this process; an error of the flow does not end the worker."""
+        """Run a flow in this process; an error of the flow does not end the worker.
+
+        Args:
+            flow_run: The flow run.
+            configuration: Its configuration, which names the deployment.
+            task_status: Reports to Prefect's worker that the run has started.
+        """
         flow = load_flow(configuration.deployment.entrypoint)
         if task_status:
             task_status.started(self._infrastructure)
@@ -107,7 +113,9 @@ class TrinitySyncWorker(
             state = await self._run_until_cancelled(flow, flow_run)
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
             if cancelled and not (state and state.is_final()):
-                message = "Cancelled while it ran; a step not committed by then stays uncommitted."
+                message = (
+                    "Cancelled while running. A step that was not committed stays uncommitted."
+                )
                 allow_eviction(self._trinity.spool, flow_run.parameters, message)
                 end: State[Any] = Cancelled(message=message)
                 await self.client.set_flow_run_state(flow_run.id, end, force=True)
@@ -119,10 +127,10 @@ class TrinitySyncWorker(
     async def _run_until_cancelled(
         self, flow: Flow[..., Any], flow_run: FlowRun
     ) -> State[Any] | None:
-        """Run the flow and return its last state; None if it was cancelled or was interrupted."""
+        """Run the flow and return its last state; None if it was cancelled or interrupted."""
         with anyio.CancelScope() as scope:
             self._running[flow_run.id] = scope
-            if flow_run.id in self._cancelled:  # while it was on its way here
+            if flow_run.id in self._cancelled:  # before it started
                 scope.cancel()
             try:
                 with PickledSettings.of_now(HEARTBEAT_S):
@@ -130,7 +138,7 @@ class TrinitySyncWorker(
                     return state
             except (Exception, Abort):
                 if flow_run.id not in self._cancelled:
-                    logger.exception("flow run %s broke off", flow_run.name)
+                    logger.exception("flow run %s was interrupted", flow_run.name)
         return None
 
     def on_submitted(self, flow_run_id: UUID) -> None:
@@ -139,25 +147,25 @@ class TrinitySyncWorker(
             self._cancelled.discard(flow_run_id)
 
     def on_ended(self, flow_run_id: UUID) -> None:
-        """Release the run's lock and its place."""
+        """Release the run's lock and its place in the queue's limit."""
         self._unlock(flow_run_id)
         self._queues.pop(flow_run_id, None)
 
-    async def on_place_free(self) -> None:
-        """Take the next run at once, where some wait for their place."""
+    async def on_capacity_free(self) -> None:
+        """Start the next run at once, if runs wait for the limit of their queue."""
         if self.has_limit or self._postponed:
             try:
                 await self.get_and_submit_flow_runs()
-            except Exception as error:  # the next poll takes it
-                logger.debug("no run could be taken after one had ended: %r", error)
+            except Exception as error:  # the next poll starts it
+                logger.debug("cannot start the next run before the next poll: %r", error)
 
     def select_runs(self, due: Sequence[WorkerFlowRunResponse]) -> list[WorkerFlowRunResponse]:
-        """Return the runs for which their work queues have a place here.
+        """Return the due runs within the limits of their work queues.
 
-        Each queue has places of its own: neither does a sync wait until a checkpoint is written,
-        nor a save until maintenance has ended, nor one flow for a part that another would bring.
+        Each queue has a limit of its own. So a sync does not wait for checkpoints, a save does not
+        wait for maintenance, and no flow waits for a part that another flow would bring.
         """
-        queues = {run: queue for run, queue in self._queues.items() if self._is_busy_with(run)}
+        queues = {run: queue for run, queue in self._queues.items() if self._is_active(run)}
         taken = Counter(queues.values())
         selected = []
         self._postponed = False
@@ -175,9 +183,9 @@ class TrinitySyncWorker(
         return selected
 
     async def acquire_run(self, flow_run: FlowRun) -> bool:
-        """Set a run to Pending and return True, unless another worker has it.
+        """Set a run to Pending, and return whether this worker acquired it.
 
-        The state's message names this process, by which a zombie run is told later.
+        The state's message names this process, which identifies a zombie run later.
         """
         pending: State[Any] = Pending(message=ACQUIRED_BY + self._infrastructure)
         taken = locked = False
@@ -186,19 +194,19 @@ class TrinitySyncWorker(
             if locked:
                 taken = (await propose_state(self.client, pending, flow_run.id)).is_pending()
             else:
-                logger.info("flow run %s is not taken: it still runs on this node", flow_run.name)
+                logger.info("not acquiring flow run %s: it still runs on this node", flow_run.name)
         except Abort as refusal:
-            logger.info("flow run %s is not taken: %s", flow_run.name, refusal)
+            logger.info("not acquiring flow run %s: %s", flow_run.name, refusal)
         except Exception as error:
-            logger.warning("flow run %s could not be taken (%r)", flow_run.name, error)
+            logger.warning("cannot acquire flow run %s: %r", flow_run.name, error)
         finally:
             if locked and not taken:
                 self._unlock(flow_run.id)
         return taken
 
     async def _lock(self, flow_run_id: UUID) -> bool:
-        """Acquire the run's lock, unless a process of this node executes the run."""
-        for wait_s in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):  # whoever repairs a run has it for so long
+        """Acquire the run's lock, and return False if a process of this node executes the run."""
+        for wait_s in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):  # a recovery of the run holds it that long
             lock = ExitStack()
             if lock.enter_context(try_run_lock(self._trinity.spool, flow_run_id)):
                 self._locks[flow_run_id] = lock
@@ -211,16 +219,16 @@ class TrinitySyncWorker(
         if lock := self._locks.pop(flow_run_id, None):
             lock.close()
 
-    def _is_busy_with(self, flow_run_id: UUID) -> bool:
+    def _is_active(self, flow_run_id: UUID) -> bool:
         return flow_run_id in self._running or self.is_submitting(flow_run_id)
 
     def _cancel(self, flow_run_id: UUID) -> None:
-        if self._is_busy_with(flow_run_id) and flow_run_id not in self._cancelled:
+        if self._is_active(flow_run_id) and flow_run_id not in self._cancelled:
             self._cancelled.add(flow_run_id)
             if scope := self._running.get(flow_run_id):
                 scope.cancel()
 
-    # ------------------------------------------------------------ what wakes it
+    # ------------------------------------------------------------ services
 
     async def setup(self) -> None:
         """Connect to the server, then listen and recover until the worker stops."""
@@ -233,17 +241,17 @@ class TrinitySyncWorker(
         self.start_service(partial(self._serve, self._listen))
         for work in polled:
             self.start_service(partial(self._serve, partial(self._poll, work)))
-        # a dead file system under an old root delays neither saves nor the worker's end
+        # a file system that hangs must delay neither saves nor the end of the worker
         threading.Thread(target=self._repair_roots, name="repair-roots", daemon=True).start()
 
     def _repair_roots(self) -> None:
         try:
             repair_known_roots(self._trinity)
         except Exception as error:
-            logger.warning("known roots cannot be repaired: %s", error)
+            logger.warning("cannot repair the roots of known jobs: %s", error)
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        """Take the runs that are due; none while the server is away."""
+        """Start the runs that are due; none while the server is away."""
         with self._server_may_be_away():
             return await super().get_and_submit_flow_runs()
         return []
@@ -254,13 +262,13 @@ class TrinitySyncWorker(
             await super().sync_with_backend()
 
     async def set_clock(self) -> None:
-        """Take runs when they are due by the server's clock, whatever this node's clock says."""
+        """Start runs when they are due by the server's clock, not by this node's."""
         usual_s = get_current_settings().worker.prefetch_seconds
         self.set_prefetch(usual_s + await measure_clock_skew(self.client))
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:
-        """Prefect's loops give up, and the worker with them, some minutes into an absence."""
+        """Wait for a server that is away; Prefect's own loops end the worker after some minutes."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -275,17 +283,15 @@ class TrinitySyncWorker(
             self._away = False
 
     async def _serve(self, service: Callable[[], Any], scope: anyio.CancelScope) -> None:
-        """Run a service until the worker stops, again after each error."""
+        """Run a service until the worker stops, and restart it after each error."""
         with scope:
             while True:
                 try:
                     await service()
                 except Exception as error:
-                    logger.debug("%s is taken up again after %r", service, error)
+                    logger.debug("restarting %s after %r", service, error)
                     if not _is_away(error):
-                        warn_once(
-                            f"a part of the worker's work fails and is tried again: {error!r}"
-                        )
+                        warn_once(f"a service of the worker failed, restarting it: {error!r}")
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
@@ -294,7 +300,7 @@ class TrinitySyncWorker(
         resource = EventAnyResourceFilter(id=[f"prefect.work-pool.{self.pool_id}"])
         names = EventNameFilter(name=[*SCHEDULED, CANCELLING])
         async with get_events_subscriber(EventFilter(event=names, any_resource=resource)) as events:
-            await self.get_and_submit_flow_runs()  # what was scheduled before anybody listened
+            await self.get_and_submit_flow_runs()  # runs scheduled before the subscription
             async for event in events:
                 if event.event in SCHEDULED:
                     await self.get_and_submit_flow_runs()

@@ -1,4 +1,4 @@
-"""The process around a warm worker: join Ray once, serve until told to stop."""
+"""The main program of a warm worker: join the Ray cluster once, then run flows until stopped."""
 
 import asyncio
 import importlib
@@ -33,7 +33,7 @@ def serve(settings: Settings) -> None:
     """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
 
     Raises:
-        StackError: the cluster cannot be joined, its workers cannot import the tasks, or metrics
+        StackError: The cluster cannot be joined, its workers cannot import the tasks, or metrics
             cannot be served.
     """
     import ray
@@ -42,18 +42,18 @@ def serve(settings: Settings) -> None:
         raise StackError("TRINITY_SYNC_RAY_ADDRESS is not set. Start: trinity-sync worker")
     if settings.metrics_port:
         METRICS.serve(settings)
-    load_flow("flows.save.save_step")  # a first save must not wait for imports, here or on Ray
+    load_flow("flows.save.save_step")  # the first save must not wait for imports
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
     address = settings.ray_address
-    there = {"py_executable": settings.ray_python} if settings.ray_python else None
+    runtime_env = {"py_executable": settings.ray_python} if settings.ray_python else None
     try:
-        ray.init(address=address, namespace="prefect", log_to_driver=False, runtime_env=there)
+        ray.init(address=address, namespace="prefect", log_to_driver=False, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())  # Ray names both versions, on several lines
         raise StackError(
-            f"the Ray cluster at TRINITY_SYNC_RAY_ADDRESS={address} cannot be joined: {why}. Start "
-            "it, or correct the address; Ray and Python must be of the same versions here and there"
+            f"cannot join the Ray cluster at TRINITY_SYNC_RAY_ADDRESS={address}: {why}. Start it, "
+            "or correct the address; its versions of Ray and Python must equal those of this worker"
         ) from error
     os.chdir(started_in)
     try:
@@ -71,12 +71,12 @@ def serve(settings: Settings) -> None:
 
 
 def _import_tasks() -> None:
-    """Bring a Ray worker process to the point where a task's own work begins."""
+    """Import the tasks in a Ray worker process, so that the first save finds them imported."""
     importlib.import_module("flows.save")
 
 
 async def _until_stopped(settings: Settings) -> None:
-    await _require_let_in()
+    await _require_access()
     pace = {PREFECT_WORKER_QUERY_SECONDS: settings.poll_s, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
@@ -86,11 +86,11 @@ async def _until_stopped(settings: Settings) -> None:
             await TrinitySyncWorker(work_pool_name=settings.work_pool).start()
 
 
-async def _require_let_in() -> None:
-    """See that the server lets this worker in; one that is away is waited for later on.
+async def _require_access() -> None:
+    """Check that the server accepts this worker's credentials; it may also be away for now.
 
     Raises:
-        StackError: it does not.
+        StackError: The server refuses them.
     """
     try:
         async with get_client() as client:
@@ -98,11 +98,11 @@ async def _require_let_in() -> None:
     except httpx.HTTPStatusError as error:
         if error.response.status_code in (401, 403):
             raise StackError(
-                f"the Prefect server at {PREFECT_API_URL.value()} lets nobody in without a "
-                "password: set PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) to the server's."
+                f"the Prefect server at {PREFECT_API_URL.value()} requires authentication: set "
+                "PREFECT_API_AUTH_STRING (or PREFECT_API_KEY) to the server's."
             ) from error
     except (httpx.HTTPError, RuntimeError, OSError) as error:
-        logger.debug("the server cannot be asked yet: %r", error)
+        logger.debug("cannot check access to the server yet: %r", error)
 
 
 if __name__ == "__main__":

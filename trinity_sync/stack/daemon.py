@@ -1,8 +1,7 @@
-"""Processes that outlive the process that started them, and can be stopped by another one later.
+"""Start and stop daemons: processes that outlive the process that started them.
 
-A daemon has a session of its own, so Ctrl-C in the terminal from which it was started does not
-reach it. It is known by pid and start time, so another process with the same pid is never taken for
-it.
+A daemon has a session of its own, so Ctrl-C in the terminal that started it does not reach it. It
+is identified by pid and start time, so a later process with the same pid is never stopped instead.
 """
 
 import os
@@ -20,11 +19,13 @@ from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
 
 POLL_S = 0.1
-TELLING = re.compile(r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE)
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+ERROR_LINE = re.compile(
+    r"error|exception|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE
+)
+ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Children of this process; they must be waited for, or they stay behind as zombies."""
+"""Children of this process, which it must wait for: otherwise they stay as zombies."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +35,37 @@ class Daemon:
     process: str
     """``pid/start time``."""
     log: str
-    """File that it writes its output to."""
+    """File with its output."""
     log_from: int = 0
-    """Bytes that were in it before this daemon."""
+    """Size of the log in bytes before this daemon started."""
 
     @property
     def pid(self) -> int:
-        """Its process id, which is the id of its session too."""
+        """Its process id, which is also its session id."""
         return int(self.process.partition("/")[0])
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Whether it still runs; a zombie process does not."""
         _reap()
         return is_process_alive(self.process)
 
     @property
-    def began(self) -> float:
-        """Its start time, as in its name."""
+    def started_at(self) -> float:
+        """Its start time, as in ``process``."""
         return float(self.process.partition("/")[2])
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
-    """Start a daemon; its output is appended to ``log``, in a folder that is this user's alone."""
-    make_private(log.parent)
+    """Start a daemon.
+
+    Args:
+        command: The command and its arguments.
+        env: Its environment.
+        cwd: Its working directory.
+        log: File to append its output to, in a folder that only this user can read.
+    """
+    make_private_folder(log.parent)
     with log.open("ab") as output:
         log_from = output.tell()
         child = subprocess.Popen(
@@ -73,109 +81,116 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
     return Daemon(read_process_identity(child.pid), str(log), log_from)
 
 
-def make_private(folder: Path) -> None:
-    """Let nobody else look into a folder of the stack's, which is made if it is missing."""
+def make_private_folder(folder: Path) -> None:
+    """Create a folder, if it is missing, and let only this user read it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
 
 
 def lower_priority(daemon: Daemon, nice: int) -> None:
-    """Lower the priority of a daemon that has just started, and so of all that it will start."""
+    """Lower the priority of a daemon, which the processes that it starts inherit.
+
+    Args:
+        daemon: A daemon that was just started.
+        nice: The nice value, as in nice(1).
+    """
     if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
         os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
 
 
-class Patience:
-    """Seconds that several waits have together, and what took how many of them."""
+class StartupDeadline:
+    """A deadline that several services share, and the time that each of them took.
+
+    Args:
+        timeout_s: Seconds from now until the deadline.
+    """
 
     def __init__(self, timeout_s: float) -> None:
-        self._began = time.monotonic()
-        self._took: list[tuple[str, float]] = []
-        self.deadline = self._began + timeout_s
-        """Of `time.monotonic`."""
+        self._start = time.monotonic()
+        self._durations: list[tuple[str, float]] = []
+        self.time = self._start + timeout_s
+        """The deadline, by `time.monotonic`."""
 
     @property
-    def left(self) -> float:
-        """Seconds until the deadline, not negative."""
-        return max(self.deadline - time.monotonic(), 0.0)
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(self.time - time.monotonic(), 0.0)
 
     @contextmanager
-    def spent_on(self, what: str) -> Iterator[None]:
-        """Count what a block takes under the name ``what``."""
-        began = time.monotonic()
+    def measure(self, service: str) -> Iterator[None]:
+        """Measure the time that a block waits for a service."""
+        start = time.monotonic()
         try:
             yield
         finally:
-            self._took.append((what, time.monotonic() - began))
+            self._durations.append((service, time.monotonic() - start))
 
-    def in_words(self) -> str:
-        """Such as ``181 s since the start: the Prefect server 95 s, the Ray node 86 s``."""
-        took = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in self._took)
-        return f"{time.monotonic() - self._began:.0f} s since the start: {took}"
+    def describe(self) -> str:
+        """Return, e.g., ``181 s since the start: the Prefect server 95 s, the Ray node 86 s``."""
+        durations = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._durations)
+        return f"{time.monotonic() - self._start:.0f} s since the start: {durations}"
 
 
 def await_ready(
-    what: str,
+    service: str,
     daemon: Daemon,
-    ready: Callable[[], bool],
-    patience: Patience,
+    is_ready: Callable[[], bool],
+    deadline: StartupDeadline,
     *,
     at_least_s: float = 0.0,
 ) -> None:
-    """Ask ``ready`` until it says so.
+    """Poll a daemon until it is ready.
 
     Args:
-        what: the daemon, as a message names it.
-        daemon: who is waited for.
-        ready: asked again and again.
-        patience: how long; what this wait takes is counted there.
-        at_least_s: seconds that it gets, whatever others have left of the patience.
+        service: Name of the daemon in messages.
+        daemon: The daemon.
+        is_ready: Returns whether it is ready.
+        deadline: The deadline, which records the time of this wait.
+        at_least_s: Minimum time for this daemon in seconds, even past the deadline.
 
     Raises:
-        StackError: the daemon ended, or was not ready in time.
+        StackError: The daemon ended, or was not ready in time.
     """
-    deadline = max(patience.deadline, time.monotonic() + at_least_s)
+    end = max(deadline.time, time.monotonic() + at_least_s)
     late = False
-    with patience.spent_on(what):
-        while not late and not ready():
+    with deadline.measure(service):
+        while not late and not is_ready():
             if not daemon.lives:
-                last = telling_line(daemon)
+                line = find_error_line(daemon)
                 raise StackError(
-                    f"{what} ended while it started"
-                    + (f": {last}. " if last else ". ")
+                    f"{service} ended while it started"
+                    + (f": {line}. " if line else ". ")
                     + f"Its log {daemon.log} has the rest. Correct that, and start it again."
                 )
-            late = time.monotonic() > deadline
+            late = time.monotonic() > end
             with suppress(psutil.NoSuchProcess):
                 _await_end([psutil.Process(daemon.pid)], POLL_S)
     if late:
         raise StackError(
-            f"{what} was not ready in time ({patience.in_words()}). Look into its log "
+            f"{service} was not ready in time ({deadline.describe()}). Look into its log "
             f"{daemon.log}, or try again with a longer time-out."
         )
 
 
-def telling_line(daemon: Daemon) -> str:
-    """The last line of a daemon's output that speaks of an error, else its last one, or ""."""
+def find_error_line(daemon: Daemon) -> str:
+    """Return the last line of a daemon's log that looks like an error, or else its last line."""
     try:
         with Path(daemon.log).open("rb") as log:
             log.seek(max(daemon.log_from, os.fstat(log.fileno()).st_size - 65536))
             text = log.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
-    found = [line for line in lines if TELLING.search(line)] or lines
+    lines = [line.strip() for line in ANSI_COLOURS.sub("", text).splitlines() if line.strip()]
+    found = [line for line in lines if ERROR_LINE.search(line)] or lines
     return found[-1].rstrip(".") if found else ""
 
 
 def stop(daemon: Daemon, timeout_s: float) -> None:
-    """End a daemon and all processes that it started: SIGTERM to it, SIGKILL to what is left.
-
-    Does nothing for a daemon that has ended and has left nothing behind.
+    """Stop a daemon with SIGTERM, and kill what is left of it and of the processes it started.
 
     Args:
-        daemon: the daemon.
-        timeout_s: seconds until SIGKILL.
+        daemon: The daemon, which may have ended already.
+        timeout_s: Seconds until SIGKILL.
     """
     deadline = time.monotonic() + timeout_s
     family = _find_family(daemon)
@@ -200,19 +215,19 @@ def _find_family(daemon: Daemon) -> set[psutil.Process]:
     ``Process.children`` fails where the kernel hides other users' processes (``hidepid``).
     """
     leader = _read_start(daemon.pid)
-    if leader is not None and leader != daemon.began:
-        return set()  # the pid is another process's by now, so nothing of that session is left
+    if leader is not None and leader != daemon.started_at:
+        return set()  # the pid was reused, so no process of that session is left
     processes = {each.pid: each for each in psutil.process_iter(["ppid"])}
     members = {pid for pid in processes if _read_session(pid) == daemon.pid}
     found: set[int] = set()
     while found != members:
         found = set(members)
         members |= {pid for pid, each in processes.items() if each.info["ppid"] in found}
-    return {processes[pid] for pid in members if (_read_start(pid) or 0.0) >= daemon.began}
+    return {processes[pid] for pid in members if (_read_start(pid) or 0.0) >= daemon.started_at}
 
 
 def _read_start(pid: int) -> float | None:
-    """Return the start time of a process, as in its name; None if it has ended or is hidden."""
+    """Return the start time of a process; None if it has ended or is hidden."""
     try:
         return float(read_process_identity(pid).partition("/")[2])
     except (ProcessLookupError, PermissionError):
@@ -227,7 +242,7 @@ def _read_session(pid: int) -> int | None:
 
 
 def _await_end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """Wait until all processes have ended, or the time is over."""
+    """Wait until all processes have ended, or the time is up."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         with suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):

@@ -1,6 +1,6 @@
-"""Is everything in place for saves on this node? Each answer says what to do where it is not.
+"""Checks of `trinity-sync doctor`: whether saves can work on this node, and what to do if not.
 
-Nothing is changed. What concerns one job is in `doctor_job`.
+The checks change nothing. Those of one job are in `doctor_job`.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from trinity_sync.errors import StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.orchestration.deploy import deployments
+from trinity_sync.orchestration.deploy import read_deployments
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
 STALE_S = 600.0
 SKEW_S = 5.0
-PLANNED_WITHIN_S = 120.0
-"""Seconds after which a server has planned the runs of a new schedule; its loop takes 60."""
+SCHEDULED_WITHIN_S = 120.0
+"""Seconds in which a server schedules the runs of a new schedule; its loop takes 60."""
 SYSTEM_UID_MAX = 999
 LINGERING = Path("/var/lib/systemd/linger")
 REMOVES_IPC = [
     *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
     *("org.freedesktop.login1.Manager", "RemoveIPC"),
 ]
-"""Prints the setting of the running systemd-logind, whose default a distribution may change."""
+"""Command that prints the setting of the running systemd-logind."""
 
 
 def run_checks(
     settings: Settings, root: Path | None = None, *, clock: Callable[[], float] = time.time
 ) -> Iterator[Check]:
-    """All checks, each as soon as it is known.
+    """Run all checks, and yield each result as soon as it is known.
 
     Args:
-        settings: those of this process's environment.
-        root: a job to look at, too.
-        clock: seconds since the epoch.
+        settings: Settings of this process's environment.
+        root: Root of a job to check as well.
+        clock: The current time in seconds since the epoch.
     """
-    yield from _python()
-    yield from _packages()
-    yield from _server(settings, clock)
-    yield _ray(settings)
-    yield from _spool(settings.spool, clock)
+    yield _check_python()
+    yield _check_installation()
+    yield from _check_server(settings, clock)
+    yield _check_ray(settings)
+    yield from _check_spool(settings.spool, clock)
     if root is not None:
         yield from check_root(root, settings)
 
@@ -65,31 +65,30 @@ def run_checks(
 # -------------------------------------------------------------------- this process
 
 
-def _python() -> Iterator[Check]:
+def _check_python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     good = (3, 10) <= sys.version_info[:2] <= (3, 12)
     todo = "" if good else "use Python 3.10, 3.11 or 3.12"
-    yield Check("python", "ok" if good else "fail", version, todo)
+    return Check("python", "ok" if good else "fail", version, todo)
 
 
-def _packages() -> Iterator[Check]:
+def _check_installation() -> Check:
     try:
-        wanted = importlib.metadata.requires("trinity-sync") or []
+        requirements = importlib.metadata.requires("trinity-sync") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Check(
+        return Check(
             "packages",
             "warn",
-            "trinity-sync is imported from a folder, so its requirements are not known",
-            "pip install it, which also checks them",
+            "trinity-sync is imported from a folder, so its requirements are unknown",
+            "install it with pip, which also checks them",
         )
-        return
-    yield packages_check(wanted)
+    return check_packages(requirements)
 
 
-def packages_check(wanted: list[str]) -> Check:
-    """Whether what is installed is in the ranges of the requirements of client and stack."""
+def check_packages(requirements: list[str]) -> Check:
+    """Check the installed packages against the requirements of client and stack."""
     wrong, right = [], 0
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, requirements):
         if requirement.marker and not requirement.marker.evaluate({"extra": "stack"}):
             continue
         try:
@@ -102,7 +101,7 @@ def packages_check(wanted: list[str]) -> Check:
         else:
             wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
     if wrong:
-        todo = "pip install these versions, or trinity-sync again, which brings them"
+        todo = "install these versions with pip, or trinity-sync again, which requires them"
         return Check("packages", "fail", "; ".join(wrong), todo)
     return Check("packages", "ok", f"{right} in the supported ranges")
 
@@ -110,7 +109,7 @@ def packages_check(wanted: list[str]) -> Check:
 # -------------------------------------------------------------------- Prefect and Ray
 
 
-def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
+def _check_server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
     import prefect
     from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
     from prefect.exceptions import ObjectNotFound
@@ -129,14 +128,14 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
             answer = client.request("GET", "/admin/version")
             after = clock()
             version = answer.json()
-            same = str(version).split(".")[0] == prefect.__version__.split(".")[0]
+            is_same = str(version).split(".")[0] == prefect.__version__.split(".")[0]
             yield Check(
                 "prefect server",
-                "ok" if same else "warn",
+                "ok" if is_same else "warn",
                 f"version {version} at {client.api_url}; the client's is {prefect.__version__}",
-                "" if same else "run a server of the client's major version",
+                "" if is_same else "run a server of the client's major version",
             )
-            yield _skew(answer.headers.get("date"), before, after)
+            yield _check_clock(answer.headers.get("date"), before, after)
             try:
                 pool = client.read_work_pool(settings.work_pool)
             except ObjectNotFound:
@@ -144,10 +143,10 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
                 yield Check("work pool", "fail", found, "run: trinity-sync deploy")
                 return
             paused = " and paused: resume it in the Prefect UI" if pool.is_paused else ""
-            ours = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool.name]))
-            there = client.read_deployments(work_pool_filter=ours)
-            deployed = {deployment.name for deployment in there}
-            missing = [e["name"] for e in deployments() if e["name"] not in deployed]
+            in_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool.name]))
+            deployments = client.read_deployments(work_pool_filter=in_pool)
+            deployed = {deployment.name for deployment in deployments}
+            missing = [e["name"] for e in read_deployments() if e["name"] not in deployed]
             yield Check(
                 "work pool",
                 "fail" if paused or missing else "ok",
@@ -155,7 +154,7 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
                 + (f"; not deployed: {', '.join(missing)}" if missing else ""),
                 "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
             )
-            yield _schedules(client, there, clock)
+            yield _check_schedules(client, deployments, clock)
             online, waiting = (
                 read_heartbeats(client, pool.name),
                 count_waiting_runs(client, pool.name),
@@ -163,7 +162,7 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
             yield Check(
                 "worker",
                 "ok" if online else "fail",
-                f"{len(online)} online, {waiting} runs wait for one",
+                f"{len(online)} online, {waiting} runs waiting",
                 "" if online else "run: trinity-sync up, or trinity-sync worker on each node",
             )
     except (StackError, httpx.HTTPError, ValueError) as error:
@@ -171,47 +170,47 @@ def _server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
         yield Check("prefect server", "fail", str(error), todo)
 
 
-def _schedules(
+def _check_schedules(
     client: "SyncPrefectClient",
     deployments: "list[DeploymentResponse]",
     clock: Callable[[], float],
 ) -> Check:
-    """Whether the server plans the runs that the schedules ask for."""
-    planned = [
+    """Check that the server schedules runs for the active schedules."""
+    scheduled = [
         each
         for each in deployments
         if any(schedule.active for schedule in each.schedules)
         and each.updated
-        and clock() - each.updated.timestamp() > PLANNED_WITHIN_S
+        and clock() - each.updated.timestamp() > SCHEDULED_WITHIN_S
     ]
-    if not planned:
-        return Check("schedules", "ok", "no flow has had an active one for long")
-    ids = [each.id for each in planned]
-    coming = {run.deployment_id for run in client.get_scheduled_flow_runs_for_deployments(ids)}
-    silent = sorted(each.name for each in planned if each.id not in coming)
-    if not silent:
-        return Check("schedules", "ok", f"{len(planned)} flows have runs ahead of them")
+    if not scheduled:
+        return Check("schedules", "ok", "no flow has an active schedule, or only a new one")
+    ids = [each.id for each in scheduled]
+    runs = {run.deployment_id for run in client.get_scheduled_flow_runs_for_deployments(ids)}
+    missing = sorted(each.name for each in scheduled if each.id not in runs)
+    if not missing:
+        return Check("schedules", "ok", f"{len(scheduled)} flows have scheduled runs")
     return Check(
         "schedules",
         "fail",
-        f"no run is ahead of {', '.join(silent)}, although their schedules are active",
-        "look for errors of the scheduler in the Prefect server's log, and at its SQLAlchemy "
-        "(Prefect 3.8 needs one below 2.1)",
+        f"no scheduled runs of {', '.join(missing)}, although their schedules are active",
+        "look for scheduler errors in the Prefect server's log, and check its SQLAlchemy "
+        "(Prefect 3.8 needs a version below 2.1)",
     )
 
 
-def _skew(date: str | None, before: float, after: float) -> Check:
-    """The server's clock, to the second, against this node's."""
+def _check_clock(date: str | None, before: float, after: float) -> Check:
+    """Compare the server's clock with this node's, to the second."""
     if not date:
-        return Check("clock", "ok", "the server does not tell the time")
+        return Check("clock", "ok", "the server sends no time")
     skew = abs(compute_clock_skew(date, before, after))
     if skew <= SKEW_S:
-        return Check("clock", "ok", "as the server's")
-    found = f"{skew:.0f} s off the server's; leases, and ages in reports, go by this clock"
+        return Check("clock", "ok", "agrees with the server's")
+    found = f"{skew:.0f} s off the server's; leases and the ages in reports use this clock"
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 
-def _ray(settings: Settings) -> Check:
+def _check_ray(settings: Settings) -> Check:
     state = embedded.find(settings)
     address = settings.ray_address or (state.ray_address if state else "")
     if not address:
@@ -219,17 +218,18 @@ def _ray(settings: Settings) -> Check:
     if not services.accepts_connections(address):
         todo = "start it there, or correct TRINITY_SYNC_RAY_ADDRESS"
         return Check("ray", "fail", f"nothing answers at {address}", todo)
-    return Check("ray", "ok", f"something listens at {address}")
+    return Check("ray", "ok", f"a server listens at {address}")
 
 
 # -------------------------------------------------------------------- shared memory
 
 
-def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
+def _check_spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
     if not spool.exists():
         good = os.access(spool.parent, os.W_OK | os.X_OK)
-        todo = "" if good else "set TRINITY_SYNC_SPOOL to a folder in memory that can be written"
-        found = f"{spool} is not there yet; {'a save makes it' if good else 'it cannot be made'}"
+        todo = "" if good else "set TRINITY_SYNC_SPOOL to a writable folder in memory"
+        result = "a save creates it" if good else "it cannot be created"
+        found = f"{spool} does not exist yet; {result}"
         yield Check("spool", "ok" if good else "fail", found, todo)
         return
     mode = spool.lstat()
@@ -251,21 +251,21 @@ def _spool(spool: Path, clock: Callable[[], float]) -> Iterator[Check]:
         f"{spool} on {kind}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free",
         "" if kind in ("tmpfs", "ramfs") else "set TRINITY_SYNC_SPOOL to a folder in memory",
     )
-    if check := logout_check(spool, os.getuid()):
+    if check := check_logout(spool, os.getuid()):
         yield check
-    yield from (_tickets(job, clock) for job in list_job_spools(spool))
+    yield from (_check_tickets(job, clock) for job in list_job_spools(spool))
 
 
-def logout_check(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | None:
-    """A warning if systemd removes the spool when the user logs out (``RemoveIPC``).
+def check_logout(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | None:
+    """Return a warning if systemd removes the spool when the user logs out (``RemoveIPC``).
 
-    systemd-logind removes all files of the user in ``/dev/shm`` once the last session has ended,
-    whatever still runs. It spares system users, and users that linger.
+    systemd-logind removes all files of a user in ``/dev/shm`` when the last session ends, except
+    those of system users and lingering users.
 
     Args:
-        spool: the node's spool.
-        uid: of its user.
-        lingering: systemd's folder with a file for each user that lingers.
+        spool: The node's spool.
+        uid: Its user's id.
+        lingering: systemd's folder with a file for each lingering user.
     """
     if uid <= SYSTEM_UID_MAX or not spool.resolve().is_relative_to("/dev/shm"):
         return None
@@ -273,20 +273,20 @@ def logout_check(spool: Path, uid: int, lingering: Path = LINGERING) -> Check | 
         user = pwd.getpwuid(uid).pw_name
         said = subprocess.run(REMOVES_IPC, capture_output=True, text=True, timeout=5).stdout
     except (KeyError, OSError, subprocess.SubprocessError):
-        return None  # no systemd runs here, or it does not know the user
+        return None  # no systemd here, or an unknown user
     if said.strip() != "b true" or (lingering / user).exists():
         return None
     return Check(
         "spool at logout",
         "warn",
-        f"systemd removes {spool} when the last session of {user} ends (RemoveIPC=yes), with the "
-        "images that are not saved yet",
+        f"systemd removes {spool} when the last session of {user} ends (RemoveIPC=yes), including "
+        "images that are not persisted yet",
         f"run: loginctl enable-linger {user}; or set RemoveIPC=no in /etc/systemd/logind.conf and "
         "run: systemctl restart systemd-logind",
     )
 
 
-def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
+def _check_tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
     sealed, bad = job.tickets()
     name = f"images of {job.folder.name}"
     stale = [s.ticket for s in sealed if clock() - s.ticket.sealed_at > STALE_S]
@@ -295,11 +295,13 @@ def _tickets(job: JobSpool, clock: Callable[[], float]) -> Check:
     if bad:
         return Check(name, "fail", str(bad[0]), "the images stay in memory until then")
     if sealed and (job.root is None or not job.root.is_dir()):
-        found = f"{len(sealed)} wait for the job at {job.root or 'a root unknown'}, which is gone"
-        todo = f"bring the job's folder back, or let go of its images: rm -r {job.folder}"
+        found = f"{len(sealed)} wait for the job at {job.root or 'an unknown root'}, which is gone"
+        todo = f"restore the job's folder, or delete its images: rm -r {job.folder}"
         return Check(name, "warn", found, todo)
     if stale:
         steps = sorted({ticket.step for ticket in stale})
-        found = f"{len(stale)} of steps {steps} wait for more than {STALE_S / 60:.0f} minutes"
-        return Check(name, "warn", found, "look at their flow runs, and whether a worker runs here")
-    return Check(name, "ok", f"{len(sealed)} wait to be saved")
+        found = (
+            f"{len(stale)} of steps {steps} have waited for more than {STALE_S / 60:.0f} minutes"
+        )
+        return Check(name, "warn", found, "check their flow runs, and whether a worker runs here")
+    return Check(name, "ok", f"{len(sealed)} wait to be persisted")

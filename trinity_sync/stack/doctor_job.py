@@ -1,6 +1,6 @@
-"""What `doctor` says of one job: what its root can do, its store, its disk, its steps and pointers.
+"""Checks of one job: the root's file system, remote and disk, the steps and latest pointers.
 
-Nothing is changed: what is tried out in the root is removed at once.
+The checks change nothing: the files of probes in the root are removed at once.
 """
 
 import mmap
@@ -36,7 +36,7 @@ PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Check:
-    """One answer."""
+    """Result of a check."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -45,57 +45,64 @@ class Check:
 
 
 def check_root(root: Path, settings: Settings) -> Iterator[Check]:
-    """All checks of a job, each as soon as it is known."""
+    """Run all checks of a job, and yield each result as soon as it is known.
+
+    Args:
+        root: Root of the job.
+        settings: Settings of this node.
+    """
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        found = f"{root} cannot be read and written by this user"
+        found = f"this user cannot read and write {root}"
         yield Check("root", "fail", found, f"change its owner or mode: ls -ld {root}")
         return
     try:
-        yield from _capabilities(probe_capabilities(root), settings)
+        yield from _check_capabilities(probe_capabilities(root), settings)
     except RootError as error:
         yield Check("root", "fail", str(error), "see docs/roots.md")
         return
-    yield from _store(root)
-    yield _records(root)
+    yield from _check_required_remote(root)
+    yield _check_records(root)
     try:
         latest = find_newest(root)
-    except FormatError:  # said below
+    except FormatError:  # reported below
         latest = None
-    yield _disk(root, latest.nbytes if latest else 0)
-    yield _write_speed(root)
+    yield _check_disk(root, latest.nbytes if latest else 0)
+    yield _check_write_speed(root)
     if latest and settings.spool.is_dir():
         spool = JobSpool(settings.spool / job_id(root))
-        yield _images(spool, settings, int(latest.nbytes * _share_of_ranks(root, settings)))
-    yield _steps(root)
+        yield _check_shared_memory(
+            spool, settings, int(latest.nbytes * _compute_local_fraction(root, settings))
+        )
+    yield _check_steps(root)
     for kind in KINDS:
         try:
             best, named = find_newest(root, kind), read_latest_pointer(root, kind)
         except FormatError as error:
-            yield Check(f"latest {kind}", "fail", str(error), "nothing is resumed from until then")
+            yield Check(f"latest {kind}", "fail", str(error), "no run resumes until then")
             continue
         step = best.step if best else None
-        found = f"names {'nothing' if named is None else f'step {named}'}"
+        found = f"names {'no step' if named is None else f'step {named}'}"
         if step != named:
-            found += f", and the newest is {'none' if step is None else f'step {step}'}"
+            found += f", but the newest is {'none' if step is None else f'step {step}'}"
         todo = "" if step == named else f"run: trinity-sync reconcile {root}"
         state: Literal["ok", "warn"] = "ok" if step == named else "warn"
         yield Check(f"latest {kind}", state, found, todo)
 
 
-def _records(root: Path) -> Check:
-    """Whether another release works in the root, whose records this one cannot read."""
+def _check_records(root: Path) -> Check:
+    """Check for records of another release, which this release cannot read."""
     others = list_unreadable_records(root)
     if not others:
         return Check("records", "ok", f"format {ROOT_FORMAT}")
     more = f", as {len(others) - 1} more" if others[1:] else ""
     found = f"{others[0]}{more}"
-    return Check("records", "fail", found, "steps that they may be about are not removed")
+    return Check("records", "fail", found, "steps that they may refer to are not removed")
 
 
-def _disk(root: Path, step_bytes: int) -> Check:
+def _check_disk(root: Path, step_bytes: int) -> Check:
     room = os.statvfs(root)
     free = room.f_bavail * room.f_frsize
-    fit = f", {free // step_bytes} checkpoints like the newest" if step_bytes else ""
+    fit = f", {free // step_bytes} checkpoints of the newest's size" if step_bytes else ""
     state: Literal["ok", "warn", "fail"] = "ok"
     if step_bytes and free < 3 * step_bytes:
         state = "warn" if free >= step_bytes else "fail"
@@ -103,95 +110,97 @@ def _disk(root: Path, step_bytes: int) -> Check:
     return Check("disk", state, f"{free / 1e9:.1f} GB free{fit}", todo)
 
 
-def _capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
-    """What the root's file system can do, and what is done where it cannot."""
+def _check_capabilities(found: Capabilities, settings: Settings) -> Iterator[Check]:
+    """Report the capabilities of the root's file system, and the consequences of missing ones."""
     mount = found.mount
     locks, late = mount.local_lock_option, mount.weak_consistency_option
     wrong = f"; the option {locks} keeps locks on this node" if locks else ""
-    wrong += f"; with the option {late}, what other nodes change is seen late" if late else ""
+    wrong += f"; the option {late} delays the changes of other nodes" if late else ""
     yield Check(
         "file system",
         "warn" if wrong else "ok",
-        f"{mount}, {'which other nodes may see' if mount.shared else 'of this node alone'}{wrong}",
-        "mount it without that option before ranks are on several nodes" if wrong else "",
+        f"{mount}, {'which other nodes may see' if mount.shared else 'local to this node'}{wrong}",
+        "mount it without that option before using several nodes" if wrong else "",
     )
     for each in found.each:
         state: Literal["ok", "fail"] = "fail" if each.reason and each.required else "ok"
         answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
-        todo = "take another file system for the root, see docs/roots.md"
+        todo = "use another file system for the root, see docs/roots.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
     used = can_reuse_blocks(found.root, settings.recycle) and found.has("leases")
-    why = "" if used else " (TRINITY_SYNC_RECYCLE; a file system of this node alone, with leases)"
+    why = "" if used else " (needs TRINITY_SYNC_RECYCLE and a local file system with leases)"
     yield Check("recycled files", "ok", ("yes" if used else "no") + why)
 
 
-def _store(root: Path) -> Iterator[Check]:
-    """Whether the store in which steps count, if there is one, can be reached, and has them."""
+def _check_required_remote(root: Path) -> Iterator[Check]:
+    """Check that the required remote, if there is one, can be reached and has all steps."""
     try:
         if not (url := read_required_remote(root)):
             return
         from trinity_sync.remote.remote_root import Remote
 
-        there = [step.step for step in Remote(url).list_steps() if step.state == "valid"]
-        lacking = [
+        uploaded = [step.step for step in Remote(url).list_steps() if step.state == "valid"]
+        missing = [
             each.step for each in iter_committed_steps(root) if needs_replication(root, each)
         ]
     except TrinitySyncError as error:
-        yield Check("store", "fail", str(error), "mend that; saves fail until then")
+        yield Check("store", "fail", str(error), "correct that; saves fail until then")
         return
-    found = f"{len(there)} valid steps at {url}"
-    if lacking:
-        yield Check("store", "warn", f"{found}; it lacks {lacking}", "the next save sends them")
+    found = f"{len(uploaded)} valid steps at {url}"
+    if missing:
+        yield Check("store", "warn", f"{found}; it lacks {missing}", "the next save sends them")
     else:
         yield Check("store", "ok", found)
 
 
-def _write_speed(root: Path) -> Check:
+def _check_write_speed(root: Path) -> Check:
     path = root / f".doctor.{uuid4().hex}{TEMPORARY_SUFFIX}"
-    content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # at a page boundary, as direct I/O wants it
+    content = memoryview(mmap.mmap(-1, PROBE_BYTES))  # aligned to pages, as direct I/O needs
     try:
         start = time.perf_counter()
         write_file(path, content)
         speed = PROBE_BYTES / (time.perf_counter() - start) / 1e9
     except OSError as error:
-        found = f"a file of {PROBE_BYTES >> 20} MiB cannot be written: {error.strerror}"
-        return Check("write speed", "fail", found, "make room, or mend the disk")
+        found = f"cannot write a file of {PROBE_BYTES >> 20} MiB: {error.strerror}"
+        return Check("write speed", "fail", found, "free space, or repair the disk")
     finally:
         path.unlink(missing_ok=True)
     slow = speed < 0.1
     found = f"{speed:.2f} GB/s for {PROBE_BYTES >> 20} MiB"
-    todo = "a faster disk, or fewer saves" if slow else ""
+    todo = "use a faster disk, or save less often" if slow else ""
     return Check("write speed", "warn" if slow else "ok", found, todo)
 
 
-def _share_of_ranks(root: Path, settings: Settings) -> float:
-    """Which part of the ranks that saved last is on this node; all of them if nobody knows."""
+def _compute_local_fraction(root: Path, settings: Settings) -> float:
+    """Return the fraction of the last run's ranks on this node; 1 if it is unknown."""
     try:
         run = find_newest_run(root)
         if run is None:
             return 1.0
         found = [read_placement(root, run.number, run.key, role) or () for role in settings.roles]
-    except FormatError:  # said elsewhere
+    except FormatError:  # reported by another check
         return 1.0
     places = [place for of_role in found for place in of_role]
     here = sum(len(place.ranks) for place in places if place.node == settings.node)
     return here / sum(len(place.ranks) for place in places) if here else 1.0
 
 
-def _images(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
-    """Whether the slots of this node's ranks fit."""
-    need = settings.slots * step_bytes
+def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
+    """Check that the slots of this node's ranks fit into shared memory."""
+    needed = settings.slots * step_bytes
     room = os.statvfs(settings.spool)
-    mine = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
-    have = room.f_bavail * room.f_frsize + mine
-    found = f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {have / 1e9:.1f} GB to be had"
-    if have >= need:
+    used = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
+    available = room.f_bavail * room.f_frsize + used
+    found = (
+        f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {available / 1e9:.1f} GB available"
+    )
+    if available >= needed:
         return Check("room for images", "ok", found)
     todo = "enlarge /dev/shm (--shm-size of a container), or TRINITY_SYNC_SLOTS=1"
     return Check("room for images", "warn", found, todo)
 
 
-def _steps(root: Path) -> Check:
+def _check_steps(root: Path) -> Check:
     valid, wrong, others = 0, list[int](), list[str]()
     for step in steps_on_disk(root):
         found = read_step_state(root, step, runs=())

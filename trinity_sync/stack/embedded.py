@@ -1,9 +1,9 @@
-"""A whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
+"""Run a whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
 
-What is named already (``PREFECT_API_URL``, ``TRINITY_SYNC_RAY_ADDRESS``) is used and never touched;
-only what is missing is started. ``home/stack.json`` says what was, so that any later process can
-look at it, mend it or stop it. ``RAY_ADDRESS`` names the cluster of a training, which has nothing
-to do with the stack's: neither gets the other's.
+A server or Ray cluster that the environment names (``PREFECT_API_URL``,
+``TRINITY_SYNC_RAY_ADDRESS``) is used as it is, and only missing services are started.
+``home/stack.json`` records them, so that any later process can inspect, repair or stop them.
+``RAY_ADDRESS`` names the Ray cluster of a training and is not read: the stack has its own.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trinity_sync.errors import StackError
 from trinity_sync.settings import Settings
 from trinity_sync.stack import daemon, services
-from trinity_sync.stack.daemon import Daemon, Patience
+from trinity_sync.stack.daemon import Daemon, StartupDeadline
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import (
     INVITATION,
@@ -32,16 +32,16 @@ from trinity_sync.stack.state_file import (
 
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
 WORKER_S = 60.0
-"""Seconds that the flow worker has at least: on a busy machine, server and Ray use up the rest."""
+"""Minimum time for the flow worker in seconds: server and Ray may take up the whole time-out."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What `status` found out about one part."""
+class ServiceStatus:
+    """Status of one service."""
 
     name: str
     state: Literal["running", "dead", "external", "away", "absent"]
-    """Of our own: running or dead; of somebody else's: external if it answers, or away."""
+    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one."""
     url: str = ""
     pid: int | None = None
     log: str = ""
@@ -49,18 +49,18 @@ class Part:
 
 @dataclass(frozen=True)
 class StackStatus:
-    """All parts, and what Prefect says of the work pool."""
+    """Status of all services, and of the work pool."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ServiceStatus, ...]
     pool: str
     workers_online: int | None
-    """None if there is no Prefect server that answers."""
+    """None if no Prefect server answers."""
     waiting_runs: int | None
-    """Runs of the pool that no worker has taken yet; None as above."""
+    """Due runs of the pool that no worker has acquired; None if no Prefect server answers."""
     problem: str = ""
     """Why the Prefect server does not answer."""
     elsewhere: tuple[str, ...] = ()
-    """A sentence for each part in whose place this environment names another."""
+    """A sentence for each service that the environment overrides."""
 
 
 def up(
@@ -72,51 +72,51 @@ def up(
     timeout_s: float = 180.0,
     joining: StackState | None = None,
 ) -> StackState:
-    """Start what is missing, and return when all of it works.
+    """Start the missing services, and return when all of them work.
 
-    A living stack is returned as it is; a part of it that died is started again, the server at its
-    old URL. Deployments are applied whenever anything was started.
+    A running stack is returned as it is. A service that died is restarted, the server at its old
+    URL. Deployments are applied whenever a service was started.
 
     Args:
-        settings: ``home`` holds database, logs and state file; the worker gets all of them.
-        num_cpus: CPUs of the Ray node; all of the machine's by default. Saves take none of them.
-        object_store_mb: MB of shared memory for Ray's objects; saves need next to nothing.
-        worker: whether to start the flow worker, too.
-        timeout_s: seconds that all of it may take; the flow worker, which is last, has 60 of its
-            own if less is left.
-        joining: the stack of another machine that this one takes part in from now on.
+        settings: ``home`` holds the database, logs and state file; the worker gets all settings.
+        num_cpus: CPUs of the Ray node; by default all of the machine. Saves request none.
+        object_store_mb: Shared memory for Ray's object store in MB; saves need almost none.
+        worker: Whether to start the flow worker as well.
+        timeout_s: Time-out in seconds for all services together. The flow worker, which is last,
+            gets at least 60 s.
+        joining: The stack of another machine that this machine joins.
 
     Raises:
-        StackError: a part did not start, or one that was given cannot be reached. What this call
-            had started is stopped again.
+        StackError: A service did not start, or an external one cannot be reached. The services
+            that this call started are stopped.
     """
     settings = settings or Settings()
-    patience = Patience(timeout_s)
+    deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
         before = now = read_state(settings.home) or StackState()
         if joining:
             if before.daemons:
                 raise StackError(
                     f"home {settings.home} has a stack already. Run trinity-sync down first, or "
-                    "set TRINITY_SYNC_HOME to a folder of this machine's own"
+                    "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
             now = replace(joining, host=settings.host)
-        settings = _where_it_is(settings, now)
+        settings = _keep_host(settings, now)
         try:
             if now.joined:
-                now = _join_ray(settings, now, num_cpus, object_store_mb, patience)
+                now = _join_ray(settings, now, num_cpus, object_store_mb, deadline)
             else:
-                now = _start_both(settings, now, num_cpus, object_store_mb)
-                if now == before and now.lives and _works(now):
+                now = _start_server_and_ray(settings, now, num_cpus, object_store_mb)
+                if now == before and now.lives and _is_complete_and_ready(now):
                     return now
-                now = _await_both(settings, now, patience)
+                now = _await_server_and_ray(settings, now, deadline)
             moved = any(
                 getattr(now, name) != getattr(before, name)
                 for name in ("api_url", "ray_address", "ray_auth", "ray")
             )
             if worker and (moved or not before.worker or not before.worker.lives):
-                _end(before.worker)
-                now = _start_worker(settings, now, patience)
+                _stop_remains(before.worker)
+                now = _start_worker(settings, now, deadline)
             write_state(settings.home, now)
             write_invitation(settings, now)
         except BaseException:
@@ -128,32 +128,38 @@ def up(
 
 
 def join(settings: Settings, invitation: Path, **arguments: Any) -> StackState:
-    """Have this machine take part in the stack of another one: a Ray node and a flow worker.
-
-    Further ``arguments`` go to `up`, which starts them, now and whenever it is called again.
+    """Join the stack of another machine: start a Ray node and a flow worker here.
 
     Args:
-        settings: of this machine; its ``home`` has no stack yet.
-        invitation: a copy of `INVITATION` of the other machine's home.
+        settings: Settings of this machine, whose ``home`` has no stack yet.
+        invitation: A copy of the other machine's `INVITATION`.
+        **arguments: Arguments of `up`, which starts both.
 
     Raises:
-        StackError: as `up`; or there is a stack here, or the file is no invitation.
+        StackError: This machine has a stack already, the file is not an invitation, or a service
+            did not start.
     """
     try:
         joining = read_invitation(invitation)
     except (OSError, ValueError) as error:
         raise StackError(
-            f"{invitation} is no invitation of a stack ({error}). Pass a copy of {INVITATION} in "
-            "the home of the stack that this machine is to join"
+            f"{invitation} is not an invitation of a stack ({error}). Pass a copy of {INVITATION} "
+            "in the home of the stack that this machine joins"
         ) from error
     return up(settings, joining=joining, **arguments)
 
 
 def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
-    """Stop what `up` started, and remove Ray's temporary folder; True if there was anything.
+    """Stop the services that `up` started, and remove Ray's temporary folder.
 
-    Only daemons of this stack are ended, known by pid and start time. Database and logs stay in
-    ``home``, images that are not saved yet in the spool. May be repeated.
+    Database and logs stay in ``home``, and images that are not persisted yet in the spool.
+
+    Args:
+        settings: ``home`` is the stack's folder.
+        timeout_s: Seconds until a service is killed.
+
+    Returns:
+        Whether there was a stack.
     """
     settings = settings or Settings()
     if find(settings) is None:
@@ -167,13 +173,13 @@ def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
 
 
 def status(settings: Settings | None = None) -> StackStatus:
-    """How each part is, seen from here and from the Prefect server."""
+    """Return the status of each service, and of the work pool on the Prefect server."""
     settings = settings or Settings()
     state = find(settings) or StackState()
     found = (
-        _part("server", state.server, state.api_url or _named_server()),
-        _part("ray", state.ray, state.ray_address or settings.ray_address),
-        _part("worker", state.worker, ""),
+        _check_service("server", state.server, state.api_url or _get_external_api_url()),
+        _check_service("ray", state.ray, state.ray_address or settings.ray_address),
+        _check_service("worker", state.worker, ""),
     )
     online = waiting = None
     problem = ""
@@ -190,87 +196,93 @@ def status(settings: Settings | None = None) -> StackStatus:
                 waiting = count_waiting_runs(client, settings.work_pool)
         except StackError as error:
             problem = str(error)
-    elsewhere = tuple(_named_elsewhere(state, settings))
+    elsewhere = tuple(_list_overrides(state, settings))
     return StackStatus(found, settings.work_pool, online, waiting, problem, elsewhere)
 
 
 def find(settings: Settings | None = None) -> StackState | None:
-    """The stack that `up` left in ``home``, running or not; None if there is none.
+    """Return the stack in ``home``, running or not; None if there is none.
 
     Raises:
-        StackError: its state file is damaged, or not this user's alone.
+        StackError: Its state file is corrupted, or others than this user may write it.
     """
     return read_state((settings or Settings()).home)
 
 
 @contextmanager
 def running(settings: Settings | None = None, **arguments: Any) -> Iterator[StackState]:
-    """A stack for the length of a ``with`` block; one that ran before is used and left running.
+    """Run a stack for the duration of a ``with`` block.
 
-    Further ``arguments`` go to `up`. The caller's environment is left alone; see
-    `StackState.environment` for what to put there.
+    A stack that runs already is used, and left running. `StackState.environment` has the variables
+    for trainers; the caller's environment stays as it is.
+
+    Args:
+        settings: ``home`` is the stack's folder.
+        **arguments: Arguments of `up`.
     """
     settings = settings or Settings()
     before = find(settings)
-    ours = before is None or not before.lives
+    is_started_here = before is None or not before.lives
     state = up(settings, **arguments)
     try:
         yield state
     finally:
-        if ours:
+        if is_started_here:
             down(settings)
 
 
-def _end(part: Daemon | None) -> None:
-    """End a part before the next one of its kind, and all that it has left if it was killed.
+def _stop_remains(service: Daemon | None) -> None:
+    """Stop what is left of a service before it is started again.
 
-    Ray's workers outlive a raylet that was killed, and ask the next one, at the same address, for
-    their place again and again: six of them took a core and a half.
+    Ray's workers outlive a raylet that was killed and keep connecting to the next one at the same
+    address: six of them used one and a half cores.
     """
-    if part:
-        daemon.stop(part, 15.0)
+    if service:
+        daemon.stop(service, 15.0)
 
 
-def _where_it_is(settings: Settings, state: StackState) -> Settings:
-    """The settings, with the host at which the stack has been reached so far, if there is one.
+def _keep_host(settings: Settings, state: StackState) -> Settings:
+    """Return the settings with the host of the existing stack, if there is one.
 
     Raises:
-        StackError: they name another, or none at which a machine can be reached.
+        StackError: The settings name another host, or one that other machines cannot reach.
     """
     if settings.host in ("0.0.0.0", "::"):
         raise StackError(
-            f"TRINITY_SYNC_HOST is {settings.host}, where other machines would look for the stack "
-            "on themselves. Set it to an address of this one; hostname -I lists them"
+            f"TRINITY_SYNC_HOST is {settings.host}, which other machines cannot connect to. Set it "
+            "to an address of this machine; hostname -I lists them"
         )
     if not state.host:
         return settings
     if settings.host not in (state.host, Settings.model_fields["host"].default):
         raise StackError(
-            f"TRINITY_SYNC_HOST is {settings.host}, but the stack in {settings.home} is reached at "
-            f"{state.host}. Unset it, or run trinity-sync down first"
+            f"TRINITY_SYNC_HOST is {settings.host}, but the host of the stack in {settings.home} "
+            f"is {state.host}. Unset it, or run trinity-sync down first"
         )
     return settings.model_copy(update={"host": state.host})
 
 
-def _start_both(
+def _start_server_and_ray(
     settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
-    """Start server and Ray node, unless they run or are given."""
+    """Start the server and the Ray node, unless they run or are external."""
     now = before if before.daemons else read_last_addresses(settings.home)
-    url = _given(API_URL, _named_server(), before.server, before.api_url, settings)
-    address = _given(RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings)
+    url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
+    address = _find_external(
+        RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings
+    )
     if url:
         now = replace(now, api_url=url)
     elif not before.server or not before.server.lives:
-        _end(before.server)
+        _stop_remains(before.server)
         now = services.start_server(settings, now)
-        _note(settings.home, now)
+        _record(settings.home, now)
     if address:
         now = replace(now, ray_address=address)
     elif not before.ray or not before.ray.lives:
-        _end(before.ray)
+        _stop_remains(before.ray)
         now = services.start_ray(settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb)
-        _note(settings.home, now)
+        _record(settings.home, now)
     return now
 
 
@@ -279,151 +291,156 @@ def _join_ray(
     before: StackState,
     num_cpus: int | None,
     object_store_mb: int,
-    patience: Patience,
+    deadline: StartupDeadline,
 ) -> StackState:
-    """Start a Ray node of another machine's cluster, unless it runs."""
+    """Start a Ray node in the cluster of another machine, unless it runs."""
     for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
         if not services.accepts_connections(there):
             raise StackError(
                 f"the {what} of the stack that this machine has joined does not answer at {there}. "
-                f"Start that stack, or leave it (trinity-sync down) and join with its {INVITATION} "
-                "of now"
+                f"Start that stack, or leave it (trinity-sync down) and join with its current "
+                f"{INVITATION}"
             )
     if before.ray and before.ray.lives:
         return before
-    _end(before.ray)
+    _stop_remains(before.ray)
     now = services.join_ray(settings, before, num_cpus=num_cpus, object_store_mb=object_store_mb)
-    _note(settings.home, now)
+    _record(settings.home, now)
     ray = now.ray
     assert ray is not None  # just started
-    daemon.await_ready("the Ray node", ray, lambda: services.ray_has_joined(ray), patience)
+    daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), deadline)
     return now
 
 
-def _works(state: StackState) -> bool:
-    return bool(state.server and state.ray and state.worker) and services.server_answers(state)
+def _is_complete_and_ready(state: StackState) -> bool:
+    return bool(state.server and state.ray and state.worker) and services.is_server_ready(state)
 
 
-def _await_both(settings: Settings, state: StackState, patience: Patience) -> StackState:
-    """Until server and Ray work and the deployments are there; returns their final URLs."""
+def _await_server_and_ray(
+    settings: Settings, state: StackState, deadline: StartupDeadline
+) -> StackState:
+    """Wait until server and Ray are ready, apply the deployments, and return the final URLs."""
     if state.server:
         daemon.await_ready(
-            "the Prefect server", state.server, lambda: services.server_answers(state), patience
+            "the Prefect server", state.server, lambda: services.is_server_ready(state), deadline
         )
-    _deploy(settings, state, patience)
+    _deploy(settings, state, deadline)
     if state.ray:
         daemon.await_ready(
-            "the Ray node", state.ray, lambda: bool(services.ray_answers(state)), patience
+            "the Ray node", state.ray, lambda: bool(services.find_ray_address(state)), deadline
         )
-        return replace(state, ray_address=services.ray_answers(state) or "")
+        return replace(state, ray_address=services.find_ray_address(state) or "")
     return state
 
 
-def _deploy(settings: Settings, state: StackState, patience: Patience) -> None:
-    """Apply prefect.yaml in a process of its own.
+def _deploy(settings: Settings, state: StackState, deadline: StartupDeadline) -> None:
+    """Apply the deployments in a separate process.
 
-    The caller may be a user's script, with a ``flows`` and ``tasks`` of its own; and it must not
-    have imported Ray before it knows the token of the stack's.
+    The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
+    import Ray before it has the token of the stack's cluster.
     """
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
-    env = services.environment(settings, state)
+    env = services.build_environment(settings, state)
     try:
-        with patience.spent_on("the deployments"):
+        with deadline.measure("the deployments"):
             done = subprocess.run(
                 command,
                 env=env,
                 cwd=settings.home,
                 capture_output=True,
                 text=True,
-                errors="replace",  # libraries write what they are given
-                timeout=patience.left,
+                errors="replace",  # the output may have any bytes
+                timeout=deadline.remaining_s,
             )
     except subprocess.TimeoutExpired:
         raise StackError(
             f"the deployments were not registered at {state.api_url} in time "
-            f"({patience.in_words()}); look at that server, or try again with a longer time-out."
+            f"({deadline.describe()}). Look into the server's log, or try again with a longer "
+            "time-out."
         ) from None
     if done.returncode:
         raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
 
 
-def _start_worker(settings: Settings, state: StackState, patience: Patience) -> StackState:
+def _start_worker(settings: Settings, state: StackState, deadline: StartupDeadline) -> StackState:
     from trinity_sync.orchestration.prefect_queries import open_client, read_heartbeats
 
     with open_client(state.api_url, state.api_auth) as client:
         before = read_heartbeats(client, settings.work_pool).keys()
 
-        def is_online() -> bool:  # each start has a name of its own
+        def is_online() -> bool:  # each start has a new name
             return bool(read_heartbeats(client, settings.work_pool).keys() - before)
 
         state = services.start_worker(settings, state)
-        _note(settings.home, state)
+        _record(settings.home, state)
         assert state.worker is not None  # just started
         daemon.await_ready(
-            "the flow worker", state.worker, is_online, patience, at_least_s=WORKER_S
+            "the flow worker", state.worker, is_online, deadline, at_least_s=WORKER_S
         )
     return state
 
 
 def _stop(state: StackState, *, keep: StackState | None = None, timeout_s: float = 20.0) -> None:
     """Stop the daemons of ``state`` that are not in ``keep``."""
-    for part in state.daemons:
-        if keep is None or part not in keep.daemons:
-            daemon.stop(part, timeout_s)
+    for service in state.daemons:
+        if keep is None or service not in keep.daemons:
+            daemon.stop(service, timeout_s)
     if keep is None or state.ray_folder != keep.ray_folder:
         services.remove_ray_folder(state)
 
 
-def _named_server() -> str:
+def _get_external_api_url() -> str:
     return os.environ.get(API_URL, "")
 
 
-def _given(
+def _find_external(
     variable: str, value: str, own: Daemon | None, url: str, settings: Settings
 ) -> str | None:
-    """What a variable says to use instead of a part of our own.
+    """Return the address of an external service that a variable names; None to use the stack's.
 
     Raises:
-        StackError: nothing answers there, or there is one of our own that is another.
+        StackError: Nothing answers there, or the stack has a service of its own at another address.
     """
     if value and own and value != url:
         raise StackError(
-            f"{variable} is {value}, but the stack in {settings.home} has one of its own at {url}. "
+            f"{variable} is {value}, but the stack in {settings.home} has its own at {url}. "
             f"Unset {variable}, or run trinity-sync down first."
         )
     if not value or own:
         return None
     if not services.accepts_connections(value):
         raise StackError(
-            f"nothing answers at {variable}={value}. Start it there, or unset {variable} to have "
-            "one started here."
+            f"nothing answers at {variable}={value}. Start it there, or unset {variable} to start "
+            "one here."
         )
     return value
 
 
-def _named_elsewhere(state: StackState, settings: Settings) -> Iterator[str]:
-    """What is started from this environment uses instead of the stack's parts."""
-    for variable, named, url in (
-        (API_URL, _named_server(), state.api_url),
+def _list_overrides(state: StackState, settings: Settings) -> Iterator[str]:
+    """Yield a sentence for each service of the stack that the environment overrides."""
+    for variable, override, url in (
+        (API_URL, _get_external_api_url(), state.api_url),
         (RAY_ADDRESS, settings.ray_address, state.ray_address),
     ):
-        if url and named and named.rstrip("/") != url:
+        if url and override and override.rstrip("/") != url:
             yield (
-                f"{variable} is {named}, so what is started from here uses that and not this "
-                f"stack, whose is {url}. Unset it, or run trinity-sync down."
+                f"{variable} is {override}, so processes started from this environment use it "
+                f"instead of {url} of this stack. Unset it, or run trinity-sync down."
             )
 
 
-def _part(name: str, process: Daemon | None, url: str) -> Part:
+def _check_service(name: str, process: Daemon | None, url: str) -> ServiceStatus:
     if process:
-        return Part(name, "running" if process.lives else "dead", url, process.pid, process.log)
+        return ServiceStatus(
+            name, "running" if process.lives else "dead", url, process.pid, process.log
+        )
     if not url:
-        return Part(name, "absent")
-    return Part(name, "external" if services.accepts_connections(url) else "away", url)
+        return ServiceStatus(name, "absent")
+    return ServiceStatus(name, "external" if services.accepts_connections(url) else "away", url)
 
 
-def _note(home: Path, state: StackState) -> None:
-    """Write down what was just started; what cannot be written down is stopped again."""
+def _record(home: Path, state: StackState) -> None:
+    """Record the services that were just started, or stop them if that fails."""
     try:
         write_state(home, state)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Ports for servers that are told theirs before they start."""
+"""Find free ports for servers that need theirs before they start."""
 
 import random
 import socket
@@ -9,19 +9,23 @@ from trinity_sync.errors import StackError
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 5000
-"""How many ports next below those of outgoing connections are taken into account."""
+"""Number of ports to choose from, directly below those of outgoing connections."""
 LOWEST = 1024
-"""Those below are root's."""
+"""Lower ports are reserved for root."""
 
 
 def free_port(preferred: str = "", host: str = "127.0.0.1") -> int:
-    """A port of ``host`` that nobody listens at; that of the URL ``preferred`` if possible.
+    """Return a free port of a host.
 
-    It is not one of those that the kernel gives to outgoing connections, if others are left: of
-    those, any process may be given it before the server listens there.
+    The kernel's ports for outgoing connections are the last choice, because another process may get
+    the port before the server listens there.
+
+    Args:
+        preferred: URL whose port is returned if it is free; "" for none.
+        host: Address of this machine.
 
     Raises:
-        StackError: all are taken, or the host is not this machine.
+        StackError: All ports are in use, or the host is not this machine.
     """
     for port in _candidates(preferred):
         with socket.socket() as probe:
@@ -43,6 +47,6 @@ def _candidates(preferred: str) -> Iterator[int]:
         yield int(wanted)
     end = int(RANGE.read_text().split()[0])
     others = range(max(LOWEST, end - CANDIDATES), end)
-    # not by the process's own generator, which a training may have seeded like any other
+    # a training may seed the global random generator in the same way everywhere
     yield from random.SystemRandom().sample(others, len(others))
     yield 0

@@ -1,18 +1,17 @@
-"""A Prefect server on SQLite that does not block; its arguments are those of ``prefect``.
+"""A Prefect server on SQLite that does not block; takes the arguments of ``prefect``.
 
-While a connection waits for another one's transaction, a minute at most, its lock is taken. A
-statement that failed leaves its cursor in a traceback, and whichever thread collects that garbage
-wants the lock. If it is the thread of the event loop, the transaction that all wait for cannot end,
-and the server answers no request until the minute is over. So garbage is collected by a thread of
-its own.
+Garbage collection: a connection holds its lock while it waits up to a minute for another
+transaction. A failed statement leaves its cursor in a traceback, and the thread that collects it
+needs the lock. If the event loop's thread collects it, the server stands still for that minute. So
+a separate thread collects garbage.
 
-Its vacuum removes old rows batch after batch, in one transaction each. Other writers try every
-tenth of a second whether the database is free, and hardly ever hit the instant between two of them.
-So the vacuum pauses after each batch for as long as that took.
+Vacuum: Prefect removes old rows in batches, one transaction each. Other writers retry every tenth
+of a second and rarely meet the instant between two batches. So the vacuum pauses after each batch
+for as long as the batch took.
 
-A transaction that reads before it writes is refused at once if another one has written in between:
-a call is answered with 503, a worker's heartbeat is lost, an event reaches no automation. So each
-transaction waits for the others as it begins.
+Transactions: one that reads before it writes fails at once if another has written in between: a
+call is answered with 503, a heartbeat or an event is lost. So each transaction takes the write lock
+when it begins.
 """
 
 import asyncio
@@ -32,15 +31,15 @@ from trinity_sync.orchestration.prefect_compat import (
 
 PAUSE_S = 0.5
 FULL_EVERY = 60
-"""Collections, after which one looks at old objects, too."""
-PAUSE_AT_LEAST_S = 0.25
-"""At least: SQLite asks for a lock every 0.1 s."""
+"""Every so many collections, the oldest generation is collected as well."""
+MIN_VACUUM_PAUSE_S = 0.25
+"""SQLite retries a lock every 0.1 s."""
 
 
-def collect_in_a_thread() -> None:
-    """Have this process's garbage collected by a thread of its own, and by no other."""
+def collect_garbage_in_thread() -> None:
+    """Collect this process's garbage in a separate thread only."""
     gc.disable()
-    threading.Thread(target=_collect, name="collects-garbage", daemon=True).start()
+    threading.Thread(target=_collect, name="garbage-collector", daemon=True).start()
 
 
 def _collect() -> None:
@@ -49,24 +48,24 @@ def _collect() -> None:
         gc.collect(1 if number % FULL_EVERY else 2)
 
 
-def let_others_write() -> None:
-    """Have the vacuum of this process's server leave the database free between its batches."""
+def pause_vacuum_between_batches() -> None:
+    """Let other writers use the database between two batches of the server's vacuum."""
     wrap_vacuum_session(_pause_after)
 
 
 def _pause_after(session: Any) -> Any:
     @asynccontextmanager
     async def paused(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        began = time.monotonic()
-        async with session(*args, **kwargs) as found:
-            yield found
-        await asyncio.sleep(max(time.monotonic() - began, PAUSE_AT_LEAST_S))
+        start = time.monotonic()
+        async with session(*args, **kwargs) as connection:
+            yield connection
+        await asyncio.sleep(max(time.monotonic() - start, MIN_VACUUM_PAUSE_S))
 
     return paused
 
 
 if __name__ == "__main__":
-    collect_in_a_thread()
+    collect_garbage_in_thread()
     begin_transactions_as_writers()
-    let_others_write()
+    pause_vacuum_between_batches()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

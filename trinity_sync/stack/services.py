@@ -1,4 +1,4 @@
-"""The three parts of a stack on one machine: how each is started, and how it is seen to work."""
+"""Start the services of a stack on one machine: Prefect server, Ray node and flow worker."""
 
 import json
 import os
@@ -31,7 +31,7 @@ _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # keep the processes of a save's parallel tasks: starting one costs seconds
+    # keep the worker processes of parallel tasks: starting one takes seconds
     "RAY_num_workers_soft_limit": "8",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
@@ -39,48 +39,53 @@ _QUIET = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_BATCH_SIZE": "1000",
 }
 
-_OF_A_TRAINING = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
-"""What a job of another Ray cluster has in its environment, and passes on to all that it starts."""
+_RAY_JOB_VARIABLES = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
+"""Variables that a job of another Ray cluster passes on to the processes that it starts."""
 
 
 @dataclass(frozen=True)
 class StackState:
-    """Where a stack is. A part that is None is somebody else's, or was not asked for."""
+    """Addresses and daemons of a stack. A daemon is None if it is external or was not requested."""
 
     api_url: str = ""
     api_auth: str = ""
-    """``user:password`` that the server asks for, if this stack has made it up."""
+    """``user:password`` of the server, if this stack generated it."""
     ray_address: str = ""
     ray_folder: str = ""
-    """Temporary folder of the Ray node, if it is this stack's."""
+    """Temporary folder of the Ray node, if this stack started it."""
     ray_auth: dict[str, str] | None = None
-    """Variables by which a process is let into the Ray node, if it is this stack's."""
+    """Environment variables that authenticate to the Ray node, if this stack started it."""
     host: str = ""
-    """Address at which this machine's server and Ray node are reached; "" if it has neither."""
+    """Address of this machine's server and Ray node; "" if it has neither."""
     joined: bool = False
-    """Whether the server and the head of the Ray cluster are those of another machine's stack."""
+    """Whether the server and the Ray head node belong to the stack of another machine."""
     server: Daemon | None = None
     ray: Daemon | None = None
     worker: Daemon | None = None
 
     @property
     def daemons(self) -> list[Daemon]:
-        """The parts of this stack, those first that depend on others."""
+        """The daemons of this stack, in the order in which they are stopped."""
         return [part for part in (self.worker, self.ray, self.server) if part]
 
     @property
     def lives(self) -> bool:
-        """Whether there are daemons and all of them run."""
+        """Whether there are daemons, and all of them run."""
         return bool(self.daemons) and all(part.lives for part in self.daemons)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a trainer needs in its environment to use the stack. Its Ray cluster is its own."""
-        named = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self.api_auth}
-        return {name: value for name, value in named.items() if value}
+        """The variables that a trainer needs to use the stack, without those of its Ray cluster."""
+        variables = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self.api_auth}
+        return {name: value for name, value in variables.items() if value}
 
-    def where_named(self, api_url: str, ray_address: str) -> "StackState":
-        """The stack with a server or Ray cluster that is named instead of its own; "" for none."""
+    def with_external(self, api_url: str, ray_address: str) -> "StackState":
+        """Return the stack with an external server or Ray cluster instead of its own.
+
+        Args:
+            api_url: URL of the Prefect API; "" for the stack's own.
+            ray_address: Address of the Ray cluster; "" for the stack's own.
+        """
         state = self
         if api_url not in ("", self.api_url):
             state = replace(state, api_url=api_url, api_auth="", server=None)
@@ -90,13 +95,13 @@ class StackState:
 
 
 def make_home(home: Path) -> None:
-    """Make the home of a stack, and let nobody else write there.
+    """Create the home of a stack, and let only this user write there.
 
-    It is where its processes are started, so Python looks there first for what they import.
+    The stack's processes start in it, so Python imports from it first.
 
     Raises:
-        StackError: it is another user's, or others may write it and that cannot be changed.
-        OSError: it cannot be made.
+        StackError: It belongs to another user who does not protect it.
+        OSError: It cannot be created.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = home.stat()
@@ -104,48 +109,66 @@ def make_home(home: Path) -> None:
         home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
     elif found.st_uid or found.st_mode & 0o022:
         raise StackError(
-            f"others than this user may write home {home} of the stack, and what they put there "
-            "would run. Set TRINITY_SYNC_HOME to a folder of your own, such as one below it."
+            f"others than this user may write home {home} of the stack, and could run code there. "
+            "Set TRINITY_SYNC_HOME to a folder of your own, such as one below it."
         )
 
 
 def start_server(settings: Settings, state: StackState) -> StackState:
-    """Start a Prefect server, at the URL of ``state`` if its port is free."""
+    """Start a Prefect server.
+
+    Args:
+        settings: Host, home and priority of the server.
+        state: The stack so far; the port of its URL is used again if it is free.
+
+    Returns:
+        The stack with the server, which may not be ready yet.
+    """
     host = settings.host
     port = free_port(state.api_url, host)
     auth = _server_auth(settings)
     url = f"http://{host}:{port}/api"
     state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
-    env = {**environment(settings, state), **_prefect_home(settings)}
+    env = {**build_environment(settings, state), **_prefect_home(settings)}
     if auth:
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
-    env.pop("PREFECT_PROFILE", None)  # it is a section of a file in the caller's PREFECT_HOME
-    daemon.make_private(Path(env["PREFECT_HOME"]))  # its database
+    env.pop("PREFECT_PROFILE", None)  # a profile of the caller's PREFECT_HOME
+    daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
     daemon.lower_priority(server, settings.nice)
     return replace(state, server=server)
 
 
-def server_answers(state: StackState) -> bool:
-    """Whether the server is ready for requests."""
+def is_server_ready(state: StackState) -> bool:
+    """Return whether the server is ready for requests."""
     try:
         with urllib.request.urlopen(f"{state.api_url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
-    except (OSError, HTTPException):  # the latter of who has taken its port meanwhile
+    except (OSError, HTTPException):  # the latter if another server uses its port
         return False
 
 
 def start_ray(
     settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
-    """Start a Ray head node, at the port of ``state`` if it is free."""
+    """Start a Ray head node.
+
+    Args:
+        settings: Host, home and node name.
+        state: The stack so far; the port of its Ray address is used again if it is free.
+        num_cpus: CPUs of the node; None for all of the machine.
+        object_store_mb: Size of the object store in MB.
+
+    Returns:
+        The stack with the node, which may not be ready yet.
+    """
     port = free_port(state.ray_address, settings.host)
     auth = _ray_auth(settings.home)
     state = replace(state, ray=None, ray_address="", ray_auth=auth, host=settings.host)
     options = ["--head", f"--port={port}"]
     options += [f"--node-ip-address={settings.host}"]
-    # any port that is free, so that two nodes on a machine do not meet
+    # free ports, so that two nodes of a machine do not conflict
     options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
@@ -154,9 +177,19 @@ def start_ray(
 def join_ray(
     settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
 ) -> StackState:
-    """Start a Ray node that joins the cluster at the address of ``state``."""
+    """Start a Ray node that joins an existing cluster.
+
+    Args:
+        settings: Host, home and node name.
+        state: The stack, whose Ray address is that of the cluster.
+        num_cpus: CPUs of the node; None for all of the machine.
+        object_store_mb: Size of the object store in MB.
+
+    Returns:
+        The stack with the node, which may not have joined yet.
+    """
     options = [f"--address={state.ray_address}"]
-    if settings.host != Settings.model_fields["host"].default:  # else Ray finds out
+    if settings.host != Settings.model_fields["host"].default:  # otherwise Ray detects it
         options += [f"--node-ip-address={settings.host}"]
     return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
 
@@ -177,50 +210,63 @@ def _start_ray_node(
     command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={object_store_mb * 10**6}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
-    env = environment(settings, state)
+    env = build_environment(settings, state)
     env["RAY_worker_niceness"] = str(settings.nice)
     return replace(state, ray=_start("ray", command, settings, env))
 
 
-def ray_has_joined(ray: Daemon) -> bool:
-    """Whether a node of `join_ray` is part of the cluster."""
+def has_ray_joined(ray: Daemon) -> bool:
+    """Return whether a node of `join_ray` is part of the cluster."""
     with Path(ray.log).open("rb") as log:
         log.seek(ray.log_from)
         return b"Ray runtime started" in log.read()
 
 
-def ray_answers(state: StackState) -> str | None:
-    """Address of the Ray node once it is ready, else None."""
+def find_ray_address(state: StackState) -> str | None:
+    """Return the address of the Ray node; None until it is ready."""
     path = _ray_temp(state) / "ray_current_cluster"
     return path.read_text().strip() if path.is_file() else None
 
 
 def _ray_temp(state: StackState) -> Path:
-    """Where its sockets and logs are. Ray lets everybody write there, our folder above nobody."""
+    """Return the folder of its sockets and logs, which Ray makes writable for all users."""
     return Path(state.ray_folder) / "ray"
 
 
 def remove_ray_folder(state: StackState) -> None:
-    """Remove what a Ray node of the stack has left on disk."""
+    """Remove the temporary folder of the stack's Ray node."""
     if state.ray_folder:
         shutil.rmtree(state.ray_folder, ignore_errors=True)
 
 
 def start_worker(settings: Settings, state: StackState) -> StackState:
-    """Start the flow worker."""
-    env = environment(settings, state)
+    """Start the flow worker.
+
+    Args:
+        settings: Home and priority of the worker, and all settings that it gets.
+        state: The stack with its server and Ray cluster.
+
+    Returns:
+        The stack with the worker, which may not be online yet.
+    """
+    env = build_environment(settings, state)
     worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
     daemon.lower_priority(worker, settings.nice)
     return replace(state, worker=worker)
 
 
-def environment(settings: Settings, state: StackState) -> dict[str, str]:
-    """Environment of the stack's own processes: the caller's, its URLs and all settings.
+def build_environment(settings: Settings, state: StackState) -> dict[str, str]:
+    """Return the environment of the stack's own processes.
 
-    What names the caller's Ray cluster, or his job there, is left out.
+    It is the caller's environment without variables of a Ray job, and with the addresses of the
+    stack and all settings.
+
+    Args:
+        settings: The settings to pass on.
+        state: The stack.
     """
-    env = {**os.environ, **_QUIET, **_history(settings), **state.environment}
-    for name in [name for name in env if name in _OF_A_TRAINING]:
+    env = {**os.environ, **_QUIET, **_retention_variables(settings), **state.environment}
+    for name in [name for name in env if name in _RAY_JOB_VARIABLES]:
         del env[name]
     if state.ray_auth:  # Ray takes a token in the environment before that in a file
         env = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH_")}
@@ -231,7 +277,7 @@ def environment(settings: Settings, state: StackState) -> dict[str, str]:
     env["TRINITY_SYNC_RAY_ADDRESS"] = state.ray_address
     env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
     env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
-    # ours first: the user's may well have a folder named flows or tasks, or a trainer's packages
+    # first: the caller's PYTHONPATH may have other flows or tasks, or a trainer's packages
     paths = [PACKAGES, INSTALLED, *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     if state.server:
@@ -240,12 +286,12 @@ def environment(settings: Settings, state: StackState) -> dict[str, str]:
     if state.ray_folder:
         env["RAY_TMPDIR"] = state.ray_folder
     if state.api_url.startswith("http://"):
-        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(_one_authority(settings)))
+        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(_single_authority_file(settings)))
     return env
 
 
-def _history(settings: Settings) -> dict[str, str]:
-    """How long the server remembers: its events are nine tenths of what a save adds to it."""
+def _retention_variables(settings: Settings) -> dict[str, str]:
+    """Return how long the server keeps events and flow runs; events take 90% of the space."""
     return {
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(settings.keep_events_h > 0).lower(),
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{settings.keep_events_h * 3600 or 1:.0f}S",
@@ -253,11 +299,11 @@ def _history(settings: Settings) -> dict[str, str]:
     }
 
 
-def _one_authority(settings: Settings) -> Path:
-    """A file with one certificate authority, for processes that talk plain HTTP to Prefect.
+def _single_authority_file(settings: Settings) -> Path:
+    """Return a file with a single certificate authority, for processes that use plain HTTP.
 
-    Prefect's client reads the file whatever the URL; all authorities take 40 ms a client, of which
-    a save makes a dozen.
+    Prefect's client loads the file even for HTTP. All authorities take 40 ms per client, and a save
+    creates a dozen clients.
     """
     path = settings.home.absolute() / "one_authority.pem"
     if not path.exists():
@@ -269,7 +315,7 @@ def _one_authority(settings: Settings) -> Path:
 
 
 def accepts_connections(address: str) -> bool:
-    """Whether something listens at ``host:port`` or at a URL's; True if there is no telling."""
+    """Return whether a server listens at ``host:port`` or a URL; True if neither names a port."""
     try:
         parsed = urlsplit(address if "//" in address else f"//{address}")
         port = parsed.port or {"http": 80, "https": 443}.get(parsed.scheme)
@@ -292,9 +338,9 @@ def _prefect_home(settings: Settings) -> dict[str, str]:
 
 
 def _ray_auth(home: Path) -> dict[str, str]:
-    """A token of the stack's own, unless the caller has decided about tokens already.
+    """Return the variables of a token of the stack, unless the caller configures Ray's tokens.
 
-    Ray listens on all interfaces, and whoever may join it may run any code.
+    Ray listens on all interfaces, and any process that joins can run code.
     """
     if os.environ.get("RAY_AUTH_MODE"):
         return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
@@ -303,9 +349,9 @@ def _ray_auth(home: Path) -> dict[str, str]:
 
 
 def _server_auth(settings: Settings) -> str:
-    """User and password of the server, where others than this machine reach it.
+    """Return ``user:password`` for a server that other machines can reach.
 
-    Empty where the caller has decided about a password already.
+    Empty if only this machine can, or the caller configures a password.
     """
     if settings.host == Settings.model_fields["host"].default:
         return ""
@@ -315,7 +361,7 @@ def _server_auth(settings: Settings) -> str:
 
 
 def _secret(home: Path, name: str) -> Path:
-    """A file of the stack's with 64 random digits, which are made up once."""
+    """Return a file of the stack with 64 random digits, created once."""
     path = home.absolute() / name
     if not _is_secret(path):
         replace_file(path, secrets.token_hex(32), mode=0o600)
@@ -323,10 +369,10 @@ def _secret(home: Path, name: str) -> Path:
 
 
 def _is_secret(path: Path) -> bool:
-    """Whether a file is there that nobody else has been able to read or write."""
+    """Return whether a file exists that only this user can read and write."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return False
-    alone = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return alone and stat.S_ISREG(found.st_mode) and found.st_size > 0
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return private and stat.S_ISREG(found.st_mode) and found.st_size > 0

@@ -1,7 +1,7 @@
-"""The files in which a stack says where it is: for later processes, and for other machines.
+"""Read and write the state file and the invitation of a stack.
 
-``home/stack.json`` names the stack's addresses and daemons. ``home/join.json`` is what another
-machine needs to join it, secrets included.
+``home/stack.json`` has the stack's addresses and daemons, for later processes. ``home/join.json``
+has what another machine needs to join the stack, including secrets.
 """
 
 import json
@@ -21,8 +21,8 @@ from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, make_home
 
 INVITATION = "join.json"
-"""Next to the state file."""
-INVITED = ("api_url", "api_auth", "ray_address", "ray_auth")
+"""File name of the invitation, next to the state file."""
+INVITATION_FIELDS = ("api_url", "api_auth", "ray_address", "ray_auth")
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def lock_home(home: Path) -> Iterator[None]:
     """Hold the lock of a stack's home, so that one `up` or `down` runs at a time.
 
     Args:
-        home: the stack's folder, which is made if it is missing.
+        home: The stack's folder, which is created if it is missing.
 
     Raises:
-        StackError: the home cannot be used.
+        StackError: The home cannot be used.
     """
     try:
         make_home(home)
@@ -42,7 +42,7 @@ def lock_home(home: Path) -> Iterator[None]:
     except OSError as error:
         raise StackError(
             f"home {home} of the stack cannot be used: {error}. Set TRINITY_SYNC_HOME to a folder "
-            "that can be written."
+            "that this user can write."
         ) from error
 
 
@@ -50,15 +50,15 @@ def read_state(home: Path) -> StackState | None:
     """Read the state of the stack in ``home``; None if there is none.
 
     Raises:
-        StackError: the file is corrupted, or others than this user may write it.
+        StackError: The file is corrupted, or others than this user may write it.
     """
     path = home / STACK_FILE
     try:
         with path.open("rb") as file:
             if not is_own(file.fileno()):
                 raise StackError(
-                    f"state file {path} is another user's, or others may write it, so what it "
-                    "names is not touched. Use the stack as the user that started it, or set "
+                    f"state file {path} is another user's, or others may write it, so it is "
+                    "not trusted. Use the stack as the user that started it, or set "
                     "TRINITY_SYNC_HOME to a folder of your own."
                 )
             os.fchmod(file.fileno(), 0o600)
@@ -81,7 +81,12 @@ def read_state(home: Path) -> StackState | None:
 
 
 def write_state(home: Path, state: StackState) -> None:
-    """Write the state of the stack in ``home``, or remove the file if the state is empty."""
+    """Write the state of a stack, or remove the file if the state is empty.
+
+    Args:
+        home: The stack's folder.
+        state: The state.
+    """
     path = home / STACK_FILE
     if state == StackState():
         path.unlink(missing_ok=True)
@@ -90,30 +95,36 @@ def write_state(home: Path, state: StackState) -> None:
 
 
 def write_invitation(settings: Settings, state: StackState) -> None:
-    """Write what another machine needs to join, if it can reach this one; see `embedded.join`."""
+    """Write the invitation for `embedded.join`, if other machines can reach this one.
+
+    Args:
+        settings: Home of the stack.
+        state: The stack.
+    """
     if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
         return
     auth = dict(state.ray_auth or {})
     if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):
         auth["RAY_AUTH_TOKEN"] = Path(path).read_text().strip()
-    body = {name: getattr(state, name) for name in INVITED} | {"ray_auth": auth}
+    body = {name: getattr(state, name) for name in INVITATION_FIELDS} | {"ray_auth": auth}
     replace_file(settings.home / INVITATION, json.dumps(body, indent=1), mode=0o600)
 
 
 def read_invitation(invitation: Path) -> StackState:
-    """Return the stack that an invitation leads to.
+    """Return the stack that an invitation describes.
 
     Raises:
-        OSError, ValueError: it is none.
+        OSError: The file cannot be read.
+        ValueError: The file is not an invitation.
     """
     body = json.loads(invitation.read_text())
-    if not isinstance(body, dict) or body.keys() != {*INVITED}:
-        raise ValueError(f"it does not have {', '.join(INVITED)} and nothing else")
+    if not isinstance(body, dict) or body.keys() != {*INVITATION_FIELDS}:
+        raise ValueError(f"it does not have {', '.join(INVITATION_FIELDS)} and nothing else")
     return StackState(**body, joined=True)
 
 
 def read_last_addresses(home: Path) -> StackState:
-    """Return the addresses of a stack that was stopped, at which joined machines look for it."""
+    """Return the addresses of a stopped stack, which joined machines still use."""
     try:
         last = read_invitation(home / INVITATION)
     except (OSError, ValueError):

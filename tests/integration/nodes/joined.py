@@ -38,7 +38,7 @@ def joined(
     if own_disk:
         mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
         command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
-    env = services.environment(there, stack)
+    env = services.build_environment(there, stack)
     log = settings.home / f"logs/{name}-{spool.name}.log"
     node = daemon.start(command, env=env, cwd=settings.home, log=log)
     try:

@@ -1,15 +1,14 @@
-"""Zombie runs, which Prefect shows as under way although no process executes them.
+"""Recover zombie runs, which Prefect shows as running although no process executes them.
 
-A worker that is killed cannot report the end of its run, nor can one whose last call finds the
-server away. Every worker looks for such runs of its own node, where it knows processes by pid and
-start time: it sets their final state and retries them. A run of another node is left to that node's
-workers.
+A worker that is killed cannot report the end of its run, nor can a worker whose last call finds the
+server away. Every worker looks for such runs of its own node, where it identifies processes by pid
+and start time: it sets their final state and retries them. The workers of other nodes recover
+theirs.
 
-Which process owns a run is told by the message of the Pending state with which it was acquired.
-That is one call, which either happened or did not; the run's ``infrastructure_pid`` is set by a
-later one. Whether a process of this node still executes it is told by the run's lock
-(`try_run_lock`), and by nothing that the server says: a server that was away shows runs as
-crashed that are still executed.
+The message of the Pending state names the process that acquired a run. That state is set by a
+single call; the run's ``infrastructure_pid`` is set by a later call. The run's lock
+(`try_run_lock`) shows whether a process of this node still executes it. The server's state does
+not: a server that was away shows runs as Crashed that are still executed.
 """
 
 import logging
@@ -48,25 +47,25 @@ from trinity_sync.snapshot.run_lock import try_run_lock
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Times that a run is started before its crashes are left for a person to look at."""
+"""Maximum number of times that a run is started."""
 ACQUIRED_BY = "Acquired by "
-"""Begins the message of the Pending state of a run that a worker has acquired; the rest names the
-process, as ``node/pid/start time``."""
+"""Prefix of the message of a Pending state, before the process that acquired the run, as
+``node/pid/start time``."""
 TAG = "trinity-sync"
-"""Of all deployments of prefect.yaml: a server's other flows may leave any number of tasks."""
+"""Tag of all deployments of prefect.yaml, which excludes other flows of the server."""
 LATE_S = 60.0
-"""Seconds after a run's end in which its tasks' own reports may still come in: Prefect sends them
-apart from it, and again every 30 s until the server has them."""
+"""Seconds after a run's end in which the states of its tasks may still arrive: Prefect sends them
+separately, and again every 30 s until the server has them."""
 
 
 async def recover_zombie(client: PrefectClient, run: FlowRun, here: str, *, spool: Path) -> None:
-    """Set the final state of a run that was seen under way, if it is a zombie, and retry it.
+    """Set the final state of an unfinished run, if it is a zombie, and retry it.
 
     Args:
-        client: client of the Prefect server.
-        run: the run.
-        here: this process, as ``node/pid/start time``.
-        spool: this node's spool.
+        client: Client of the Prefect server.
+        run: The run.
+        here: This process, as ``node/pid/start time``.
+        spool: This node's spool.
     """
     with try_run_lock(spool, run.id) as free:
         if free:
@@ -74,7 +73,7 @@ async def recover_zombie(client: PrefectClient, run: FlowRun, here: str, *, spoo
 
 
 async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool: Path) -> None:
-    """Do what `recover_zombie` does, under the run's lock: no process changes the run meanwhile."""
+    """Recover a zombie run while its lock is held, so that no process changes it meanwhile."""
     states = await client.read_flow_run_states(run.id)
     now = await client.read_flow_run(run.id)
     if now.state is None or now.state.type not in UNDER_WAY:
@@ -85,7 +84,7 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
     node, _, process = owner.partition("/")
     if owner != here and (node != here.partition("/")[0] or is_process_alive(process)):
         return
-    why = "found no server when it ended" if owner == here else "died"
+    why = "could not report its end" if owner == here else "died"
     if now.state.is_cancelling():
         end: State[None] = Cancelled(message=f"Cancelled; its process {owner} {why}.")
         allow_eviction(spool, now.parameters, str(end.message))
@@ -101,15 +100,15 @@ async def _recover_zombie(client: PrefectClient, run: FlowRun, here: str, spool:
 async def retry_crashed(client: PrefectClient, run_id: UUID, here: str, *, spool: Path) -> None:
     """Retry a crashed run, unless it is still executed on this node or was started too often.
 
-    The server shows a run as crashed while it is executed if the server was away for long; such a
-    run most often ends soon, in the state that it reports. On this node the run's lock tells. A run
-    of another node is left alone for a minute.
+    A server that was away for long shows a run as Crashed while it is still executed. Such a run
+    usually ends soon, in the state that it reports. On this node the run's lock shows it. A run of
+    another node is not retried for a minute.
 
     Args:
-        client: client of the Prefect server.
-        run_id: the run.
-        here: this process, as ``node/pid/start time``.
-        spool: this node's spool.
+        client: Client of the Prefect server.
+        run_id: Id of the run.
+        here: This process, as ``node/pid/start time``.
+        spool: This node's spool.
     """
     with try_run_lock(spool, run_id) as free:
         if free:
@@ -132,12 +131,12 @@ async def _retry_crashed(client: PrefectClient, run_id: UUID, here: str) -> None
 
 
 async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: float = LATE_S) -> None:
-    """Set the final state of task runs whose own reports were lost with a server.
+    """Set the final state of task runs whose own final states were lost with a server.
 
     Args:
-        client: client of the Prefect server.
-        pool: name of the work pool of their flow runs.
-        late_s: seconds since the end of a flow run in which its tasks' reports may still come in.
+        client: Client of the Prefect server.
+        pool: Name of the work pool of their flow runs.
+        late_s: Seconds after the end of a flow run in which states of its tasks may still arrive.
     """
     before = datetime.now(timezone.utc) - timedelta(seconds=late_s)
     final = [StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]
@@ -146,8 +145,8 @@ async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: floa
         end_time=FlowRunFilterEndTime(before_=before),  # type: ignore[arg-type]
     )
     tasks: dict[UUID, list[TaskRun]] = defaultdict(list)
-    ours = DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG]))
-    for task in await _read_unfinished_tasks(client, ended, ours):
+    deployments = DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG]))
+    for task in await _read_unfinished_tasks(client, ended, deployments):
         if task.flow_run_id:
             tasks[task.flow_run_id].append(task)
     if not tasks:
@@ -156,7 +155,7 @@ async def end_unreported_tasks(client: PrefectClient, pool: str, *, late_s: floa
         flow_run_filter=FlowRunFilter(id=_filter_ids(list(tasks))),
         work_pool_filter=filter_pool(pool),
     ):
-        why = f"Its flow run is {run.state_name}; its own report was lost."
+        why = f"Its flow run is {run.state_name}; its own final state was lost."
         if run.state_type == StateType.COMPLETED:
             end: State[None] = Completed(message=why)
         else:
@@ -186,7 +185,7 @@ def _find_acquisitions(states: Sequence[State]) -> list[State]:
 
 
 def _find_owner(states: Sequence[State]) -> str:
-    """Return the process that acquired a run last, as ``node/pid/start time``; "" for none."""
+    """Return the last process that acquired a run, as ``node/pid/start time``; "" for none."""
     acquired = _find_acquisitions(states)
     return str(acquired[-1].message).removeprefix(ACQUIRED_BY) if acquired else ""
 

@@ -1,8 +1,8 @@
-"""Orphaned images: sealed images on this node that no flow run will persist.
+"""Recover orphaned images: sealed images on this node that no flow run will persist.
 
-A flow run is requested for those that have none, since the trainer died first or the server was
-away. Those of a commit whose process died before its end are released, after the commit is
-finished. Those of a cancelled or failed save may be evicted by new ones.
+If the trainer died before it requested the flow run, or the server was away, the run is requested.
+If the commit process died after the manifest, the commit is finished and the slots are released. If
+the save was cancelled or failed, its images are marked, so that later saves evict them first.
 """
 
 import logging
@@ -32,29 +32,29 @@ logger = logging.getLogger(__name__)
 def find_orphaned_saves(
     spool: Path, *, grace_s: float = 2.0, clock: Callable[[], float] = time.time
 ) -> list[SaveRequest]:
-    """Return the requests of saves whose images wait on this node, oldest first.
+    """Return the requests of saves with orphaned images on this node, oldest first.
 
     Commits that were interrupted after their manifest are finished, and their slots released.
 
     Args:
-        spool: the node's spool, with one folder a job.
-        grace_s: seconds since the last seal that are left to the trainer to request the run itself,
-            and since the commit that are left to the committing process to release the slots.
-        clock: seconds since the epoch.
+        spool: The node's spool, with one folder per job.
+        grace_s: Minimum age in seconds of a sealed image, in which the trainer may request the run
+            itself, and of a commit, in which its process may release the slots itself.
+        clock: The current time in seconds since the epoch.
     """
     requests: list[SaveRequest] = []
     for job in list_job_spools(spool):
         try:
             requests += _find_in_job(job, grace_s, clock() - grace_s)
         except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
-            warn_once(f"images in {job.folder} cannot be read: {error}")
+            warn_once(f"cannot read the images in {job.folder}: {error}")
     return sorted(requests, key=lambda request: (request.root, request.run, request.step))
 
 
 def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
-    """Yield the saves of one job whose last seal is ``grace_s`` seconds ago.
+    """Yield the saves of one job whose images were all sealed more than ``grace_s`` seconds ago.
 
-    Those that were committed ``before`` (since the epoch) are finished.
+    Commits from before ``before``, in seconds since the epoch, are finished.
     """
     sealed, bad = job.tickets()
     for error in bad:
@@ -77,18 +77,18 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
 
 @lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
-    """Log a warning that the next poll, a few seconds later, would repeat."""
+    """Log a warning once, although every poll finds the same problem."""
     logger.warning("%s", message)
 
 
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """Mark the images of a save that ended without a commit, so that new ones evict them at once.
+    """Mark the images of a save that ended without a commit, so that later saves evict them first.
 
     Args:
-        spool: this node's spool, with one folder a job.
-        parameters: of the flow run; nothing is done for one of another flow, or of a trainer of
-            another release.
-        reason: why it ended.
+        spool: This node's spool, with one folder per job.
+        parameters: Parameters of the flow run. A run of another flow, or of a trainer of another
+            release, is ignored.
+        reason: Why the save ended.
     """
     try:
         request = SaveRequest.model_validate(parameters["request"])
@@ -97,17 +97,17 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
     try:
         mark_failed(JobSpool(spool / request.job), request.save, reason)
     except (OSError, TrinitySyncError) as error:
-        logger.warning("%s keeps its slots for now: %s", request.save, error)
+        logger.warning("cannot mark the images of %s for eviction: %s", request.save, error)
 
 
 def compare_late_images(spool: Path, request: SaveRequest) -> None:
-    """Compare the images of a save whose flow run has completed with what was committed.
+    """Compare the remaining images of a completed save with its commit.
 
-    No other run will commit them: they are released where they are the same, and failed otherwise.
+    No other run will commit them: equal images are released, and others are marked as failed.
 
     Args:
-        spool: this node's spool, with one folder a job.
-        request: the save.
+        spool: This node's spool, with one folder per job.
+        request: The save.
     """
     save = request.save
     try:
@@ -115,17 +115,17 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
             if save.owns(sealed.ticket):
                 resolve_late_image(save, sealed)
     except (OSError, TrinitySyncError) as error:
-        warn_once(f"images of {save} cannot be compared with its commit: {error}")
+        warn_once(f"cannot compare the images of {save} with its commit: {error}")
 
 
 def _finish_commit(
     save: SaveId, manifest: Manifest, images: list[SealedImage], before: float
 ) -> None:
-    """Release the images that are part of a commit, and mark those that are not."""
+    """Finish an interrupted commit: release the images that it holds, and compare the others."""
     if manifest.committed_at >= before:
-        return  # the committing process releases the slots, and notes what they hold
+        return  # the commit task may still be releasing the slots
     digests = {image: record.digest for record in manifest.files for image in record.images}
-    # an image that was compared and is not part of it waits to be evicted, perhaps for long
+    # an image that was compared and differs stays until it is evicted
     remaining = [each for each in images if each.ticket.image in digests or not each.failed]
     if not remaining:
         return

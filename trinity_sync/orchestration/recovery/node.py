@@ -1,4 +1,4 @@
-"""What a worker repairs on its node at every poll: zombie runs and orphaned images."""
+"""Recover the zombie runs and orphaned images of a worker's node, at every poll."""
 
 import asyncio
 import logging
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 class NodeRecovery:
-    """The recovery of one worker's node.
+    """Recovers the runs and images of one worker's node.
 
-    Runs and images are recovered apart from each other: a spool that hangs delays no cancellation.
+    Runs and images are recovered independently: a spool that hangs must not delay cancellations.
 
     Args:
-        spool: the node's spool.
-        here: the worker's process, as ``node/pid/start time``.
-        executes: whether this worker executes a run.
-        cancel: cancels a run that it executes.
+        spool: The node's spool.
+        here: The worker's process, as ``node/pid/start time``.
+        executes: Returns whether the worker executes a run.
+        cancel: Cancels a run that the worker executes.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class NodeRecovery:
         self._cancel = cancel
 
     async def recover_flow_runs(self, client: PrefectClient, pool: str) -> None:
-        """Cancel the runs that were cancelled; end zombie runs, and tasks that were not reported.
+        """Cancel runs on request, and end zombie runs and their unreported tasks.
 
         Args:
-            client: client of the Prefect server.
-            pool: name of the worker's pool.
+            client: Client of the Prefect server.
+            pool: Name of the worker's pool.
         """
         candidates = []
         for run in await read_pool_runs(client, pool, *UNDER_WAY):
@@ -72,14 +72,14 @@ class NodeRecovery:
             try:
                 await recover_zombie(client, run, self._here, spool=self._spool)
             except (ObjectNotFound, httpx.HTTPStatusError) as error:  # others are unaffected
-                logger.warning("flow run %s cannot be recovered: %s", run.name, error)
+                logger.warning("cannot recover flow run %s: %s", run.name, error)
         await end_unreported_tasks(client, pool)
 
     async def recover_images(self, client: PrefectClient) -> None:
-        """Request the runs of orphaned images, and retry those that have crashed.
+        """Request the flow runs of orphaned images, and retry crashed runs.
 
         Args:
-            client: client of the Prefect server.
+            client: Client of the Prefect server.
         """
         requests = await asyncio.to_thread(find_orphaned_saves, self._spool)
         if not requests:
@@ -92,7 +92,7 @@ class NodeRecovery:
                 warn_once(f"{request.run_name} of {request.root}: {error}")
                 continue
             if run.state and (run.state.is_cancelled() or run.state.is_failed()):
-                # perhaps before a worker acquired it, or by one that could not reach this node
+                # before a worker acquired it, or on a worker that cannot reach this node
                 allow_eviction(self._spool, run.parameters, str(run.state.message))
             elif run.state and run.state.is_crashed():
                 await self._retry_crashed(client, request, run.id)
@@ -102,7 +102,7 @@ class NodeRecovery:
     async def _retry_crashed(
         self, client: PrefectClient, request: SaveRequest, run_id: UUID
     ) -> None:
-        """Retry a crashed run, unless the worker of another node is about to."""
+        """Retry a crashed run, unless the worker of another node is retrying it."""
         lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "retry.lock")
         with ExitStack() as locks:
             if await asyncio.to_thread(locks.enter_context, lock):

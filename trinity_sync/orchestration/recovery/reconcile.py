@@ -1,9 +1,9 @@
-"""Repair what crashes left in Prefect, in memory and on disk; safe at any time, and repeatedly.
+"""Repair what crashes left in Prefect, in shared memory and on disk; safe at any time.
 
-Most of it is repaired sooner elsewhere: the worker recovers runs and images at every poll
-(`recovery.node`), and a commit finishes the one before it. This is for the rest: a worker that was
-away, a root to which nothing is saved any more, a machine that went down. It repairs what it can
-prove, and says of the rest why it is left.
+The worker recovers runs and images at every poll (`recovery.node`), and a commit finishes an
+interrupted one. This covers the rest: a worker that was away, a root without further saves, a
+machine that was restarted. It repairs what it can prove to be unused or incomplete, and reports why
+it leaves the rest.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from trinity_sync.storage.manifest import read_manifest
 logger = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
-"""Seconds for which a file that seems unused is left alone."""
+"""Minimum age in seconds of a file or slot that is removed as unused."""
 
 
 async def reconcile(
@@ -55,18 +55,19 @@ async def reconcile(
     grace_s: float = GRACE_S,
     clock: Callable[[], float] | None = None,
 ) -> list[Finding]:
-    """Repair what crashes left in jobs and on this node, and report it.
+    """Repair what crashes left in jobs and on this node.
 
     Args:
-        settings: the spool of this node, and the work pool.
-        roots: roots of the jobs.
-        client: client of the Prefect server; None if there is no server: what a run may still need
-            is then left.
-        grace_s: seconds for which a file that seems unused is left alone.
-        clock: seconds since the epoch; by default that of each root's file server for its files.
+        settings: The spool of this node, and the work pool.
+        roots: Roots of the jobs.
+        client: Client of the Prefect server; None if there is no server. Files that a run may need
+            are then left.
+        grace_s: Minimum age in seconds of a file or slot that is removed as unused.
+        clock: The current time in seconds since the epoch; by default the clock of each root's file
+            server for its files.
 
     Returns:
-        What was repaired and what was left, in this order: runs, images, files and catalog, memory.
+        What was repaired and what was left: runs, images, files and catalog, shared memory.
     """
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
@@ -75,8 +76,8 @@ async def reconcile(
             found += await _recover_runs(client, settings)
             found += await _request_runs(client, settings, clock or time.time)
             runs = await _read_unfinished_saves(client, settings)
-        except httpx.HTTPError as error:  # such as a login that it does not take
-            found.append(Finding("Prefect", "runs", "left", f"the server cannot be asked: {error}"))
+        except httpx.HTTPError as error:  # such as refused credentials
+            found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
     found += await asyncio.to_thread(
         lambda: list(_repair_files(settings, roots, runs, grace_s, clock))
     )
@@ -84,10 +85,10 @@ async def reconcile(
 
 
 def repair_known_roots(settings: Settings) -> list[Finding]:
-    """Repair latest pointers, and steps that lost their names; it takes no server and little time.
+    """Repair the latest pointers and interrupted replacements of steps, without a server.
 
     Returns:
-        What was repaired and what was left, which is logged as well.
+        What was repaired and what was left, which is also logged.
     """
     found = [finding for root in list_known_roots(settings) for finding in _repair_pointers(root)]
     for finding in found:
@@ -107,7 +108,7 @@ async def _recover_runs(client: PrefectClient, settings: Settings) -> list[Findi
             found.append(Finding("Prefect", f"run {run.name}", "left", str(error)))
             continue
         if now and run.state and now.type not in UNDER_WAY:
-            why = "its process is gone; it is retried" if now.is_scheduled() else now.name
+            why = "its process is gone; retrying it" if now.is_scheduled() else now.name
             found.append(Finding("Prefect", f"run {run.name}", "repaired", str(why)))
     return found
 
@@ -132,16 +133,18 @@ async def _request_runs(
             found.append(Finding(request.root, request.run_name, "left", str(error)))
             continue
         if run.state is None or run.state.is_scheduled():
-            why = "its images wait in the spool; a run is requested"
+            why = "its images wait in the spool; requested its flow run"
             found.append(Finding(request.root, request.run_name, "repaired", why))
         elif run.state.is_final():
-            why = f"its images wait, and its run is {run.state.name}: retry it in the Prefect UI"
+            why = (
+                f"its images wait, and its flow run is {run.state.name}: retry it in the Prefect UI"
+            )
             found.append(Finding(request.root, request.run_name, "left", why))
     return found
 
 
 async def _read_unfinished_saves(client: PrefectClient, settings: Settings) -> list[FlowRun]:
-    """Read the runs of saves that are under way or scheduled; other flows have scheduled many."""
+    """Read the unfinished runs of saves; those of other flows would be many."""
     name = SAVE_DEPLOYMENT.rpartition("/")[2]
     states = (*UNDER_WAY, StateType.SCHEDULED)
     return await read_pool_runs(client, settings.work_pool, *states, deployment=name)
@@ -164,7 +167,7 @@ def _repair_files(
     images = {image.ticket.image for image in sealed}
     for image in sealed:
         if image.failed:
-            why = "its save failed; retry its run in the Prefect UI, or a later save takes its room"
+            why = "its save failed; retry its flow run in the Prefect UI, or a later save evicts it"
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
     for root in roots:
@@ -189,15 +192,15 @@ def _repair_files(
 
 
 def _explain_export(root: Path, request: ExportRequest) -> str:
-    """Return why an export request that no run carries out is left."""
+    """Return why an export request without an active flow run is left."""
     try:
         manifest = read_manifest(root, request.step)
     except TrinitySyncError as error:
         return str(error)
     if manifest is None or manifest.run != request.run:
-        return "the step is not committed, or was replaced; its next save renews it"
+        return "the step is not committed or was replaced; its next save requests the export again"
     command = f"trinity-sync export {root} {request.step} --role {request.role}"
-    return f"the trainer requested it and it failed; retry its save's run, or run: {command}"
+    return f"the requested export failed; retry the flow run of its save, or run: {command}"
 
 
 def _repair_pointers(root: Path) -> Iterator[Finding]:
@@ -209,7 +212,7 @@ def _repair_pointers(root: Path) -> Iterator[Finding]:
 
 
 def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
-    """Write the rows that a commit or a removal could not write while the catalog was away."""
+    """Write the rows that a commit or a removal could not write."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
             note_versions(engine, root)
@@ -230,6 +233,6 @@ def find_busy_steps(runs: Iterable[FlowRun]) -> dict[Path, set[int]]:
     steps: dict[Path, set[int]] = defaultdict(set)
     for run in runs:
         match run.parameters.get("request"):
-            case {"root": str(root), "step": int(step)}:  # a save, of whatever release
+            case {"root": str(root), "step": int(step)}:  # a save of any release
                 steps[Path(root)].add(step)
     return steps
