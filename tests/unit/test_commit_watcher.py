@@ -24,6 +24,7 @@ import torch
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.pending_save import PendingSave, SaveResult
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
@@ -66,12 +67,11 @@ def test_images_that_join_a_save_in_the_instant_it_is_settled_are_followed(job: 
     class Joined(CommitWatcher):
         """As if the training thread submitted the step again between look and end."""
 
-        def _end_of(self, save: Any, outcome: Outcome | None) -> Outcome | None:
-            end = super()._end_of(save, outcome)
-            if end is not None and not joined.is_set():
+        def _end(self, save: PendingSave, result: SaveResult) -> None:
+            if not joined.is_set():
                 joined.set()
                 self.follow(request, images=["of the second submission"])
-            return end
+            super()._end(save, result)
 
     joined = threading.Event()
     job.stage(4, {"model": {"w": torch.zeros(3)}})
@@ -138,7 +138,7 @@ def test_who_waits_for_long_is_told_once_what_for(
     with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 0.5)
     watcher.close()
-    (said,) = [each.message for each in caplog.records if "still waiting" in each.message]
+    (said,) = [each.message for each in caplog.records if "Still waiting" in each.message]
     assert "save actor step 4" in said
 
 
@@ -224,7 +224,7 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
             enough.set()
         revalidate_folder(folder)
 
-    monkeypatch.setattr("trinity_sync.client.commit_watcher.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.client.pending_save.revalidate_folder", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Away(), job.spool)
     old, young = requests_in(job.root, (9, 4))
@@ -255,8 +255,8 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         reads.append(step)
         return read_manifest(root, step)
 
-    monkeypatch.setattr("trinity_sync.client.commit_watcher.revalidate_folder", noted)
-    monkeypatch.setattr("trinity_sync.client.commit_watcher.read_manifest", read)
+    monkeypatch.setattr("trinity_sync.client.pending_save.revalidate_folder", noted)
+    monkeypatch.setattr("trinity_sync.client.pending_save.read_manifest", read)
     job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     job.commit(4, kind="state_dict")
     job.stage(4, {"optim": {"w": torch.zeros(3)}})
