@@ -23,11 +23,8 @@ from typing import Any
 import torch
 
 from trinity_sync.weights.broadcast import receive_weights, send_weights
-from trinity_sync.weights.process_group import (
-    WeightGroup,
-    WeightGroupHost,
-    join_weight_group,
-)
+from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group
+from trinity_sync.weights.weight_group import WeightGroup
 
 TURNS = 7
 LAYER = {"mlp": (3 * 4864, 896), "attention": (1152, 896), "out": (896, 896), "norm": (896,)}
@@ -68,7 +65,7 @@ def _packed(group: WeightGroup, model: dict[str, torch.Tensor]) -> None:
 
 def _flat(group: WeightGroup, flat: torch.Tensor) -> None:
     group.wait([group.broadcast(flat)])
-    group.confirm()
+    group.barrier()
 
 
 def receive(port: int, mib: int, answer: Any) -> None:
@@ -86,7 +83,7 @@ def run(group: WeightGroup, mib: int) -> list[Turn]:
     ways: list[tuple[str, Any, Any]] = [("packed", _packed, model), ("flat", _flat, flat)]
     for number in range(TURNS + 1):
         for name, way, what in ways if number % 2 else reversed(ways):
-            group.confirm()
+            group.barrier()
             begun, cpu = time.perf_counter(), time.process_time()
             way(group, what)
             turns.append(

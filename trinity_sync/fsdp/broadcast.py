@@ -1,9 +1,9 @@
-"""A veRL engine's whole weights, gathered tensor by tensor and broadcast by trainer rank 0.
+"""Broadcast a veRL engine's full weights: all ranks gather them tensor by tensor, rank 0 sends.
 
-FSDP1 or FSDP2 is asked of the model, by veRL's own ``fsdp_version``: engines do not say it.
+veRL's own ``fsdp_version`` tells FSDP1 from FSDP2, since engines do not.
 
-A rank that fails alone would leave the others in a gather that it never comes to. So each makes
-room for some whole tensors first, and all are told before they gather if one could not.
+A rank that fails alone would leave the others waiting in a gather. So each rank first allocates
+memory for the next full tensors, and the ranks agree whether all could before they gather.
 """
 
 import functools
@@ -28,8 +28,8 @@ from trinity_sync.snapshot.torch_private import (
     get_non_persistent_buffers,
     get_whole_numel,
 )
-from trinity_sync.weights.broadcast import BUCKET, send_weights
-from trinity_sync.weights.process_group import WeightGroup
+from trinity_sync.weights.broadcast import BUCKET_BYTES, send_weights
+from trinity_sync.weights.weight_group import WeightGroup
 
 T = TypeVar("T")
 
@@ -41,26 +41,27 @@ def fsdp_sync_weight_nccl(
     version: int = 0,
     synchronizer: Any = None,
 ) -> None:
-    """Broadcast the weights of an engine; every rank of the trainer calls it.
+    """Broadcast the weights of an engine; collective on the ranks of the trainer.
 
     Ranks gather one tensor (FSDP1: one wrapped module) at a time, and only rank 0 sends. Receivers
-    get each parameter once, a tied one under the name that ``named_parameters()`` gives first, and
-    persistent buffers after them, with the names of the unwrapped model. A LoRA model's are PEFT's
+    get each parameter once, a tied parameter under its first name of ``named_parameters()``, then
+    the persistent buffers, with the names of the unwrapped model. LoRA models have PEFT's names
     (``base_model.model...base_layer.weight``, ``...lora_A.default.weight``): nothing is merged.
 
     Args:
         engine: veRL's FSDPEngine.
-        model_update_group: rank 0's end of the group, from ``WeightGroupHost`` or torch; other
-            ranks pass None.
+        model_update_group: the group on rank 0, from ``WeightGroupHost`` or torch; None on other
+            ranks.
         version: the trainer's step, which receivers are told.
-        synchronizer: the job's, a Ray actor, which is told of the version once all have it.
+        synchronizer: the job's Synchronizer, a Ray actor, which records the version once all
+            receivers have it; None records nothing.
 
     Raises:
-        WeightSyncError: on every rank, if not all receivers have confirmed all of it. The trainer
-            can go on; this version is at nobody's.
-        Exception: on the rank that could not gather or send, what kept it from that.
+        WeightSyncError: on every rank, if not all receivers have confirmed all tensors. Training
+            can continue; no receiver has this version.
+        Exception: on the rank that could not gather or send, the cause.
     """
-    gathered = _gathered(engine)
+    gathered = _gather(engine)
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -71,7 +72,7 @@ def fsdp_sync_weight_nccl(
             failure = error
     try:
         for _ in gathered:
-            pass  # the other ranks gather with rank 0, also what it can no longer send
+            pass  # gathers are collective, also of tensors that rank 0 can no longer send
     except Exception as error:
         failure = failure or error
     outcome = [None if failure is None else str(failure)]
@@ -84,81 +85,85 @@ def fsdp_sync_weight_nccl(
         )
 
 
-def _gathered(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     moved = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
     try:
         if moved:
-            _ready(lambda: load_fsdp_model_to_gpu(engine.module))
-        yield from whole_parameters(engine.module)
+            _run_before_gather(lambda: load_fsdp_model_to_gpu(engine.module))
+        yield from iter_full_parameters(engine.module)
     finally:
         if moved:
             offload_fsdp_model_to_cpu(engine.module)
 
 
 @torch.no_grad()
-def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers of an FSDP1, FSDP2 or plain model, each once and whole.
+def iter_full_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield full parameters and persistent buffers of an FSDP1, FSDP2 or plain model, each once.
 
-    Every rank iterates to the end. A tensor may be kept.
+    Collective: every rank iterates to the end. Tensors stay valid after the iteration.
     """
     if fsdp_version(model) == 1:
-        yield from _summoned(model)
+        yield from _summon_fsdp1(model)
     else:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves copies in its own dtype
-        yield from _whole(model.named_parameters())
-    yield from _whole(_persistent_buffers(model))
+                module.reshard()  # a forward alone leaves unsharded copies in another dtype
+        yield from _unshard(model.named_parameters())
+    yield from _unshard(_iter_persistent_buffers(model))
 
 
-def _persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             if name.rpartition(".")[2] not in get_non_persistent_buffers(module):
                 yield name, buffer
 
 
-def _summoned(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _summon_fsdp1(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, unit in model.named_modules():
         if not isinstance(unit, FullyShardedDataParallel):
             continue
         handle = get_fsdp1_handle(unit)
         if handle and handle.uses_sharded_strategy:
             flat = handle.flat_param
-            whole = cast(int, get_whole_numel(flat)) * flat.itemsize
-            _ready(functools.partial(_make_room, whole))
+            nbytes = cast(int, get_whole_numel(flat)) * flat.itemsize
+            _run_before_gather(functools.partial(_check_memory, nbytes))
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            # tied ones are of one unit; ids are those of others once the unit is sharded again
-            own = {id(p): (name, p) for name, p in reversed([*_own_parameters(prefix, unit)])}
-            for name, parameter in reversed(own.values()):
-                yield _clean(name), parameter.detach().clone()  # the unit takes its memory back
+            # tied parameters are in one unit; ids are reused once the unit is sharded again
+            named = [*_iter_unit_parameters(prefix, unit)]
+            unique = {id(p): (name, p) for name, p in reversed(named)}
+            for name, parameter in reversed(unique.values()):
+                yield _unwrap_name(name), parameter.detach().clone()  # resharding frees the memory
 
 
-def _own_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that are not in a wrapped module further in, whose shards they are meanwhile."""
+def _iter_unit_parameters(prefix: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters outside of nested FSDP units, which are still sharded."""
     yield from module.named_parameters(prefix=prefix, recurse=False)
     for name, child in module.named_children():
         if not isinstance(child, FullyShardedDataParallel):
-            yield from _own_parameters(f"{prefix}.{name}" if prefix else name, child)
+            yield from _iter_unit_parameters(f"{prefix}.{name}" if prefix else name, child)
 
 
-def _whole(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for batch in _batches(named):
+def _unshard(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for batch in _iter_batches(named):
         shards = {name: value for name, value in batch if isinstance(value, DTensor)}
         if shards:
-            shards = _ready(functools.partial(_to_gather, shards))
+            shards = _run_before_gather(functools.partial(_prepare_shards, shards))
         for name, value in batch:
-            yield _clean(name), shards[name].full_tensor() if name in shards else value.detach()
+            yield (
+                _unwrap_name(name),
+                shards[name].full_tensor() if name in shards else value.detach(),
+            )
 
 
-def _batches(
+def _iter_batches(
     named: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Several tensors, or a large one: to be told that all ranks are ready costs half a ms."""
+    """Yield several tensors, or a large one: agreement between the ranks costs half a ms."""
     batch: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, value in named:
-        if batch and size + value.nbytes > BUCKET:
+        if batch and size + value.nbytes > BUCKET_BYTES:
             yield batch
             batch, size = [], 0
         batch.append((name, value))
@@ -167,20 +172,20 @@ def _batches(
         yield batch
 
 
-def _to_gather(shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
-    _make_room(sum(shard.nbytes for shard in shards.values()))
+def _prepare_shards(shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
+    _check_memory(sum(shard.nbytes for shard in shards.values()))
     return {
         name: cast(DTensor, shard.detach().to(get_device_id())) for name, shard in shards.items()
     }
 
 
-def _make_room(nbytes: int) -> None:
-    """Fail here rather than in a gather; a GPU's allocator keeps at hand what it has found."""
+def _check_memory(nbytes: int) -> None:
+    """Fail here rather than in a gather; a GPU's caching allocator keeps the memory."""
     torch.empty(nbytes, dtype=torch.uint8, device=get_device_id())
 
 
-def _ready(prepare: Callable[[], T]) -> T:
-    """What every rank does before all of them gather; where one cannot, all raise."""
+def _run_before_gather(prepare: Callable[[], T]) -> T:
+    """Run a function on every rank before they gather; raise on all ranks if it failed on any."""
     failure: Exception | None = None
     try:
         result = prepare()
@@ -196,10 +201,10 @@ def _ready(prepare: Callable[[], T]) -> T:
         raise failure
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
     raise WeightSyncError(
-        f"trainer rank {rank} could not gather the weights: {reason}. Nobody has this version; "
-        "free what that rank lacks, and join a new group for the next"
+        f"trainer rank {rank} could not gather the weights: {reason}. No receiver has this "
+        "version; free memory on that rank, and join a new group for the next version"
     )
 
 
-def _clean(name: str) -> str:
+def _unwrap_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPED)

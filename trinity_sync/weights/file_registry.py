@@ -101,7 +101,13 @@ class FileRegistry:
         return found
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Do nothing: without a Synchronizer, no record is kept."""
+        """Do nothing: without a Synchronizer, no record is kept.
+
+        Args:
+            reader: not used.
+            step: not used.
+            run: not used.
+        """
 
     def fetch_images(
         self, version: Version, ranks: Sequence[int], timeout_s: float

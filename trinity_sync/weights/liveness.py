@@ -58,7 +58,12 @@ class Liveness:
 
 
 async def find_actor(name: str, namespace: str) -> Any:
-    """Return the Ray actor of that name, or None, without blocking the event loop."""
+    """Return a Ray actor, or None, without blocking the event loop.
+
+    Args:
+        name: name of the actor.
+        namespace: its Ray namespace.
+    """
     import ray
 
     try:

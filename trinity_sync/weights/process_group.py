@@ -1,21 +1,16 @@
-"""A process group of its own from a trainer to the processes that receive its weights.
+"""Make a process group of the trainer and the processes that receive its weights.
 
-The trainer's rank 0 and the explorers' workers are each in default groups of their own, or in none,
-so the group is made of torch's public parts without them: a ``TCPStore`` on rank 0, at a port that
-the kernel chose, through which the members find each other, and a ``ProcessGroupGloo`` or
+The trainer's rank 0 and the explorers' workers are in different default groups, or in none. So the
+group is made of torch's public parts without a default group: a ``TCPStore`` on rank 0, at a port
+that the kernel chooses, for the rendezvous of the members, and a ``ProcessGroupGloo`` or
 ``ProcessGroupNCCL`` on top of it. ``torch.distributed``'s global state is neither read nor changed.
-
-A failed broadcast does not tell which member failed. So a member that notices the failure writes so
-to the store, closes its connections, and waits for the same from the others: the error names those
-that stay silent. Three quarters of the time-out are for the broadcast, the rest for this roll call.
 
 The NCCL side has not run on a GPU yet.
 """
 
 import os
 import socket
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,194 +20,41 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.snapshot.torch_private import (
-    get_group_devices,
-    make_gloo_options,
-    make_nccl_options,
-)
+from trinity_sync.snapshot.torch_private import make_gloo_options, make_nccl_options
+from trinity_sync.weights.weight_group import WeightGroup, find_absent, first_line
 
-PATIENCE = 0.75
 GLOO_THREADS = 8
-"""Broadcasts that are under way at a time: with torch's two a receiver that is slow to wake up on
-busy cores has asked for nothing further when one ends, and 4 MiB took 1.3 times as long."""
-
-POLL_S, LOOK_S = 0.001, 1.0
-"""How often is asked for the end of a call by NCCL, as torch does, and for who has given up."""
+"""Broadcasts in flight at a time: with torch's two, a receiver that is slow to wake up on busy
+cores has posted no further receive when one ends, and 4 MiB took 1.3 times as long."""
 NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""torch's watchdog ends the process when a communicator fails, and a reader must not be able to do
-that to the trainer. With this, which is read when the group is made, torch starts none."""
-
-
-class WeightGroup:
-    """Group rank 0 sends, the others receive; made by
-    `WeightGroupHost.join` and `join_weight_group`.
-
-    One call at a time: all members send or receive the same version. After an error the group is
-    of no use, says so at each call, and a new one has to be joined by all.
-    """
-
-    def __init__(
-        self,
-        backend: Any,
-        store: Store | None,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        owned: bool = True,
-        watched: bool = False,
-    ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self.timeout_s = timeout_s
-        self._backend, self._store, self._owned = backend, store, owned
-        self._watched = watched
-        self._patience = timedelta(seconds=timeout_s * PATIENCE)
-        self._broken: str | None = None
-        self._buffers: dict[int, torch.Tensor] = {}
-
-    @property
-    def broken(self) -> bool:
-        """Whether it is of no use any more."""
-        return self._broken is not None
-
-    def close(self) -> None:
-        """Leave the group; calls after it are refused. Twice is harmless."""
-        if not self.broken:
-            self._broken = "it was closed"
-        self._buffers.clear()
-        self._abort()
-        self._backend = self._store = None
-
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send ``tensor`` from rank 0, or to receive it; :meth:`wait` ends it."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._patience
-        return self._begin("broadcast", tensor, options)
-
-    def wait(self, works: Iterable[Any]) -> None:
-        """Wait for what was begun.
-
-        Raises:
-            WeightSyncError: a member died, gave up or kept the others waiting for too long.
-        """
-        for work in works:
-            try:
-                if self._watched and self._store is not None:
-                    self._watch(work, self._store)
-                work.wait(self._patience)
-            except RuntimeError as error:
-                raise self.fail(_first_line(error)) from error
-
-    def confirm(self) -> None:
-        """Return when all members have come here.
-
-        Raises:
-            WeightSyncError: one of them did not.
-        """
-        present = torch.ones(1, dtype=torch.int64, device=self.device)
-        options = dist.AllreduceOptions()
-        options.timeout = self._patience
-        self.wait([self._begin("allreduce", present, options)])
-
-    def buffer(self, which: int, nbytes: int) -> torch.Tensor:
-        """One of the buffers that are kept from one broadcast to the next, with room for nbytes."""
-        found = self._buffers.get(which)
-        if found is None or len(found) < nbytes:
-            self._buffers.pop(which, None)
-            found = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._buffers[which] = found
-        return found
-
-    def fail(self, reason: str) -> WeightSyncError:
-        """Take this member out for good; the error to raise, which names who stays silent."""
-        if not self.broken:
-            self._broken = f"it broke: {reason}"
-            silent = self._roll_call(reason)
-            self._broken += silent
-            return WeightSyncError(
-                f"rank {self.rank} of {self.world_size} of the weight group: {reason}{silent}; the "
-                "weights did not arrive, join a new group and send them again"
-            )
-        return self._refused()
-
-    def _watch(self, work: Any, store: Store) -> None:
-        """Return when it has ended; NCCL does not notice a member that gave up, its word tells."""
-        began = looked = time.monotonic()
-        while not work.is_completed() and looked < began + self._patience.total_seconds():
-            time.sleep(POLL_S)
-            if time.monotonic() < looked + LOOK_S:
-                continue
-            looked = time.monotonic()
-            if any(store.check([f"gave up/{rank}"]) for rank in range(self.world_size)):
-                raise RuntimeError("another member gave up")
-
-    def _begin(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
-        if self.broken:
-            raise self._refused()
-        try:
-            return getattr(self._backend, operation)([tensor], options)
-        except RuntimeError as error:
-            raise self.fail(_first_line(error)) from error
-
-    def _refused(self) -> WeightSyncError:
-        return WeightSyncError(
-            f"rank {self.rank} cannot use this weight group any more, {self._broken}; "
-            "join a new one on all sides"
-        )
-
-    def _abort(self) -> None:
-        if self._owned and self._backend is not None:
-            self._backend.abort()
-            self._backend = None
-
-    def _roll_call(self, reason: str) -> str:
-        """Tell the others why, and find out who does not answer."""
-        if self._store is None:
-            return ""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        try:
-            self._store.set(f"gave up/{self.rank}", reason)
-            self._abort()
-            rest = timedelta(seconds=self.timeout_s * (1 - PATIENCE))
-            silent = _absent(self._store, "gave up", others, rest)
-            said = {r: self._store.get(f"gave up/{r}").decode() for r in others if r not in silent}
-            names = ", ".join(
-                f"rank {rank} ({self._store.get(f'joined/{rank}').decode()})" for rank in silent
-            )
-        except RuntimeError:
-            self._abort()
-            return "; rank 0, the trainer's, is gone"
-        if names:
-            return f"; no answer from {names}"
-        return "".join(f"; rank {rank} gave up: {why}" for rank, why in said.items())
+"""torch's watchdog ends the process when a communicator fails, and a reader must not be able to end
+the trainer. With this variable, read when the group is made, torch starts no watchdog."""
 
 
 class WeightGroupHost:
-    """Rank 0's side of the rendezvous of a group: it listens before the others are told the port.
+    """Rank 0's side of the rendezvous of a group: the store that the other members connect to.
 
-    The kernel chooses a free port as the store starts to listen, so no other process can take it in
-    between. One host is for one group.
+    It listens as soon as it is made, on a port that the kernel chooses, so no other process can
+    take the port before the members know it. One host is for one group.
 
     Args:
-        port: to listen on; 0 for a free one.
-        address: of this machine, as the other members reach it; by default that of the network
-            interface of the default route.
+        port: port to listen on; 0 for a free one.
+        address: address at which the other members reach this machine; by default that of the
+            network interface of the default route.
 
     Raises:
         WeightSyncError: the port is taken.
     """
 
     def __init__(self, port: int = 0, address: str | None = None) -> None:
-        self.address = address or _own_address()
+        self.address = address or _find_own_address()
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 self.address, port, None, True, wait_for_workers=False
             )
         except RuntimeError as error:
             raise WeightSyncError(
-                f"rank 0 cannot listen on {self.address}:{port} ({_first_line(error)}); use "
+                f"rank 0 cannot listen on {self.address}:{port} ({first_line(error)}); use "
                 "another port, or 0"
             ) from error
         self.port: int = store.port
@@ -227,12 +69,12 @@ class WeightGroupHost:
         Args:
             world_size: number of members, this one included.
             backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
-            timeout_s: seconds to wait for all to join, and later for any one step of a broadcast.
+            timeout_s: seconds to wait for all to join, and later for each bucket of a broadcast.
 
         Raises:
             ConfigError: there is no such backend, the members chose different ones, or this host
                 has joined before.
-            WeightSyncError: a member did not come in time.
+            WeightSyncError: a member did not join in time.
         """
         if self._store is None:
             raise ConfigError("this WeightGroupHost has joined its group; make one for each group")
@@ -254,16 +96,16 @@ def join_weight_group(
     """Join the group of a `WeightGroupHost` as a receiver; returns once all members have joined.
 
     Args:
-        address: the host's.
-        port: the host's.
+        address: address of the host.
+        port: port of the host.
         rank: from 1 to world_size - 1; 0 is the host.
         world_size: number of members, the host included.
         backend: ``gloo`` or ``nccl``; by default NCCL where there is a GPU. The same for all.
-        timeout_s: seconds to wait for all to join, and later for any one step of a broadcast.
+        timeout_s: seconds to wait for all to join, and later for each bucket of a broadcast.
 
     Raises:
         ConfigError: no such backend or rank, or the members chose different ones.
-        WeightSyncError: a member did not come in time, or the rank is taken.
+        WeightSyncError: a member did not join in time, or another process has the rank.
     """
     if rank == 0:
         raise ConfigError("rank 0 of a weight group joins by WeightGroupHost.join")
@@ -279,30 +121,6 @@ def join_weight_group(
             "trainer and give all the same address"
         ) from error
     return _join(store, where, rank, world_size, backend, timeout_s)
-
-
-def weight_group_of(group: "WeightGroup | dist.ProcessGroup", timeout_s: float) -> WeightGroup:
-    """The same group to send to or receive from, also if it is torch's.
-
-    An error in torch's group names no peer, and leaves the group as torch leaves it.
-    """
-    if isinstance(group, WeightGroup):
-        return group
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"a {type(group).__name__} is no group to send weights to; pass what join_weight_group "
-            "returns, or a torch ProcessGroup"
-        )
-    on_gpu = any(device.type == "cuda" for device in get_group_devices(group))
-    return WeightGroup(
-        group,
-        None,
-        rank=group.rank(),
-        world_size=group.size(),
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
-        timeout_s=timeout_s,
-        owned=False,
-    )
 
 
 def _check_member(rank: int, world_size: int, backend: str | None) -> str:
@@ -325,28 +143,31 @@ def _join(
         holder = store.compare_set(f"joined/{rank}", "", me).decode()
         if holder != me:
             raise WeightSyncError(
-                f"rank {rank} of the group on {where} is taken by {holder}; give each its own rank"
+                f"rank {rank} of the group on {where} is taken by {holder}; give each "
+                "member its own rank"
             )
         store.set(f"backend/{rank}", backend)
-        absent = _absent(store, "joined", range(world_size), limit)
+        absent = find_absent(store, "joined", range(world_size), limit)
         if not absent:
             _require_one_backend(store, rank, world_size, limit)
     except RuntimeError as error:
         raise WeightSyncError(
-            f"rank 0 on {where} went away while rank {rank} waited for all to join; see the "
+            f"rank 0 on {where} disconnected while rank {rank} waited for all to join; see the "
             "trainer's error, and join again"
         ) from error
     if absent:
         raise WeightSyncError(
             f"ranks {absent} of {world_size} have not joined the weight group on {where} within "
-            f"{timeout_s:g} s, so rank {rank} gives up; start them and join again"
+            f"{timeout_s:g} s, so rank {rank} has left it; start them and join again"
         )
     try:
-        made, device = _connected(backend, PrefixStore(backend, store), rank, world_size, limit)
+        made, device = _create_backend(
+            backend, PrefixStore(backend, store), rank, world_size, limit
+        )
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank {rank} found all members on {where} but cannot connect to them by {backend} "
-            f"({_first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            f"({first_line(error)}); see GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     group = WeightGroup(
         made,
@@ -357,27 +178,27 @@ def _join(
         timeout_s=timeout_s,
         watched=backend == "nccl",
     )
-    group.confirm()  # NCCL connects at the first call, which waits without limit for who is gone
+    group.barrier()  # NCCL connects at the first call, without a time-out if a member is gone
     return group
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """Return this machine's address on the default route, as other machines reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing, asks which way out packets would take
+            probe.connect(("192.0.2.1", 9))  # sends nothing, looks up the route
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
 
-def _connected(
+def _create_backend(
     backend: str, store: Store, rank: int, world_size: int, limit: timedelta
 ) -> tuple[Any, torch.device]:
     if backend == "gloo":
         gloo = make_gloo_options(limit, GLOO_THREADS)
         return dist.ProcessGroupGloo(store, rank, world_size, gloo), torch.device("cpu")
-    options = make_nccl_options(10 * limit)  # our own limit comes first
+    options = make_nccl_options(10 * limit)  # the group's own time-out is shorter
     with _environment(NO_WATCHDOG):
         made = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return made, torch.device("cuda", torch.cuda.current_device())
@@ -385,7 +206,7 @@ def _connected(
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings for what is made meanwhile; other groups of the process keep theirs."""
+    """Set environment variables within the block."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -403,24 +224,10 @@ def _require_one_backend(store: Store, rank: int, world_size: int, limit: timede
     if len({*chosen}) == 1:
         return
     store.set(f"compared/{rank}", "")
-    if rank == 0:  # the store goes with it, and the others have to read it, too
-        _absent(store, "compared", range(world_size), limit)
+    if rank == 0:  # it has the store, which the other members still have to read
+        find_absent(store, "compared", range(world_size), limit)
     names = ", ".join(f"rank {each} by {backend}" for each, backend in enumerate(chosen))
     raise ConfigError(
         f"the members of a weight group chose different back ends, {names}; pass the same backend= "
-        "on all sides, NCCL only where each has a GPU"
+        "on all sides, NCCL only if each has a GPU"
     )
-
-
-def _absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:
-    """Ranks that do not say ``what`` within the limit."""
-    keys = {rank: f"{what}/{rank}" for rank in ranks}
-    try:
-        store.wait(list(keys.values()), limit)
-    except dist.DistStoreError:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    return []
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

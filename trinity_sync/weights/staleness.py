@@ -1,8 +1,9 @@
-"""When to sync, and when a rollout is too old to train on: predicates on numbers, no loops.
+"""Predicates that decide when to sync, and when a rollout is too stale to train on.
 
-The styles are Trinity-RFT's ``sync_style``. *fixed*: both sides sync every so many of their own
-steps. *trainer_driven* and *fully_async*: the trainer does; explorers look when it suits them, or a
-watcher of their own takes what is new. *explorer_driven*: the trainer syncs when an explorer asks.
+The styles are Trinity-RFT's ``sync_style``. *fixed*: trainer and explorers sync at intervals of
+their own steps. *trainer_driven*: the trainer syncs at intervals, and explorers check for a new
+version at intervals of theirs. *fully_async*: the trainer syncs at intervals, and explorers load
+each new version in the background. *explorer_driven*: the trainer syncs when an explorer asks.
 """
 
 from dataclasses import dataclass
@@ -23,19 +24,19 @@ def trainer_needs_sync(
     explorer_requires: bool = False,
     method: Source = "checkpoint",
 ) -> bool:
-    """Whether the trainer hands its weights over after ``step``.
+    """Return whether the trainer syncs its weights after ``step``.
 
     Args:
         style: Trinity's ``sync_style``.
-        step: trainer step that has ended.
+        step: last completed step of the trainer.
         interval: Trinity's ``sync_interval``, in trainer steps.
         last_sync_step: trainer step of the last sync.
         explorer_requires: answer of the Synchronizer's `explorer_requires_sync`.
-        method: a broadcast is repeated for an explorer that asks, what can be read again is not:
-            tell it so with `notify_no_new_model_state_dict`.
+        method: method of the sync. A broadcast is repeated for an explorer that asks; a version
+            that can be read again is not, so call `notify_no_new_model_state_dict` instead.
 
     Raises:
-        ConfigError: an unknown style, or an interval below 1.
+        ConfigError: the style is unknown, or the interval below 1.
     """
     _check(style, interval)
     if style == "explorer_driven":
@@ -52,19 +53,19 @@ def explorer_needs_sync(
     trainer_requires: bool | None = False,
     method: Source = "checkpoint",
 ) -> bool:
-    """Whether an explorer asks for weights after ``step``.
+    """Return whether an explorer asks for weights after ``step``.
 
     Args:
         style: Trinity's ``sync_style``.
-        step: explorer step that has ended.
+        step: last completed step of the explorer.
         interval: Trinity's ``sync_interval``, in explorer steps.
-        offset: Trinity's ``sync_offset``: steps that it goes ahead before it counts.
-        trainer_requires: answer of the Synchronizer's `trainer_requires_weight_sync`; counts where
-            the trainer drives a broadcast, which only comes to be when both are there.
-        method: of the sync.
+        offset: Trinity's ``sync_offset``: first steps that do not count.
+        trainer_requires: answer of the Synchronizer's `trainer_requires_weight_sync`; used for
+            trainer-driven broadcasts only, which need both sides.
+        method: method of the sync.
 
     Raises:
-        ConfigError: an unknown style, or an interval below 1.
+        ConfigError: the style is unknown, or the interval below 1.
     """
     _check(style, interval)
     if style == "fully_async" or step <= offset or (step - offset) % interval:
@@ -73,16 +74,24 @@ def explorer_needs_sync(
 
 
 def version_lag(newest: int, served: int) -> int:
-    """Steps by which a version is behind; 0 for one that is ahead of a run that went back."""
+    """Return the number of steps by which a version is behind the newest, at least 0.
+
+    Args:
+        newest: step of the newest version.
+        served: step of the version in use; it may be ahead after a rewind.
+    """
     return max(0, newest - served)
 
 
 @dataclass(frozen=True)
 class RolloutGate:
-    """Lets rollouts pass whose weights are at most ``max_lag`` steps old.
+    """Accepts rollouts of weights that are at most ``max_lag`` trainer steps old.
+
+    Args:
+        max_lag: largest number of steps between rollout and training; 0 is on-policy.
 
     Raises:
-        ConfigError: a negative bound, which nothing would pass.
+        ConfigError: ``max_lag`` is negative.
     """
 
     max_lag: int
@@ -92,14 +101,14 @@ class RolloutGate:
             raise ConfigError(f"max_lag {self.max_lag} would let no rollout pass; 0 is on-policy")
 
     def accepts(self, made_by: int, trainer_step: int, *, resumed_at: int | None = None) -> bool:
-        """Whether to train at ``trainer_step`` on a rollout that version ``made_by`` made.
+        """Return whether to train at ``trainer_step`` on a rollout.
 
         Args:
-            made_by: step of the weights.
-            trainer_step: step of the training.
-            resumed_at: of a rollout from before a restart (its `Version` has another ``run``): the
-                step that training resumed from. Later weights than that were abandoned, so they
-                count as that old.
+            made_by: step of the weights that generated it.
+            trainer_step: current step of the trainer.
+            resumed_at: step that training resumed from, for a rollout of an earlier run (the
+                ``run`` of its `Version` differs). Weights beyond that step were superseded, and
+                count as being of that step.
         """
         shared = made_by if resumed_at is None else min(made_by, resumed_at)
         return version_lag(trainer_step, shared) <= self.max_lag
@@ -110,4 +119,4 @@ def _check(style: str, interval: int) -> None:
         known = ", ".join(get_args(SyncStyle))
         raise ConfigError(f"sync style {style!r} is not known; pass one of {known}")
     if interval < 1:
-        raise ConfigError(f"a sync interval of {interval} steps cannot be; pass 1 or more")
+        raise ConfigError(f"sync interval must be at least 1 step, got {interval}")

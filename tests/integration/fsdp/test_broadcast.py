@@ -26,7 +26,7 @@ from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync import WeightSyncError, fsdp_sync_weight_nccl
-from trinity_sync.fsdp.broadcast import whole_parameters
+from trinity_sync.fsdp.broadcast import iter_full_parameters
 from trinity_sync.stack.ports import free_port
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.process_group import WeightGroupHost, join_weight_group
@@ -184,7 +184,7 @@ def test_masters_are_sent_after_a_forward_that_left_copies_in_its_own_dtype(
     fully_shard(model, **how)
     masters = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
     model(torch.ones(1, 4))
-    sent = dict(whole_parameters(model))
+    sent = dict(iter_full_parameters(model))
     assert sent.keys() == masters.keys()
     assert all(tensor.dtype == torch.float32 for tensor in sent.values())
     assert all(torch.equal(sent[name], master) for name, master in masters.items())

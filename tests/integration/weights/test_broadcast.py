@@ -19,20 +19,15 @@ import torch.distributed as dist
 
 from trinity_sync import ConfigError, WeightSyncError
 from trinity_sync.stack.ports import free_port
-from trinity_sync.weights.broadcast import (
-    MESSAGE,
-    receive_into,
-    receive_weights,
-    send_weights,
-)
+from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
+from trinity_sync.weights.broadcast_protocol import MESSAGE_BYTES
 from trinity_sync.weights.process_group import (
-    WeightGroup,
     WeightGroupHost,
-    _connected,
+    _create_backend,
     _environment,
     join_weight_group,
-    weight_group_of,
 )
+from trinity_sync.weights.weight_group import WeightGroup, wrap_process_group
 
 SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_S = 6.0
@@ -191,7 +186,7 @@ def _into_more(group: WeightGroup) -> Any:
     ("program", "sent", "why"),
     [
         (_into_other, {"matrix": torch.zeros(3)}, r"'matrix' is \[3\] at the trainer"),
-        (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors did not come, 'b' first"),
+        (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'b' first"),
     ],
 )
 def test_a_reader_that_cannot_use_them_tells_the_trainer_why(
@@ -201,7 +196,7 @@ def test_a_reader_that_cannot_use_them_tells_the_trainer_why(
     with pytest.raises(WeightSyncError, match=f"rank 1 gave up: .*{why}"):
         send_weights(sent.items(), group, version=3)
     assert isinstance(reader.answer(), WeightSyncError)
-    with pytest.raises(WeightSyncError, match="cannot use this weight group any more"):
+    with pytest.raises(WeightSyncError, match="can no longer use this weight group"):
         send_weights(sent.items(), group, version=4)
 
 
@@ -219,8 +214,8 @@ def _altered(group: WeightGroup) -> Any:
 
 def test_what_is_altered_on_its_way_is_not_taken(members: Any) -> None:
     group, (reader,) = members(_altered)
-    with pytest.raises(WeightSyncError, match="rank 1 gave up: a bucket was altered on its way"):
-        send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, checked=True)
+    with pytest.raises(WeightSyncError, match="rank 1 gave up: a bucket was altered in transit"):
+        send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, checksum=True)
     assert isinstance(reader.answer(), WeightSyncError)
 
 
@@ -406,9 +401,9 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(
 
 def test_what_is_no_broadcast_of_weights_is_refused_and_told(members: Any) -> None:
     group, (reader,) = members(_take)
-    group.wait([group.broadcast(torch.zeros(MESSAGE, dtype=torch.uint8))])
+    group.wait([group.broadcast(torch.zeros(MESSAGE_BYTES, dtype=torch.uint8))])
     error = group.fail("it has sent something else")
-    assert "rank 1 gave up: what came is no part" in str(error)
+    assert "rank 1 gave up: what was received is no part" in str(error)
     assert "use the group for nothing else" in str(reader.answer())
 
 
@@ -425,7 +420,7 @@ def test_a_trainer_whose_weights_cannot_be_had_says_so_at_once(members: Any) -> 
 
 
 def _plain_group(group: WeightGroup) -> Any:
-    return _take_all(weight_group_of(_plain(group), TIMEOUT_S))
+    return _take_all(wrap_process_group(_plain(group), TIMEOUT_S))
 
 
 def _plain(group: WeightGroup) -> dist.ProcessGroup:
@@ -499,7 +494,7 @@ def _gone_once_connected(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=limit, wait_for_workers=False)
     store.set("joined/1", "host a, pid 1")
     store.set("backend/1", "gloo")
-    _connected("gloo", dist.PrefixStore("gloo", store), 1, 2, limit)
+    _create_backend("gloo", dist.PrefixStore("gloo", store), 1, 2, limit)
 
 
 def test_a_member_that_goes_before_all_are_connected_is_named_at_the_join() -> None:

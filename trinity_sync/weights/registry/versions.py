@@ -102,7 +102,12 @@ class VersionRegistry:
         return True
 
     def is_superseded(self, run: int, step: int) -> bool:
-        """Return whether a later run superseded this step."""
+        """Return whether a later run superseded a step.
+
+        Args:
+            run: number of the run that made the step.
+            step: the step.
+        """
         return find_superseding_run(self.runs.values(), run, step) is not None
 
     def newest(self, source: Source | None = None, *, readable: bool = False) -> Version | None:
@@ -119,7 +124,12 @@ class VersionRegistry:
         return None
 
     def find(self, step: int, source: Source) -> Version | None:
-        """Return the version of a step from ``source``, of the newest such run; None if unknown."""
+        """Return the version of a step, of the newest run that has it; None if unknown.
+
+        Args:
+            step: the version's step.
+            source: the version's source.
+        """
         keys = [key for key, found in self._versions.items() if key[1] == step and source in found]
         return self._versions[max(keys)][source] if keys else None
 

@@ -1,0 +1,258 @@
+"""Messages and buckets of a broadcast of weights.
+
+A broadcast consists of a begin message (version), buckets, an end message (numbers of tensors and
+bytes), and a barrier. Before each bucket a message has the names, dtypes and shapes of its tensors:
+the trainer gathers one tensor at a time, and can abort before each bucket.
+
+A bucket has many tensors, or a single larger one; two buffers alternate, one being filled, or read,
+while the other is in flight. Small tensors are packed, others are sent from their own memory. A
+receiver posts the receives of all parts of a bucket and of the message after it at once.
+
+On GPUs both sides compute a checksum of each bucket, which costs nothing there: the next message
+has the sender's, and a receiver yields no tensor before the two were compared. On CPUs a checksum
+costs a quarter of the broadcast, and TCP has its own.
+"""
+
+import functools
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.snapshot.torch_private import get_change_count
+from trinity_sync.weights.weight_group import WeightGroup
+
+PACKED_FRACTION = 64
+"""Part of a bucket up to which a tensor is copied into it: copying more costs more than a message
+of its own, which wakes four threads."""
+ALIGNMENT = 16
+MESSAGE_BYTES = 8192
+"""Bytes of a message; longer ones, for buckets of very many tensors, continue in a second one."""
+BEGIN, BUCKET, END, ABORT = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ReceivedBucket:
+    """Tensors that were received, in one buffer."""
+
+    records: list[Any]
+    """Name, dtype, shape and bytes of each tensor."""
+    payload: torch.Tensor
+
+    def iter_tensors(self) -> Iterator[Named]:
+        """Yield names and tensors, which are views of the buffer."""
+        at = 0
+        for name, dtype, shape, size in self.records:
+            flat = self.payload[at : at + size] if size else self.payload.new_empty(0)
+            yield name, flat.view(getattr(torch, dtype)).reshape(shape)
+            at += _align(size)
+
+
+@dataclass
+class OutgoingBucket:
+    """A bucket to send; ``buffer`` has the small tensors at their places."""
+
+    buffer: torch.Tensor
+    records: list[Any] = field(default_factory=list)
+    """Name, dtype, shape and bytes of each tensor."""
+    nbytes: int = 0
+    """Bytes of all tensors, alignment included."""
+    places: list[list[int]] = field(default_factory=list)
+    """Start and length of each part."""
+    _unpacked: list[tuple[str, torch.Tensor, torch.Tensor, int] | None] = field(
+        default_factory=list
+    )
+    """For each part None, or the tensor to send: name, tensor, its bytes and its change count."""
+
+    def add(self, name: str, tensor: torch.Tensor, flat: torch.Tensor, packed_bytes: int) -> None:
+        """Add a tensor.
+
+        Args:
+            name: its name.
+            tensor: the tensor.
+            flat: its bytes, ``uint8`` of shape ``[nbytes]``.
+            packed_bytes: largest tensor that is copied into the buffer.
+        """
+        size, at = len(flat), self.nbytes
+        self.records.append(
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size)
+        )
+        self.nbytes = at + _align(size)
+        if size > packed_bytes:
+            self.places.append([at, size])
+            self._unpacked.append((name, tensor, flat, _count_changes(tensor)))
+        elif size:
+            self.buffer[at : at + size].copy_(flat)
+            if self._unpacked and self._unpacked[-1] is None:  # extends the part before it
+                self.places[-1][1] = at + size - self.places[-1][0]
+            else:
+                self.places.append([at, size])
+                self._unpacked.append(None)
+
+    def get_parts(self) -> list[torch.Tensor]:
+        """Return the bytes to send, ``uint8`` each.
+
+        Raises:
+            ConfigError: a tensor was changed since it was added.
+        """
+        parts = []
+        for (start, size), unpacked in zip(self.places, self._unpacked, strict=True):
+            if unpacked is None:
+                parts.append(self.buffer[start : start + size])
+                continue
+            name, tensor, flat, changes = unpacked
+            if _count_changes(tensor) != changes:
+                raise ConfigError(
+                    f"tensor {name!r} was changed before it was sent; yield tensors that do not "
+                    "share memory"
+                )
+            parts.append(flat)
+        return parts
+
+
+def iter_outgoing(
+    params: Iterable[Named], group: WeightGroup, bucket_bytes: int
+) -> Iterator[OutgoingBucket]:
+    """Yield buckets to send; each keeps its tensors until the second one after it.
+
+    Args:
+        params: names and dense tensors, on any device.
+        group: group that sends them.
+        bucket_bytes: bytes of a bucket, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: a tensor is a DTensor.
+    """
+    index = 0
+    bucket = OutgoingBucket(group.get_buffer(index, bucket_bytes))
+    in_flight = deque([bucket], maxlen=2)
+    for name, tensor in params:
+        if hasattr(tensor, "full_tensor"):
+            raise ConfigError(f"tensor {name!r} is sharded; send its full_tensor()")
+        flat = tensor.detach().to(group.device).contiguous().reshape(-1).view(torch.uint8)
+        if bucket.records and bucket.nbytes + len(flat) > bucket_bytes:
+            yield bucket
+            index = 1 - index
+            bucket = OutgoingBucket(group.get_buffer(index, bucket_bytes))
+            in_flight.append(bucket)
+        bucket.add(name, tensor, flat, bucket_bytes // PACKED_FRACTION)
+    if bucket.records:
+        yield bucket
+
+
+def iter_received(
+    group: WeightGroup, checksum: bool
+) -> "Iterator[ReceivedBucket | tuple[int, int]]":
+    """Yield received buckets, and after the last one the numbers of tensors and bytes sent.
+
+    A bucket is yielded once the receives of the next one are posted, in the other of two buffers.
+
+    Args:
+        group: group that receives them.
+        checksum: compare the checksum of each bucket.
+
+    Raises:
+        WeightSyncError: a member died, failed or did not send in time, or a checksum differs.
+    """
+    index, previous = 0, None
+    kind, body = read_message(group, post_receive(group), BUCKET, END)
+    while kind == BUCKET:
+        payload = group.get_buffer(index, body["nbytes"])[: body["nbytes"]]
+        parts = [payload[start : start + size] for start, size in body["parts"]]
+        works = [*map(group.broadcast, parts)]
+        posted = post_receive(group)
+        if previous:
+            yield previous
+        group.wait(works)
+        sums = [*map(compute_checksum, parts)] if checksum else []
+        index, previous = 1 - index, ReceivedBucket(body["tensors"], payload)
+        kind, body = read_message(group, posted, BUCKET, END)
+        if body["sum"] != fold_checksums(sums):
+            raise WeightSyncError("a bucket was altered in transit; send the weights again")
+    if previous:
+        yield previous
+    yield body["count"], body["total"]
+
+
+def start_message(group: WeightGroup, kind: int, **body: Any) -> list[Any]:
+    """Start to send a message.
+
+    Args:
+        group: group that sends it.
+        kind: ``BEGIN``, ``BUCKET``, ``END`` or ``ABORT``.
+        body: JSON values.
+
+    Returns:
+        The works to wait for.
+    """
+    text = json.dumps(body).encode()
+    head = bytearray(kind.to_bytes(8, "little") + len(text).to_bytes(8, "little") + text)
+    head += bytes(max(0, MESSAGE_BYTES - len(head)))
+    message = torch.frombuffer(head, dtype=torch.uint8).to(group.device)
+    pieces = (message[:MESSAGE_BYTES], message[MESSAGE_BYTES:])
+    return [group.broadcast(piece) for piece in pieces if len(piece)]
+
+
+def post_receive(group: WeightGroup) -> tuple[torch.Tensor, Any]:
+    """Post the receive of the next message; return its buffer and the work."""
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=group.device)
+    return message, group.broadcast(message)
+
+
+def read_message(
+    group: WeightGroup, posted: tuple[torch.Tensor, Any], *kinds: int
+) -> tuple[int, dict[str, Any]]:
+    """Wait for a message and return its kind and body.
+
+    Args:
+        group: group that receives it.
+        posted: as `post_receive` returned it.
+        kinds: kinds that may come.
+
+    Raises:
+        WeightSyncError: the sender aborted, or sent something else.
+    """
+    message, work = posted
+    group.wait([work])
+    head = message.cpu().numpy().tobytes()
+    kind, size = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8))
+    if kind not in (*kinds, ABORT):
+        raise WeightSyncError(
+            "what was received is no part of a broadcast of weights; use the group for nothing "
+            "else, and the same version of trinity_sync on both sides"
+        )
+    if size > MESSAGE_BYTES - 16:
+        rest = torch.empty(size + 16 - MESSAGE_BYTES, dtype=torch.uint8, device=group.device)
+        group.wait([group.broadcast(rest)])
+        head += rest.cpu().numpy().tobytes()
+    body = json.loads(head[16 : 16 + size])
+    if kind == ABORT:
+        raise WeightSyncError(body["reason"])
+    return kind, body
+
+
+def compute_checksum(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
+    if part.storage_offset() % 8:  # not aligned to 64-bit words
+        part = part.clone()
+    words = len(part) // 8 * 8
+    return part[:words].view(torch.int64).sum() + part[words:].sum()
+
+
+def fold_checksums(sums: list[torch.Tensor]) -> int:
+    """Return one number for the checksums of a bucket's parts, in order."""
+    return functools.reduce(lambda so_far, each: (31 * so_far + int(each)) % 2**61, sums, 0)
+
+
+def _count_changes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else get_change_count(tensor)
+
+
+def _align(size: int) -> int:
+    return -size % ALIGNMENT + size
