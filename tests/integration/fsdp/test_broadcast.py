@@ -166,7 +166,7 @@ def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_rank
     first, second = ranks.result()
     assert (first[0], second[0]) == ("WeightSyncError", "WeightSyncError")
     assert "trainer rank 1: rank 0 could not send version 7: " in second[1]
-    assert "cannot use this weight group any more, it was closed" in second[1]
+    assert "can no longer use this weight group, it was closed" in second[1]
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
