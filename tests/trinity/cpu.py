@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.integrations.after_import import change_after_import
+from trinity_sync.integrations.after_import import patch_after_import
 
 _init = dist.init_process_group
 
@@ -48,7 +48,7 @@ def _padding_without_flash_attn(module: ModuleType) -> None:
     module._get_attention_functions = lambda: tuple(getattr(plain, name) for name in names)
 
 
-change_after_import(
+patch_after_import(
     {
         "verl.utils.attention_utils": _padding_without_flash_attn,
         "verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.integrations.after_import import Change, change_after_import
+from trinity_sync.integrations.after_import import Patch, patch_after_import
 
 
 @pytest.fixture
@@ -20,17 +20,17 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebody_elses", None)
 
 
-def says(what: str) -> Change:
+def says(what: str) -> Patch:
     return lambda module: module.said.append(what)
 
 
 def test_two_switches_can_change_the_same_module(theirs: str) -> None:
-    change_after_import({theirs: says("first")})
-    change_after_import({theirs: says("second")})
+    patch_after_import({theirs: says("first")})
+    patch_after_import({theirs: says("second")})
     assert importlib.import_module(theirs).said == ["theirs", "first", "second"]
 
 
 def test_a_module_that_is_there_already_is_changed_at_once(theirs: str) -> None:
     module = importlib.import_module(theirs)
-    change_after_import({theirs: says("late")})
+    patch_after_import({theirs: says("late")})
     assert module.said == ["theirs", "late"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from grpo_copy.cpu_platform import use_cpu
 
-from trinity_sync.integrations.after_import import change_after_import
+from trinity_sync.integrations.after_import import patch_after_import
 
 _init = dist.init_process_group
 
@@ -52,7 +52,7 @@ MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_me
 for name in ("empty_cache", *MEMORY):
     if not hasattr(torch.cpu, name):
         setattr(torch.cpu, name, _nothing)
-change_after_import(
+patch_after_import(
     {
         "verl.utils.model": _critic_without_flash_attention,
         "verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu,

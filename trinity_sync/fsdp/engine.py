@@ -1,4 +1,4 @@
-"""Functions on a veRL FSDP engine, in the shape in which Trinity's workers call them."""
+"""Functions on a veRL FSDP engine, with the signatures of those in Trinity's workers."""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.torch_private import get_shard
 
 __all__ = [
-    "estimated_image_bytes",
+    "estimate_image_bytes",
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
     "fsdp_upload_state_dict",
@@ -30,19 +30,20 @@ __all__ = [
 
 
 def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
-    """Let an initialized engine save and load through ``coordinator`` from now on.
+    """Make an initialized engine save and load through ``coordinator``.
 
     Args:
         engine: veRL's FSDPEngine; its ``checkpoint_manager`` is replaced.
-        coordinator: the job's, of this rank.
+        coordinator: the job's coordinator on this rank.
 
     Returns:
         The engine's new checkpoint manager.
 
     Raises:
-        SpoolFullError: the images will not fit into shared memory; the message says what they need.
+        SpoolFullError: the images do not fit into shared memory; the message says how many bytes
+            they need.
     """
-    coordinator.require_room(estimated_image_bytes(engine.module, engine.optimizer))
+    coordinator.require_room(estimate_image_bytes(engine.module, engine.optimizer))
     manager = FSDPCheckpointManager(
         engine.module,
         engine.optimizer,
@@ -56,8 +57,13 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
     return manager
 
 
-def estimated_image_bytes(module: Any, optimizer: Any) -> int:
-    """Bytes of one rank's images: its shards, and twice as much of optimizer state, as of Adam."""
+def estimate_image_bytes(module: Any, optimizer: Any) -> int:
+    """Return the bytes of one rank's images, with twice the model's for the optimizer, as for Adam.
+
+    Args:
+        module: the FSDP model.
+        optimizer: its optimizer; None counts the model alone.
+    """
     shards = map(get_shard, module.parameters())
     model = sum(shard.numel() * shard.element_size() for shard in shards)
     return model * (3 if optimizer is not None else 1)
@@ -70,27 +76,27 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> Staged | None:
-    """Hand the weights of an engine over for a sync through the disk.
+    """Submit the weights of an engine for a sync through commits; every rank calls it.
 
-    Every rank calls it. The weights are staged when it returns, so training may go on; explorers
-    find them in ``latest_state_dict_iteration.txt`` once they are committed. An engine that saves
-    through trinity_sync with ``save_lora_only`` hands over the adapter's and no others.
+    The weights are staged when it returns, so training can continue; explorers find them in
+    ``latest_state_dict_iteration.txt`` once they are committed. An engine that saves through
+    trinity_sync with ``save_lora_only`` submits the adapter weights alone.
 
     Args:
         engine: veRL's FSDPEngine.
         local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
         global_step: training step, the N of the path, which is the version of the weights.
-        coordinator: the job's, of this rank.
-        logger: told what was staged.
+        coordinator: the job's coordinator on this rank.
+        logger: logs what was staged.
 
     Returns:
-        What was staged; nothing where the step's weights were handed over before.
+        What was staged; nothing if the step's weights were submitted before.
 
     Raises:
         ConfigError: path and step disagree.
-        SpoolFullError: the very first save does not fit into the spool. A later one that cannot be
-            handed over does not stop the training: nothing is staged, and the coordinator's
-            `wait_all` raises it.
+        SpoolFullError: the first save does not fit into the spool. A later save that cannot be
+            submitted does not stop training: nothing is staged, and the coordinator's `wait_all`
+            raises the error.
     """
     if local_path is None:
         return None
@@ -112,7 +118,7 @@ def fsdp_save_state_dict(
     staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
     if staged.components:
         logger.info(
-            "weights of step %d handed over: %s bytes in %.1f ms",
+            "weights of step %d submitted: %s bytes staged in %.1f ms",
             step,
             f"{staged.nbytes:,}",
             1e3 * staged.stall_s,
@@ -123,22 +129,24 @@ def fsdp_save_state_dict(
 def fsdp_upload_state_dict(
     engine: Any, synchronizer: Any, global_step: int, logger: logging.Logger
 ) -> Staged | None:
-    """Let explorers have the weights of an engine from shared memory; every rank calls it.
+    """Publish the weights of an engine in shared memory; every rank calls it.
 
-    Unlike in Trinity nothing is gathered on rank 0, sent through the Synchronizer, or waited for.
+    Unlike in Trinity, nothing is gathered on rank 0 or sent through the Synchronizer, and no call
+    is waited for.
 
     Args:
         engine: veRL's FSDPEngine, prepared with `use_trinity_sync`.
-        synchronizer: the job's, a Ray actor; None as in `FSDPCheckpointManager.upload_state_dict`.
-        global_step: the version of the weights; 0 does nothing.
-        logger: told what was staged.
+        synchronizer: the job's Synchronizer, a Ray actor; None as in
+            `FSDPCheckpointManager.upload_state_dict`.
+        global_step: training step, which is the version of the weights; 0 does nothing.
+        logger: logs what was staged.
 
     Returns:
-        As `FSDPCheckpointManager.upload_state_dict`; that is None where it could not be staged.
+        As `FSDPCheckpointManager.upload_state_dict`: None if nothing was staged.
 
     Raises:
         ConfigError: the engine saves without trinity_sync.
-        SpoolFullError: the very first image does not fit into the spool.
+        SpoolFullError: the first image does not fit into the spool.
     """
     manager = getattr(engine, "checkpoint_manager", None)
     if not isinstance(manager, FSDPCheckpointManager):
@@ -162,9 +170,9 @@ def fsdp_upload_state_dict(
 
 
 def _on_device(engine: Any, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``collect`` gives while parameters that were offloaded are back, where that is needed.
+    """Call ``collect`` with offloaded parameters on the device, if the model is FSDP1.
 
-    FSDP1 gathers its flat parameters on the device; FSDP2 hands out shards where they are.
+    FSDP1 gathers its flat parameters on the device; FSDP2 returns shards where they are.
     """
     needed = fsdp_version(engine.module) == 1 and engine.is_param_offload_enabled
     if needed:

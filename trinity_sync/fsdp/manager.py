@@ -1,8 +1,8 @@
-"""veRL's FSDP checkpoint manager, with saves that cost the training loop one memory copy.
+"""veRL's FSDP checkpoint manager with asynchronous saves, which block training for one memcpy.
 
 Saving collects the same states as veRL, stages them, and leaves the rest to the ``save-step`` flow:
-no file is written, nothing is deleted and no barrier is taken here. Loading does with a state what
-veRL does, and gets it faster: from the node's memory if it is still there.
+it writes and deletes no file and has no barrier. Loading handles states as veRL does, but reads
+them from the node's shared memory if they are still there.
 """
 
 import logging
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPCheckpointManager(VerlFSDPCheckpointManager):
-    """Saves and loads one role of a job; stands in for ``engine.checkpoint_manager``.
+    """Saves and loads one role of a job; replaces ``engine.checkpoint_manager``.
 
-    Every rank makes one and calls it at the same steps. Paths are
+    Every rank has a manager and calls it at the same steps. Paths are
     ``<root>/global_step_<N>/<role>``.
 
     Args:
         model: the FSDP1 or FSDP2 model.
-        optimizer: may be None where neither saving nor loading asks for it.
-        lr_scheduler: may be None.
-        processing_class: tokenizer or processor that goes with the model.
-        checkpoint_config: veRL's, with ``save_contents`` and ``load_contents`` of ``model``,
-            ``optimizer``, ``extra`` and ``hf_model``.
-        ray_namespace: where the job's Synchronizer is looked up.
+        optimizer: the model's optimizer; None if the contents do not name it.
+        lr_scheduler: the optimizer's schedule, or None.
+        processing_class: tokenizer or processor of the model.
+        checkpoint_config: veRL's checkpoint config, with ``save_contents`` and ``load_contents`` of
+            ``model``, ``optimizer``, ``extra`` and ``hf_model``.
+        ray_namespace: Ray namespace of the job's Synchronizer.
         trust_remote_code: whether source files of the model may be imported.
-        coordinator: of the job; made at the first save or load if None.
+        coordinator: the job's coordinator on this rank; by default made at the first save or load.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         )
         self.ray_namespace = ray_namespace
         self.max_ckpt_to_keep: int | None = None
-        self.announced_version: int | None = None
-        """Step that explorers hold without a save of it: what was trained when syncing began."""
+        self.initial_version: int | None = None
+        """Step of the weights that explorers start with, which is not saved for a sync."""
         self._coordinator = coordinator
         self._publisher: Publisher | None = None
         self._saved: dict[str, int] = {}
@@ -97,31 +97,31 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         *,
         hdfs_path: str | None = None,
     ) -> Staged | None:
-        """Hand everything that ``save_contents`` names over to be saved; returns once it is staged.
+        """Submit a save of everything that ``save_contents`` names; return once it is staged.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: checkpoints that are left once this one is committed; None and 0
-                leave all. Nothing is deleted here: the save's flow does it, after the commit.
-            save_as_hf: have the model written in Hugging Face format, too, whatever the contents:
-                from the shards, by the save's flow, after the commit.
-            hdfs_path: unused; veRL's engine passes it.
+            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None and 0
+                keep all. The save's flow deletes older ones, after the commit.
+            save_as_hf: also write the model in Hugging Face format, whatever the contents. The
+                save's flow does so, from the shards, after the commit.
+            hdfs_path: not used; veRL's engine passes it.
 
         Returns:
-            What was staged, and the seconds that it took; None where nothing was left to save.
+            What was staged, and the seconds that it took; None if nothing was left to save.
 
         Raises:
-            ConfigError: the path is of another form, step or job than what was said before.
-            SpoolFullError: the very first save does not fit into the spool. A later save that
-                cannot be submitted does not stop the training: nothing is staged, and
-                `wait_on_save_thread` raises it.
+            ConfigError: the path has another form, or another step or job than the manager's.
+            SpoolFullError: the first save does not fit into the spool. A later save that cannot be
+                submitted does not stop training: nothing is staged, and `wait_on_save_thread`
+                raises the error.
         """
         if local_path is None:
             return None
-        root, role = self._place(local_path, global_step)
+        root, role = self._split_path(local_path, global_step)
         self._require(model=self.should_save_model, optimizer=self.should_save_optimizer)
-        coordinator = self._coordinator_of(root)
+        coordinator = self._get_coordinator(root)
         self.previous_global_step = global_step
         states: dict[str, Any] = {}
         export = save_as_hf or self.should_save_hf_model
@@ -133,10 +133,10 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
             states["extra_state"] = {"lr_scheduler": schedule, "rng": self.get_rng_state()}
         if not states and self.should_save_model and self._is_new("checkpoint", global_step):
-            states["model"] = self.get_model_state()  # the step's sync was handed over, and is none
+            states["model"] = self.get_model_state()  # only a sync of the step was submitted
         if export and not states and self._is_new("hf_model", global_step):
             logger.warning(
-                "step %d was handed over already without hf_model; once it is committed, run: "
+                "step %d was already submitted without hf_model; once it is committed, run: "
                 "trinity-sync export %s %d --role %s",
                 global_step,
                 root,
@@ -157,33 +157,33 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         return staged
 
     def save_state_dict(self, local_path: str | None, global_step: int = 0) -> Staged | None:
-        """Hand the model's weights over for a sync; explorers may load them once committed.
+        """Submit the model's weights for a sync; explorers can load them once committed.
 
-        The first call before any save writes nothing, as in Trinity: explorers start from the same
-        weights, so it only tells which version those are.
+        The first call before any save stages nothing, as in Trinity: explorers start from the same
+        weights, so it only records which version those are.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path, which is the version of the weights.
 
         Returns:
-            What was staged; None where nothing was left to save.
+            What was staged; None if nothing was left to save.
         """
         if local_path is None:
             return None
-        root, role = self._place(local_path, global_step)
-        if not self._saved and self.announced_version is None:
-            self.announced_version = global_step
-        if not self._is_new("model", global_step) or self.announced_version == global_step:
+        root, role = self._split_path(local_path, global_step)
+        if not self._saved and self.initial_version is None:
+            self.initial_version = global_step
+        if not self._is_new("model", global_step) or self.initial_version == global_step:
             return None
-        coordinator = self._coordinator_of(root)
+        coordinator = self._get_coordinator(root)
         states = {"model": self.get_model_state()}
         return self._stage(coordinator, role, global_step, "state_dict", states)
 
     def get_model_state(self) -> dict[str, Any]:
-        """This rank's shards of what a save of the model holds: all weights, or the adapter's.
+        """Return this rank's shards to save: all weights, or those of the adapter.
 
-        Under FSDP2 they are the parameters themselves, to be staged; see `UndetachedStateDict`.
+        Under FSDP2 they are the parameters themselves, for staging; see `UndetachedStateDict`.
         """
         state = get_model_state_to_stage(self.model)
         wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
@@ -197,27 +197,28 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         role: str = "actor",
         collect: Callable[[], dict[str, Any]] | None = None,
     ) -> Staged | None:
-        """Let explorers have the model's weights from shared memory; every rank calls it.
+        """Publish the model's weights in shared memory; every rank calls it.
 
         Nothing is gathered: each rank stages its shards, and the training thread does not wait for
-        the Synchronizer. An image that a save of the step staged is used again, and the other way
-        round. `wait_on_save_thread` raises what could not be published.
+        the Synchronizer. A save and an upload of the same step share one image.
+        `wait_on_save_thread` raises the errors of versions that could not be published.
 
         Args:
-            global_step: the version. 0 does nothing, as in Trinity: explorers begin with it.
-            synchronizer: the job's, a Ray actor; by default that of the job's root, where this
-                process is in a Ray cluster. Without any, readers of this node find the version by
-                the note that it leaves in the spool.
-            role: whose weights these are; the Synchronizer refuses another than its own.
-            collect: returns what is uploaded, by default `get_model_state`; called only if that was
-                not staged before.
+            global_step: training step, which is the version. 0 does nothing, as in Trinity:
+                explorers start with it.
+            synchronizer: the job's Synchronizer, a Ray actor; by default that of the job's root, if
+                this process is in a Ray cluster. Without it, readers of this node find the version
+                by its version tag in the spool.
+            role: role of the weights; the Synchronizer accepts its own role only.
+            collect: returns the state to upload, by default `get_model_state`; not called if an
+                image of the step is staged already.
 
         Returns:
-            What was staged, and the seconds that it took; None where nothing can be published.
+            What was staged, and the seconds that it took; None if nothing can be published.
 
         Raises:
             ConfigError: this manager has no coordinator yet.
-            SpoolFullError: the very first image does not fit into the spool.
+            SpoolFullError: the first image does not fit into the spool.
         """
         if global_step == 0:
             return None
@@ -242,10 +243,14 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         return staged
 
     def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
-        """Note a checkpoint that was handed over; the same path in a row counts once.
+        """Record a submitted checkpoint; the same path in a row counts once.
 
-        Nothing is deleted, unlike in veRL: the save may still fail. Its flow removes older steps
-        once this one is committed.
+        Unlike in veRL, nothing is deleted, since the save may still fail: its flow removes older
+        steps once this one is committed.
+
+        Args:
+            new_path: path of the checkpoint.
+            max_ckpt_to_keep: number of checkpoints to keep.
         """
         if not self.previous_saved_paths or self.previous_saved_paths[-1] != new_path:
             self.previous_saved_paths.append(new_path)
@@ -257,24 +262,24 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load this rank's part of a committed step, as veRL does, and continue from there.
+        """Load this rank's part of a committed step, as veRL does, and resume from it.
 
-        It is read from the spool if this node still holds it, else from disk; the log says which.
-        Either way its digests are those of the manifest. veRL loads what has none. A step of
-        another number of ranks is resharded, see ``reshard``.
+        Files are read from the spool if this node still has them, otherwise from disk; the log says
+        which. Their digests are compared with the manifest's. A checkpoint without a manifest is
+        loaded by veRL. A step of another number of ranks is resharded, see ``reshard``.
 
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
-                job, or in veRL's layout elsewhere, is loaded as a start; a manager without a
-                coordinator takes the job that it loads from for its own.
-            hdfs_path: unused, as in veRL.
-            del_local_after_load: remove what was downloaded; local files are never removed.
+                job, or in veRL's layout elsewhere, is loaded as initial state; a manager without
+                a coordinator resumes the job that it loads from.
+            hdfs_path: not used, as in veRL.
+            del_local_after_load: remove downloaded files; local files are never removed.
 
         Raises:
-            ConfigError: this run has saved already: load with the manager of a new run. Or the
-                step is that of another model or optimizer, which resharding sees.
-            CommitError: the step is not committed, corrupted or no checkpoint. All ranks raise what
-                one of them met; then another step may be loaded.
+            ConfigError: this run has saved already: load with the manager of a new run. Or
+                resharding finds another model or optimizer in the step.
+            CommitError: the step is not committed, corrupted or no checkpoint. All ranks raise the
+                error of any rank; another step can be loaded afterwards.
         """
         if local_path is None:
             return
@@ -285,9 +290,9 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         saved_by = run_on_all_ranks(
             folder, lambda: check_loadable(given, self.world_size, components)
         )
-        begins = self._run_begun_by(folder)
-        if begins:
-            coordinator, step = begins
+        resumed = self._find_resumed_job(folder)
+        if resumed:
+            coordinator, step = resumed
             run_on_all_ranks(folder, lambda: coordinator.check_resume(step))
         if saved_by != self.world_size:
             states = load_resharded(
@@ -295,24 +300,24 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             )
             with closing(states), use_sharded_state_dicts(self.model):
                 for component, state in states:
-                    run_on_all_ranks(folder, partial(self._take_over, component, state))
+                    run_on_all_ranks(folder, partial(self._restore_state, component, state))
         elif (folder.parent / MANIFEST).exists():
             self._load_committed(folder, components)
         else:
             super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
-        if begins:  # a step that cannot be loaded begins nothing, and another may be tried
+        if resumed:  # only now: after a failed load, another step can be loaded
             coordinator.resumed_from(step)
 
     def _load_committed(self, folder: Path, components: Sequence[str]) -> None:
-        """Load this rank's own shards; whatever fails, on whichever rank, all ranks raise."""
+        """Load this rank's own shards; all ranks raise the error of any rank."""
         root, step, role = split_role_path(folder)
         files = [f"{role}/{shard_file(name, self.world_size, self.rank)}" for name in components]
         ours = self._coordinator is not None and self._coordinator.root == root
         spool = self._coordinator.spool if self._coordinator and ours else None
-        # the model's state is copied into the live one; the optimizer keeps what it is given
+        # load_state_dict copies the model's state, but the optimizer keeps the tensors
         borrow = {file for file, name in zip(files, components, strict=True) if name == "model"}
-        with ExitStack() as claim:
-            manifest = run_on_all_ranks(folder, lambda: lease_step_on_all_ranks(folder, claim))
+        with ExitStack() as leased:
+            manifest = run_on_all_ranks(folder, lambda: lease_step_on_all_ranks(folder, leased))
             shards = load_shards(root, step, files, spool=spool, borrow=borrow)
             with closing(shards), use_sharded_state_dicts(self.model):
                 for component in components:
@@ -321,15 +326,15 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
 
     def _load_next(self, folder: Path, component: str, shards: Iterator[RestoredShard]) -> None:
         state = run_on_all_ranks(folder, lambda: next(shards).state)
-        run_on_all_ranks(folder, lambda: self._take_over(component, state))
+        run_on_all_ranks(folder, lambda: self._restore_state(component, state))
 
-    def _take_over(self, component: str, state: Any) -> None:
+    def _restore_state(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
         if component == "model":
             result = self.model.load_state_dict(state, strict=not has_only_adapters(state))
             if result.unexpected_keys:
                 raise ConfigError(
-                    f"the checkpoint holds adapter weights that this model has not: "
+                    f"the checkpoint holds adapter weights that this model does not have: "
                     f"{', '.join(result.unexpected_keys)}; give it the same LoRA settings"
                 )
         elif component == "optim":
@@ -345,23 +350,23 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         """Wait until every save of this process is committed, and every version published.
 
         Raises:
-            SaveFailedError: one or more of them failed; the message names them.
-            WeightSyncError: a version could not be published.
+            SaveFailedError: saves failed; the message names them.
+            WeightSyncError: versions could not be published.
         """
         if self._coordinator is not None:
             self._coordinator.wait_all()
         if self._publisher is not None:
             self._publisher.wait()
 
-    def _run_begun_by(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
-        """Whose run begins with a load from there, and at which step; None for another job's."""
+    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        """Return coordinator and step to resume; None if the folder belongs to another job."""
         try:
             root, step, _ = split_role_path(role_folder)
         except ConfigError:
-            return None  # a checkpoint of another layout of folders
+            return None  # a folder in another layout
         if self._coordinator is not None and self._coordinator.root != root:
-            return None  # another job's, which this one starts from
-        return self._coordinator_of(root), step
+            return None  # another job, loaded as initial state
+        return self._get_coordinator(root), step
 
     def _components_to_load(self) -> list[str]:
         contents = {
@@ -375,11 +380,11 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         for part, needed in wanted.items():
             if needed and getattr(self, part) is None:
                 raise ConfigError(
-                    f"the checkpoint contents ask for {part!r}, but this manager was made without; "
+                    f"the checkpoint contents name {part!r}, but this manager was made without it; "
                     f"pass {part}=... or take it out of save_contents and load_contents"
                 )
 
-    def _place(self, local_path: str, global_step: int) -> tuple[Path, str]:
+    def _split_path(self, local_path: str, global_step: int) -> tuple[Path, str]:
         root, step, role = split_role_path(Path(local_path).resolve())
         if step != global_step:
             raise ConfigError(
@@ -388,7 +393,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
             )
         return root, role
 
-    def _coordinator_of(self, root: Path) -> CheckpointCoordinator:
+    def _get_coordinator(self, root: Path) -> CheckpointCoordinator:
         if self._coordinator is None:
             self._coordinator = CheckpointCoordinator.of_process_group(root)
         if self._coordinator.root != root:

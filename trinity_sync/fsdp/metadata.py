@@ -1,7 +1,7 @@
-"""The small files beside the shards: what veRL's merger, and users, need to make sense of them.
+"""The small files next to the shards: configs and tokenizer, which veRL's merger and users need.
 
-They do not change while a model is trained, so they are rendered once and kept in the spool, in
-memory; every save packs the same folder.
+They do not change during training, so they are written to the spool once, and every save packs the
+same folder.
 """
 
 import json
@@ -21,27 +21,27 @@ FSDP_CONFIG = "fsdp_config.json"
 LORA_CONFIG = "lora_train_meta.json"
 HUGGINGFACE = "huggingface"
 
-_rendered: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
+_written: WeakKeyDictionary[Any, set[Path]] = WeakKeyDictionary()
 
 
 def metadata_folder(
     coordinator: CheckpointCoordinator, role: str, model: Any, processing_class: Any
 ) -> Path | None:
-    """The folder in the spool with the small files of ``model``, rendered at the first call.
+    """Return the spool folder with the small files of ``model``, written at the first call.
 
     Args:
-        coordinator: the job's, of this rank.
-        role: role that the model has in the job.
+        coordinator: the job's coordinator on this rank.
+        role: role of the model in the job.
         model: the FSDP model.
         processing_class: tokenizer or processor; may be None.
 
     Returns:
-        None for a rank other than 0, which hands none over.
+        None on ranks other than 0, which submit no metadata.
     """
     if coordinator.rank:
         return None
     folder = coordinator.spool.folder / "metadata" / role
-    done = _rendered.setdefault(model, set())
+    done = _written.setdefault(model, set())
     if folder not in done or not folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         coordinator.spool.make()
@@ -58,10 +58,10 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     and the source files of a custom model.
 
     Args:
-        folder: existing folder that stands for the role's folder.
+        folder: existing folder, whose contents go to the role's folder.
         model: the FSDP model.
         processing_class: tokenizer or processor; may be None.
-        world_size: number of ranks that the shards come from.
+        world_size: number of ranks that save shards.
     """
     inner = unwrap_model(model)
     config = inner.config
@@ -70,7 +70,7 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
     if getattr(config, "auto_map", None) and None in config.auto_map:
         config.auto_map = {key: value for key, value in config.auto_map.items() if key is not None}
     config.save_pretrained(huggingface)
-    generation = _generation_config(inner)
+    generation = _load_generation_config(inner)
     if generation is not None:
         generation.save_pretrained(huggingface)
     if processing_class is not None:
@@ -80,24 +80,24 @@ def write_metadata(folder: Path, model: Any, processing_class: Any, *, world_siz
         custom_object_save(base, huggingface, config=config)
     versions = {"FSDP_version": fsdp_version(model), "world_size": world_size}
     (folder / FSDP_CONFIG).write_text(json.dumps(versions, indent=4))
-    adapter = _adapter(inner)
+    adapter = _describe_adapter(inner)
     if adapter is not None:
         (folder / LORA_CONFIG).write_text(json.dumps(adapter, indent=4))
 
 
-def _generation_config(inner: Any) -> GenerationConfig | None:
-    """The generation config that came with the pretrained model, if it is one that generates."""
+def _load_generation_config(inner: Any) -> GenerationConfig | None:
+    """Return the generation config of the pretrained model; None if it has none."""
     origin = getattr(inner.config, "name_or_path", None)
     if not origin or not inner.can_generate():
         return None
     try:
         return GenerationConfig.from_pretrained(origin)
-    except (OSError, ValueError):  # many models have none, and training does not need it
+    except (OSError, ValueError):  # many models have none
         return None
 
 
-def _adapter(inner: Any) -> dict[str, Any] | None:
-    """Rank, alpha and task of the LoRA adapter, as veRL's merger reads them; None without one."""
+def _describe_adapter(inner: Any) -> dict[str, Any] | None:
+    """Return rank, alpha and task of the LoRA adapter, as veRL's merger reads them, or None."""
     adapters = getattr(inner, "peft_config", None)
     if not adapters:
         return None

@@ -1,8 +1,8 @@
-"""Loading a step into another number of ranks than saved it.
+"""Load a step that was saved by another number of ranks.
 
-DCP's planner finds the parts that a rank needs, and `SavedComponent` reads just those: into the
-live model under FSDP2, into new optimizer states otherwise. A step is claimed meanwhile, and its
-files are digested before, each by one of the ranks.
+DCP's planner finds the chunks that a rank needs, and `SavedComponent` reads only those: into the
+live model under FSDP2, into new optimizer states otherwise. The step is leased meanwhile, and the
+digest of each file is compared before, by one of the ranks.
 """
 
 import hashlib
@@ -47,41 +47,41 @@ def load_resharded(
     model: Any,
     optimizer: Any,
 ) -> Generator[tuple[str, Any], None, None]:
-    """Yield the states of this rank by component, in the form in which it would have saved them.
+    """Yield this rank's state of each component, as this rank would have saved it.
 
-    Every rank of the default process group calls it and takes all. The step is claimed until the
-    last one has. Under FSDP2 the model's state is the live parameters, with their new values.
+    Collective on the default process group: every rank iterates to the end, and the step is leased
+    until then. Under FSDP2 the model's state is the live parameters, with their new values.
 
     Args:
         role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
         saved_by: number of ranks that saved it.
-        components: of ``model``, ``optim`` and ``extra_state``, those to load.
+        components: components to load, of ``model``, ``optim`` and ``extra_state``.
         model: FSDP1 or FSDP2 model to load into.
-        optimizer: its optimizer.
+        optimizer: optimizer of the model.
 
     Raises:
         CommitError: a file is missing, corrupted or cannot be read. All ranks raise it.
-        ConfigError: model or optimizer is another than the one that was saved.
+        ConfigError: model or optimizer differs from the saved one.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         logger.info(
-            "%s was saved by %d ranks and is resharded to %d", role_folder, saved_by, world_size
+            "%s was saved by %d ranks, resharding it to %d", role_folder, saved_by, world_size
         )
-    with ExitStack() as claim:
+    with ExitStack() as leased:
         committed = (role_folder.parent / MANIFEST).exists()
         if committed:
             manifest = run_on_all_ranks(
-                role_folder, lambda: lease_step_on_all_ranks(role_folder, claim)
+                role_folder, lambda: lease_step_on_all_ranks(role_folder, leased)
             )
-            run_on_all_ranks(role_folder, lambda: _verify(role_folder, saved_by, components))
+            run_on_all_ranks(role_folder, lambda: _verify_files(role_folder, saved_by, components))
         for component in components:
             if component == "model":
-                yield component, _model_state(role_folder, saved_by, model)
+                yield component, _load_model_state(role_folder, saved_by, model)
             elif component == "optim":
-                yield component, _optimizer_state(role_folder, saved_by, optimizer)
+                yield component, _load_optimizer_state(role_folder, saved_by, optimizer)
             else:
-                extra = partial(_extra_state, role_folder, saved_by, rank)
+                extra = partial(_load_extra_state, role_folder, saved_by, rank)
                 yield component, run_on_all_ranks(role_folder, extra)
         if committed:
             run_on_all_ranks(
@@ -90,8 +90,8 @@ def load_resharded(
         dist.barrier()
 
 
-def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:
-    """Digest this rank's share of the files; pieces of a file cannot be digested later."""
+def _verify_files(role_folder: Path, saved_by: int, components: Sequence[str]) -> None:
+    """Verify the digests of this rank's part of the files: chunks have no digests of their own."""
     root, step, role = split_role_path(role_folder)
     records = [
         record
@@ -103,7 +103,7 @@ def _verify(role_folder: Path, saved_by: int, components: Sequence[str]) -> None
         require_digest(path, record, digest_cached_file(path))
 
 
-def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
+def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]:
     saved = run_on_all_ranks(role_folder, lambda: SavedComponent(role_folder, "model", saved_by))
     live = get_model_state(model)
     unknown = saved.tensors.keys() - live.keys()
@@ -121,11 +121,11 @@ def _model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str, Any]
             "trained there, with the same LoRA settings."
         )
     state = {name: live[name] for name in saved.tensors}
-    _load(saved, state)
+    _read(saved, state)
     return state
 
 
-def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[str, Any]:
+def _load_optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     flat = {
         number: numel
@@ -146,19 +146,19 @@ def _optimizer_state(role_folder: Path, saved_by: int, optimizer: Any) -> dict[s
     state: dict[Any, dict[str, Any]] = {}
     targets = {}
     for name, (_, number, key) in saved.keys.items():
-        kept, targets[name] = _room(saved, name, params[number], flat.get(number))
+        kept, targets[name] = _allocate(saved, name, params[number], flat.get(number))
         state.setdefault(number, {})[key] = kept
     for keys, value in saved.values.items():
         if keys[0] == "state":
             state.setdefault(keys[1], {})[keys[2]] = value
-    _load(saved, targets)
+    _read(saved, targets)
     return {"state": state, "param_groups": groups}
 
 
-def _room(
+def _allocate(
     saved: SavedComponent, name: str, param: Any, flat_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor for this rank's part of a state of ``param``, and the same as DCP shall see it."""
+    """Return a tensor for this rank's part of an optimizer state, and a view of it for DCP."""
     size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
     if name not in saved.sharded:
         whole = torch.empty(size, dtype=dtype)
@@ -181,27 +181,26 @@ def _room(
     if size != param.shape:
         raise ConfigError(
             f"{saved.folder}: {name} of the optimizer is {list(size)}, its parameter is "
-            f"{list(param.shape)}, so it is not known how to lay it out; load it with "
+            f"{list(param.shape)}, so it cannot be resharded; load it with "
             f"{saved.world_size} ranks, or take optimizer out of checkpoint.load_contents"
         )
     like = torch.empty_like(param, dtype=dtype)
     return like, like
 
 
-def _extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
-    """Schedule of rank 0; random state of this rank, or one derived from that of rank 0."""
+def _load_extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
+    """Return rank 0's schedule with this rank's RNG state, or one derived from that of rank 0."""
 
-    def saved(by: int) -> Any:
-        path = role_folder / shard_file("extra_state", saved_by, by)
-        return load_file(path)
+    def load_rank(saved_rank: int) -> Any:
+        return load_file(role_folder / shard_file("extra_state", saved_by, saved_rank))
 
-    first = saved(0)
+    first = load_rank(0)
     if rank < saved_by:
-        return {**saved(rank), "lr_scheduler": first["lr_scheduler"]}
+        return {**load_rank(rank), "lr_scheduler": first["lr_scheduler"]}
     if "rng" not in first:
         return dict(first)
     logger.info(
-        "rank %d did not exist when %s was saved: its random state is derived from that of rank 0",
+        "rank %d did not exist when %s was saved: deriving its RNG state from that of rank 0",
         rank,
         role_folder,
     )
@@ -209,11 +208,11 @@ def _extra_state(role_folder: Path, saved_by: int, rank: int) -> dict[str, Any]:
 
 
 def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Random states for a rank that has none of its own, always the same for the same arguments.
+    """Return deterministic RNG states for a rank that has no saved ones.
 
     Args:
-        rng: those of rank 0, in the form of veRL's ``get_rng_state``.
-        rank: the rank that needs some.
+        rng: RNG states of rank 0, as veRL's ``get_rng_state`` returns them.
+        rank: the rank without RNG states.
     """
     digest = hashlib.sha256(rng["cpu"].numpy().tobytes() + str(rank).encode()).digest()
     seed = int.from_bytes(digest[:4], "big")
@@ -228,7 +227,7 @@ def derive_rng(rng: dict[str, Any], rank: int) -> dict[str, Any]:
     return derived
 
 
-def _load(saved: SavedComponent, targets: dict[str, Any]) -> None:
+def _read(saved: SavedComponent, targets: dict[str, Any]) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         load(targets, storage_reader=saved, planner=planner)

@@ -1,6 +1,6 @@
-"""State dicts of a rank of a veRL model, in the form that veRL's loader and merger read.
+"""State dicts of one rank of a veRL model, as veRL's loader and merger read them.
 
-Nothing is copied here: the states alias live tensors, so the caller stages them before the next
+Nothing is copied: the states alias live tensors, so the caller has to stage them before the next
 optimizer step.
 """
 
@@ -28,29 +28,29 @@ def unwrap_model(model: Any) -> Any:
 
 
 def get_model_state(model: Any) -> dict[str, Any]:
-    """Return this rank's shards of the model, under FSDP a DTensor each.
+    """Return this rank's shards of the model, DTensors under FSDP.
 
-    FSDP1 gathers each wrapped module to take its shards out, which every rank takes part in; FSDP2
-    needs no communication. Unlike in veRL, GPU tensors stay where they are: staging copies them.
+    Collective under FSDP1, which gathers each wrapped module; FSDP2 needs no communication. Unlike
+    in veRL, GPU tensors stay on the GPU: staging copies them.
     """
     with use_sharded_state_dicts(model):
         state = dict(model.state_dict())
     if fsdp_version(model) == 1:
-        for name, first in _tied_under_fsdp1(model):
+        for name, first in _iter_tied_under_fsdp1(model):
             state[name] = state[first]
     return state
 
 
 def get_model_state_to_stage(model: Any) -> dict[str, Any]:
-    """Return the same for staging: FSDP2's parameters themselves, since detaching takes longest."""
+    """Return this rank's shards for staging: FSDP2's own parameters, as detaching is slow."""
     if fsdp_version(model) != 2:
         return get_model_state(model)
     with torch.no_grad():
         return UndetachedStateDict(model.state_dict(keep_vars=True))
 
 
-def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield names of tied parameters, which FSDP1 returns as copies, and of the originals."""
+def _iter_tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of tied parameters, which FSDP1 returns as copies, and of their originals."""
     for name, module in model.named_modules():
         handle = get_fsdp1_handle(module)
         for tied in get_tied_parameters(getattr(handle, "flat_param", None)):
@@ -65,7 +65,7 @@ def _tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def use_sharded_state_dicts(model: Any) -> Iterator[None]:
-    """Within the block, state dicts of an FSDP1 model are sharded; those of others always are."""
+    """Make state dicts of an FSDP1 model sharded within the block; others always are."""
     config = ShardedStateDictConfig(offload_to_cpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Whether a folder holds a checkpoint that this run can load; if not, why, before veRL tries."""
+"""Check before veRL loads a folder that it holds a checkpoint which this run can load."""
 
 import re
 from collections.abc import Sequence
@@ -20,26 +20,26 @@ _SHARD = re.compile(r"(?P<component>\w+)_world_size_(?P<world_size>\d+)_rank_\d+
 
 
 def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]) -> int:
-    """See that ``role_folder`` is committed and complete; by how many ranks it was saved.
+    """Require that a folder is committed and complete; return the number of ranks that saved it.
 
-    Folders of jobs that trinity_sync never saved are asked for their files only, and so is one that
-    the iteration file names without a manifest: another system saved it into this job.
+    Only files are checked in jobs that trinity_sync never saved, and in a step without a manifest
+    that the latest pointer names: another system saved it into this job.
 
     Args:
         role_folder: ``<root>/global_step_<N>/<role>``, or another folder in veRL's layout.
-        world_size: number of ranks that want to load.
-        components: what they want to load.
+        world_size: number of ranks that load it.
+        components: components to load.
 
     Returns:
-        ``world_size`` where the folder has shards of as many ranks, else the number that it has.
+        ``world_size`` if the folder has shards of as many ranks, otherwise the number that it has.
 
     Raises:
-        CommitError: the step was never committed, or a component or a rank's part is missing.
+        CommitError: the step is not committed, or a component or a rank's shard is missing.
         ConfigError: the folder is missing.
     """
     if not role_folder.is_dir():
         raise ConfigError(f"there is no checkpoint folder {role_folder}; check the path to resume")
-    names = _committed(role_folder)
+    names = _list_committed_files(role_folder)
     if names is None:
         names = [path.name for path in role_folder.iterdir()]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
@@ -57,18 +57,18 @@ def check_loadable(role_folder: Path, world_size: int, components: Sequence[str]
     common = set.intersection(*sizes.values()) if sizes else {world_size}
     if not common:
         raise CommitError(
-            f"{role_folder} holds no two components of the same number of ranks; take another step"
+            f"{role_folder} holds components of different numbers of ranks; load another step"
         )
     saved_by = world_size if world_size in common else max(common)
     missing = {shard_file(name, saved_by, rank) for name in components for rank in range(saved_by)}
     missing.difference_update(names)
     if missing:
-        raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; take another")
+        raise CommitError(f"{role_folder} lacks {', '.join(sorted(missing))}; load another step")
     return saved_by
 
 
-def _committed(role_folder: Path) -> list[str] | None:
-    """Names of the role's committed files; None where trinity_sync did not save the step."""
+def _list_committed_files(role_folder: Path) -> list[str] | None:
+    """Return the role's committed file names; None if trinity_sync did not save the step."""
     try:
         root, step, role = split_role_path(role_folder)
     except ConfigError:
@@ -76,9 +76,9 @@ def _committed(role_folder: Path) -> list[str] | None:
     revalidate_folder(role_folder.parent)  # another node may have committed it just now
     if not (role_folder.parent / MANIFEST).exists():
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
-        theirs = not marked and read_latest_pointer(root, "checkpoint") == step
-        if theirs or not (root / PRIVATE_FOLDER).exists():
-            return None  # ours is pointed at after manifest and mark are there, and never before
+        is_foreign = not marked and read_latest_pointer(root, "checkpoint") == step
+        if is_foreign or not (root / PRIVATE_FOLDER).exists():
+            return None  # the pointer moves to a step of ours after its manifest and mark exist
     prefix = f"{role}/"
     files = require_committed(root, step).files
     return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

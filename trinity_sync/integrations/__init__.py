@@ -1,4 +1,4 @@
-"""trinity_sync in other people's trainers: a module for each of them, none needed by the others.
+"""Integrations with trainers: a module for each library, independent of the others.
 
-A module imports its library when it is imported itself, and nothing else here imports it.
+A module imports its library when it is imported itself; no other module here imports it.
 """

@@ -1,7 +1,7 @@
-"""Changes to a few names of other people's modules, each made right after the module was imported.
+"""Patch names of a library's modules right after each module is imported.
 
-A switch says which change belongs to which module. Nothing is imported for it: a module that is
-there already is changed at once, another one when somebody imports it.
+A switch names the patch for each module. It imports none of them: a module that is imported already
+is patched at once, others when they are imported.
 """
 
 import sys
@@ -11,19 +11,26 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Change = Callable[[ModuleType], None]
+Patch = Callable[[ModuleType], None]
 
 
-def change_after_import(changes: Mapping[str, Change]) -> None:
-    """Have each module, by its full name, changed once it has been run."""
-    for name, change in changes.items():
+def patch_after_import(patches: Mapping[str, Patch]) -> None:
+    """Apply each patch to the module of its full name, once the module has been executed."""
+    for name, patch in patches.items():
         if name in sys.modules:
-            change(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport(changes))
+            patch(sys.modules[name])
+    sys.meta_path.insert(0, _PatchingFinder(patches))
 
 
 def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) -> None:
-    """Give ``name`` another meaning, also in modules of these packages that have imported it."""
+    """Replace a name of a module, and of the modules that have imported it.
+
+    Args:
+        module: the module that defines it.
+        name: the name.
+        new: its new value.
+        within: packages whose modules are changed as well.
+    """
     old = getattr(module, name)
     packages = tuple(f"{package}." for package in within)
     for other in [each for key, each in list(sys.modules.items()) if key.startswith(packages)]:
@@ -31,32 +38,32 @@ def rebind(module: ModuleType, name: str, new: Any, *, within: Sequence[str]) ->
             setattr(other, name, new)
 
 
-class _AfterImport(MetaPathFinder):
-    """Finds modules as Python does without it, and makes the change once they are run."""
+class _PatchingFinder(MetaPathFinder):
+    """Finds modules with the other finders, and patches them once they are executed."""
 
-    def __init__(self, changes: Mapping[str, Change]) -> None:
-        self._changes = changes
+    def __init__(self, patches: Mapping[str, Patch]) -> None:
+        self._patches = patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        change = self._changes.get(fullname)
-        spec = self._found_by_others(fullname, path, target) if change else None
-        if change is None or spec is None or spec.loader is None:
+        patch = self._patches.get(fullname)
+        spec = self._find_with_others(fullname, path, target) if patch else None
+        if patch is None or spec is None or spec.loader is None:
             return None
-        run = spec.loader.exec_module
+        execute = spec.loader.exec_module
 
-        def run_and_change(module: ModuleType) -> None:
-            run(module)
-            change(module)
+        def execute_and_patch(module: ModuleType) -> None:
+            execute(module)
+            patch(module)
 
-        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
-    def _found_by_others(
+    def _find_with_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """What the finders after this one say, among them those of other switches."""
+        """Return what the finders after this one find, which include those of other switches."""
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             if spec := finder.find_spec(fullname, path, target):
                 return spec

@@ -1,9 +1,9 @@
-"""A callback for Hugging Face's `Trainer`, and so for the trainers of TRL that derive from it.
+"""Callback for Hugging Face's `Trainer`, and for the trainers of TRL that derive from it.
 
-It saves where `Trainer` would (``save_strategy``, ``save_steps``) and in its place, keeps as many
-steps as ``save_total_limit`` says, and ends `train` with the failure of a save. A resume is the
-`Trainer`'s own: `TrinitySyncCallback.latest` lays out the folder that it expects, with links to the
-committed files, so nothing large is written again.
+It replaces the saves of `Trainer`, at the same steps (``save_strategy``, ``save_steps``), keeps
+``save_total_limit`` steps, and makes `train` raise if a save failed. `Trainer` resumes by itself:
+`TrinitySyncCallback.latest` makes the folder that it expects, with links to the committed files, so
+nothing large is written again.
 """
 
 import json
@@ -34,11 +34,11 @@ RNG_STATE_NAME = "rng_state.pth"
 
 
 class TrinitySyncCallback(TrainerCallback):
-    """Saves of one `Trainer` in one process.
+    """Saves the checkpoints of a `Trainer` in one process.
 
     Args:
-        root: the job's folder.
-        coordinator: further arguments of `CheckpointCoordinator`.
+        root: the job's root.
+        coordinator: additional arguments of `CheckpointCoordinator`.
 
     Example::
 
@@ -50,23 +50,23 @@ class TrinitySyncCallback(TrainerCallback):
     def __init__(self, root: str | Path, **coordinator: Any) -> None:
         self._root = Path(root).resolve()
         self._arguments = coordinator
-        self._saves: CheckpointCoordinator | None = None
+        self._coordinator: CheckpointCoordinator | None = None
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
-        """A folder to resume from, of the newest committed step; None for a fresh start.
+        """Return a folder to resume from the newest committed step; None if there is none.
 
         Args:
-            settle_s: seconds to wait first for saves that a run before handed over on this node.
+            settle_s: seconds to wait for saves that an earlier run submitted on this node.
 
         Raises:
-            CommitError: the step is damaged; its digests are compared here.
+            CommitError: the step is corrupted; its digests are compared here.
         """
-        saves = self._opened()
-        newest = saves.latest(settle_s=settle_s)
+        coordinator = self._get_coordinator()
+        newest = coordinator.latest(settle_s=settle_s)
         if newest is None:
             return None
         step = int(newest.name.removeprefix("global_step_"))
-        extra = saves.load(step)["extra_state"]
+        extra = coordinator.load(step)["extra_state"]
         folder = self._root / PRIVATE_FOLDER / "huggingface" / f"checkpoint-{step}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -78,42 +78,72 @@ class TrinitySyncCallback(TrainerCallback):
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """See that what `Trainer` is asked for can be had."""
-        unable = {
+        """Require that `Trainer`'s arguments are supported.
+
+        Args:
+            args: `Trainer`'s arguments.
+            state: not used.
+            control: not used.
+            parts: the model, among others.
+
+        Raises:
+            ConfigError: an argument is not supported.
+        """
+        unsupported = {
             "more than one process": args.world_size > 1,
             "save_strategy='best'": args.save_strategy == "best",
             "load_best_model_at_end": args.load_best_model_at_end,
             "save_only_model": args.save_only_model,
             "adapters (PEFT)": hasattr(parts["model"], "peft_config"),
         }
-        if asked := [name for name, wanted in unable.items() if wanted]:
+        if asked := [name for name, wanted in unsupported.items() if wanted]:
             raise ConfigError(
                 f"{type(self).__name__} does not save with {', '.join(asked)}; leave the callback "
-                "out, or save by a CheckpointCoordinator of your own"
+                "out, or save with a CheckpointCoordinator of your own"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save, if `Trainer` were to save after this step."""
-        self._save_in_place_of(args, state, control, parts)
+        """Save if `Trainer` would save after this step.
+
+        Args:
+            args: `Trainer`'s arguments.
+            state: `Trainer`'s state.
+            control: `Trainer`'s control flow.
+            parts: model, optimizer and schedule, among others.
+        """
+        self._replace_save(args, state, control, parts)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save, if `Trainer` were to save after this epoch."""
-        self._save_in_place_of(args, state, control, parts)
+        """Save if `Trainer` would save after this epoch.
+
+        Args:
+            args: `Trainer`'s arguments.
+            state: `Trainer`'s state.
+            control: `Trainer`'s control flow.
+            parts: model, optimizer and schedule, among others.
+        """
+        self._replace_save(args, state, control, parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
 
-        Raises:
-            SaveFailedError: one was not.
-        """
-        if self._saves is not None:
-            saves, self._saves = self._saves, None
-            try:
-                saves.wait_all()
-            finally:
-                saves.close()
+        Args:
+            args: not used.
+            state: not used.
+            control: not used.
+            parts: not used.
 
-    def _save_in_place_of(self, args: Any, state: Any, control: Any, parts: Any) -> None:
+        Raises:
+            SaveFailedError: a save failed.
+        """
+        if self._coordinator is not None:
+            coordinator, self._coordinator = self._coordinator, None
+            try:
+                coordinator.wait_all()
+            finally:
+                coordinator.close()
+
+    def _replace_save(self, args: Any, state: Any, control: Any, parts: Any) -> None:
         if not control.should_save:
             return
         control.should_save = False
@@ -122,20 +152,20 @@ class TrinitySyncCallback(TrainerCallback):
             "optim": parts["optimizer"].state_dict(),
             "extra_state": {
                 "lr_scheduler": parts["lr_scheduler"].state_dict(),
-                "rng": rng_state(),
+                "rng": get_rng_state(),
                 "trainer_state": json.dumps(asdict(state)),
             },
         }
-        self._opened().save(state.global_step, states, keep=args.save_total_limit or 0)
+        self._get_coordinator().save(state.global_step, states, keep=args.save_total_limit or 0)
 
-    def _opened(self) -> CheckpointCoordinator:
-        if self._saves is None:
-            self._saves = CheckpointCoordinator(self._root, **self._arguments)
-        return self._saves
+    def _get_coordinator(self) -> CheckpointCoordinator:
+        if self._coordinator is None:
+            self._coordinator = CheckpointCoordinator(self._root, **self._arguments)
+        return self._coordinator
 
 
-def rng_state() -> dict[str, Any]:
-    """Random-number states of this process, by the names that `Trainer` uses."""
+def get_rng_state() -> dict[str, Any]:
+    """Return the RNG states of this process, by the names that `Trainer` uses."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,8 +1,8 @@
-"""A callback for Lightning's `Trainer`: it saves by steps, and loads what ``ckpt_path`` names.
+"""Callback for Lightning's `Trainer`: saves every few steps, and loads what ``ckpt_path`` names.
 
-Lightning gathers a checkpoint and gives it to the `CheckpointIO` of its strategy; ours hands it
-over in place of writing a file. Random-number states, which Lightning does not save, travel with
-the callback's own state, and are put back before the first batch after a resume.
+Lightning collects a checkpoint and passes it to the `CheckpointIO` of its strategy; ours submits it
+instead of writing a file. RNG states, which Lightning does not save, are part of the callback's
+state, and are restored before the first batch after a resume.
 """
 
 import random
@@ -25,13 +25,16 @@ _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 class TrinitySyncCallback(Callback):
-    """Saves of one Lightning `Trainer` in one process.
+    """Saves the checkpoints of a Lightning `Trainer` in one process.
 
     Args:
-        root: the job's folder.
-        every_n_steps: optimizer steps between two saves; the last step is saved, too.
-        keep: steps that are left once a newer one is committed; 0 leaves all.
-        coordinator: further arguments of `CheckpointCoordinator`.
+        root: the job's root.
+        every_n_steps: optimizer steps between two saves; the last step is saved as well.
+        keep: number of steps to keep once a newer one is committed; 0 keeps all.
+        coordinator: additional arguments of `CheckpointCoordinator`.
+
+    Raises:
+        ConfigError: ``every_n_steps`` is less than 1.
 
     Example::
 
@@ -44,26 +47,31 @@ class TrinitySyncCallback(Callback):
         self, root: str | Path, *, every_n_steps: int, keep: int = 0, **coordinator: Any
     ) -> None:
         if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps={every_n_steps}; save every 1 or more steps")
+            raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self._root = Path(root).resolve()
         self._every_n_steps = every_n_steps
         self._arguments = coordinator
         self._keep = keep
-        self._saves: CheckpointCoordinator | None = None
+        self._coordinator: CheckpointCoordinator | None = None
         self._saved = -1
         self._rng: dict[str, Any] | None = None
 
     def latest(self, *, settle_s: float = 0.0) -> str | None:
-        """Folder of the newest committed step, for ``ckpt_path``; None for a fresh start.
+        """Return the folder of the newest committed step, for ``ckpt_path``; None if there is none.
 
         Args:
-            settle_s: seconds to wait first for saves that a run before handed over on this node.
+            settle_s: seconds to wait for saves that an earlier run submitted on this node.
         """
-        newest = self.opened().latest(settle_s=settle_s)
+        newest = self.get_coordinator().latest(settle_s=settle_s)
         return str(newest) if newest else None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have checkpoints go through trinity_sync.
+        """Replace the `CheckpointIO` of the trainer's strategy.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+            stage: not used.
 
         Raises:
             ConfigError: the trainer has several processes.
@@ -71,16 +79,23 @@ class TrinitySyncCallback(Callback):
         if trainer.world_size > 1:
             raise ConfigError(
                 f"{type(self).__name__} saves for one process, and this trainer has "
-                f"{trainer.world_size}; leave it out, or save by a coordinator of your own"
+                f"{trainer.world_size}; leave it out, or save with a coordinator of your own"
             )
-        if not isinstance(trainer.strategy.checkpoint_io, _HandsOver):
-            theirs = trainer.strategy.checkpoint_io
-            trainer.strategy.checkpoint_io = _HandsOver(self, theirs, self._root, self._keep)
+        if not isinstance(trainer.strategy.checkpoint_io, _SubmittingIO):
+            original = trainer.strategy.checkpoint_io
+            trainer.strategy.checkpoint_io = _SubmittingIO(self, original, self._root, self._keep)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Go on with the random numbers of the step that was resumed from."""
+        """Restore the RNG states of the step that was resumed from.
+
+        Args:
+            trainer: not used.
+            pl_module: not used.
+            batch: not used.
+            batch_idx: not used.
+        """
         if self._rng is not None:
             random.setstate(self._rng["python"])
             np.random.set_state(self._rng["numpy"])
@@ -92,25 +107,37 @@ class TrinitySyncCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, if it is time to."""
+        """Save every ``every_n_steps`` steps.
+
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+            outputs: not used.
+            batch: not used.
+            batch_idx: not used.
+        """
         if trainer.global_step % self._every_n_steps == 0:
             self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, and wait until all saves are committed.
 
+        Args:
+            trainer: Lightning's trainer.
+            pl_module: not used.
+
         Raises:
-            SaveFailedError: one was not.
+            SaveFailedError: a save failed.
         """
         self._save(trainer)
-        saves, self._saves = self.opened(), None
+        coordinator, self._coordinator = self.get_coordinator(), None
         try:
-            saves.wait_all()
+            coordinator.wait_all()
         finally:
-            saves.close()
+            coordinator.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Random-number states of this process."""
+        """Return the RNG states of this process."""
         states: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -121,14 +148,14 @@ class TrinitySyncCallback(Callback):
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, before the next batch."""
+        """Restore the RNG states that `state_dict` returned, before the next batch."""
         self._rng = state_dict
 
-    def opened(self) -> CheckpointCoordinator:
-        """The job's coordinator, made when it is needed first."""
-        if self._saves is None:
-            self._saves = CheckpointCoordinator(self._root, **self._arguments)
-        return self._saves
+    def get_coordinator(self) -> CheckpointCoordinator:
+        """Return the job's coordinator, which the first call makes."""
+        if self._coordinator is None:
+            self._coordinator = CheckpointCoordinator(self._root, **self._arguments)
+        return self._coordinator
 
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
@@ -137,19 +164,19 @@ class TrinitySyncCallback(Callback):
             self._saved = step
 
 
-class _HandsOver(CheckpointIO):
-    """Hands checkpoints below the root over; those elsewhere are for Lightning's own."""
+class _SubmittingIO(CheckpointIO):
+    """Submits checkpoints below the root; others are written by the original `CheckpointIO`."""
 
     def __init__(
-        self, callback: TrinitySyncCallback, theirs: CheckpointIO, root: Path, keep: int
+        self, callback: TrinitySyncCallback, original: CheckpointIO, root: Path, keep: int
     ) -> None:
-        self._callback, self._theirs, self._root, self._keep = callback, theirs, root, keep
+        self._callback, self._original, self._root, self._keep = callback, original, root, keep
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
         if (step := self._step_of(path)) is None:
-            self._theirs.save_checkpoint(checkpoint, path, storage_options)
+            self._original.save_checkpoint(checkpoint, path, storage_options)
             return
         rest = {k: v for k, v in checkpoint.items() if k not in (_WEIGHTS, _OPTIMIZERS)}
         states = {
@@ -157,12 +184,12 @@ class _HandsOver(CheckpointIO):
             "optim": checkpoint[_OPTIMIZERS],
             "extra_state": rest,
         }
-        self._callback.opened().save(step, states, keep=self._keep)
+        self._callback.get_coordinator().save(step, states, keep=self._keep)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
         if (step := self._step_of(path)) is None:
-            return self._theirs.load_checkpoint(path, *arguments, **named)
-        states = self._callback.opened().load(step)
+            return self._original.load_checkpoint(path, *arguments, **named)
+        states = self._callback.get_coordinator().load(step)
         return {
             **states["extra_state"],
             _WEIGHTS: states["model"],
@@ -170,7 +197,7 @@ class _HandsOver(CheckpointIO):
         }
 
     def remove_checkpoint(self, path: Any) -> None:
-        self._theirs.remove_checkpoint(path)
+        self._original.remove_checkpoint(path)
 
     def _step_of(self, path: Any) -> int | None:
         folder = Path(path)

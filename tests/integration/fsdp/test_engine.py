@@ -113,7 +113,7 @@ def test_a_sync_brings_the_files_that_the_merger_needs(
     assert "actor/huggingface/tokenizer.json" in names
 
 
-def test_a_sync_that_could_not_be_staged_is_not_said_to_be_handed_over(
+def test_a_sync_that_could_not_be_staged_is_not_logged_as_submitted(
     policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings(spool=tmp_path / "spool", slots=1, slot_wait_s=0.1)
@@ -131,7 +131,7 @@ def test_a_sync_that_could_not_be_staged_is_not_said_to_be_handed_over(
             sync(2)
         with pytest.raises(SaveFailedError, match="step 2"):
             saves.wait_all()
-    assert "weights of step 1 handed over" in caplog.text
+    assert "weights of step 1 submitted" in caplog.text
     assert "weights of step 2" not in caplog.text
 
 

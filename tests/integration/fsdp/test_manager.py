@@ -77,14 +77,14 @@ def test_the_first_state_dict_before_any_save_only_announces_its_version(
 ) -> None:
     manager = new_run()
     assert manager.save_state_dict(path(root, 0), 0) is None
-    assert manager.announced_version == 0
+    assert manager.initial_version == 0
     assert manager.save_state_dict(path(root, 1), 1) is not None
     manager.wait_on_save_thread()
     assert read_latest_pointer(root, "state_dict") == 1
     assert read_manifest(root, 0) is None
 
 
-def test_an_announced_version_can_still_be_saved_as_a_checkpoint(
+def test_the_initial_version_can_still_be_saved_as_a_checkpoint(
     new_run: MakeManager, root: Path
 ) -> None:
     manager = new_run()

@@ -1,1 +1,1 @@
-"""Trinity-RFT: `switch` puts saves and weight syncs of ours into its trainer and explorer."""
+"""Trinity-RFT: `switch` replaces the saves and weight syncs of its trainer and explorer."""

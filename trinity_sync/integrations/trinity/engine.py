@@ -1,7 +1,7 @@
-"""Trinity's engine of its trainer, with saves of ours.
+"""The engine of Trinity's trainer, saving through trinity_sync.
 
-Trinity deletes what is too old before the new checkpoint is whole, and its monitor counts saves to
-know when to move the iteration files. Here the workers hand over, and the commit does both.
+Trinity deletes old checkpoints before the new one is complete, and its monitor counts saves to
+decide when to update the latest pointers. Here the workers submit saves, and the commit does both.
 """
 
 import asyncio
@@ -14,43 +14,51 @@ from trinity.trainer.verl import trainer as theirs
 
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.trinity.job import POSITION, Job, read_position
-from trinity_sync.integrations.verl.manager import bring_attachment
+from trinity_sync.integrations.verl.manager import restore_attachment
 from trinity_sync.layout import MANIFEST, step_folder
 
 
 class NoMonitor:
-    """In the place of Trinity's CheckpointMonitor: commits are the flow's, and nobody counts."""
+    """Replaces Trinity's CheckpointMonitor: the save's flow updates the latest pointers."""
 
     @classmethod
     def get_actor(cls, *_: Any, **__: Any) -> None:
-        """There is none."""
+        """Return None: there is no monitor.
+
+        Args:
+            _: not used.
+            __: not used.
+        """
 
 
 class Engine(theirs.VERLTrainer):
-    """What Trinity's trainer calls to train, save and sync."""
+    """Engine that Trinity's trainer calls to train, save and sync."""
 
     def __init__(self, global_config: Any) -> None:
-        """Bring the position of the step that will be loaded; the trainer reads it right after."""
+        """Restore the data position of the step to load, which the trainer reads next."""
         algorithm = ALGORITHM_TYPE.get(global_config.algorithm.algorithm_type)
         self._job = Job.from_config(global_config, critic=algorithm.use_critic)
-        self._began_at = self._handed_over = -1
+        self._initial_step = self._submitted_step = -1
         if global_config.continue_from_checkpoint:
             newest = theirs.find_latest_ckpt_path(self._job.root)
             if newest is not None:
-                bring_attachment(Path(newest), POSITION, Path(self._job.position))
+                restore_attachment(Path(newest), POSITION, Path(self._job.position))
         super().__init__(global_config)
 
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Hand the step over.
+        """Submit the step.
 
         Args:
-            block_until_saved: return once all is committed; raises `SaveFailedError`.
-            save_as_hf: have the model written in Hugging Face's format, too, after the commit.
+            block_until_saved: wait until all saves are committed.
+            save_as_hf: also write the model in Hugging Face format, after the commit.
+
+        Raises:
+            SaveFailedError: a save failed, if ``block_until_saved``.
         """
         step = self.global_steps
-        if step != self._handed_over and not self._has_committed_start():
+        if step != self._submitted_step and not self._has_committed_start():
             folder = step_folder(self._job.root, step)
             self.actor_rollout_wg.save_checkpoint(
                 local_path=str(folder / "actor"),
@@ -64,35 +72,35 @@ class Engine(theirs.VERLTrainer):
                     global_step=step,
                     max_ckpt_to_keep=self._job.keep,
                 )
-            self._handed_over = step
+            self._submitted_step = step
         if block_until_saved:
             await self.wait_for_save()
-            if save_as_hf:  # where the step went without it before; else it is there
+            if save_as_hf:  # the step may have been submitted without it before
                 await asyncio.to_thread(export_step, self._job.root, step)
 
     async def save_state_dict(self) -> None:
-        """Hand the weights over for a sync; those that this run began with are there already."""
-        if self.global_steps != self._began_at:
+        """Submit the weights for a sync; those that this run loaded are committed already."""
+        if self.global_steps != self._initial_step:
             folder = step_folder(self._job.root, self.global_steps)
             self.actor_rollout_wg.save_state_dict(
                 str(folder / "actor"), global_step=self.global_steps
             )
-        elif not self._has_committed_start():  # Trinity saved it, which the Synchronizer cannot see
-            await self._tell()
+        elif not self._has_committed_start():  # Trinity saved it, without a commit
+            await self._record_version()
 
     def sync_weight_nccl(self) -> None:
-        """Broadcast the weights, which are a version once that has succeeded."""
+        """Broadcast the weights, and record the version after that."""
         super().sync_weight_nccl()
-        self._tell()
+        self._record_version()
 
     async def wait_for_save(self) -> None:
-        """Wait for all commits; raises `SaveFailedError`."""
+        """Wait until all saves are committed; raises `SaveFailedError`."""
         self.actor_rollout_wg.wait_on_save_thread()
         if self.use_critic:
             self.critic_wg.wait_on_save_thread()
 
-    def _tell(self) -> Any:
-        """Have the Synchronizer know that this step's weights can be had; a Ray reference."""
+    def _record_version(self) -> Any:
+        """Record this step's weights in the Synchronizer; return the object reference."""
         namespace = self.global_config.synchronizer.ray_namespace
         synchronizer = Synchronizer.get_actor(namespace=namespace)
         return synchronizer.set_model_state_dict.remote(None, self.global_steps)
@@ -102,9 +110,11 @@ class Engine(theirs.VERLTrainer):
         if self.use_critic:
             self.critic_wg.use_trinity_sync(self._job)
         super()._load_checkpoint()
-        self._began_at = self.global_steps
+        self._initial_step = self.global_steps
 
     def _has_committed_start(self) -> bool:
-        """Whether the model is what this run loaded, from a commit."""
+        """Return whether the model is unchanged since this run loaded it from a commit."""
         step = self.global_steps
-        return step == self._began_at and (step_folder(self._job.root, step) / MANIFEST).exists()
+        return (
+            step == self._initial_step and (step_folder(self._job.root, step) / MANIFEST).exists()
+        )

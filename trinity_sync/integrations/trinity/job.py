@@ -1,4 +1,4 @@
-"""What a Trinity config means for us: a job's settings by Trinity's names, and what is refused."""
+"""A job's settings from a Trinity config, and the configs that are not supported."""
 
 import functools
 import json
@@ -20,29 +20,29 @@ POSITION = "trainer_meta.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What trainer and workers have in common; it travels to the workers."""
+    """Settings that the trainer sends to its workers."""
 
     root: str
     """``checkpoint_job_dir``, as an absolute path."""
     run_key: str
     roles: tuple[str, ...]
     save_strategy: str
-    """``trainer.save_strategy``; ours have the same names."""
+    """``trainer.save_strategy``, whose names trinity_sync uses."""
     keep: int
     """``trainer.max_checkpoints_to_keep``; 0 keeps all."""
     position: str
-    """The file in which Trinity's trainer keeps its position in its data."""
+    """Path of the file with the trainer's position in its data."""
 
     @classmethod
     def from_config(cls, config: Any, *, critic: bool) -> "Job":
         """Return the job of a new run.
 
         Args:
-            config: Trinity's, checked by itself.
+            config: Trinity's config, validated by Trinity.
             critic: whether a critic is trained.
 
         Raises:
-            ConfigError: as `require_supported`.
+            ConfigError: the config is not supported.
         """
         require_supported(config)
         root, trainer = Path(config.checkpoint_job_dir).resolve(), config.trainer
@@ -64,10 +64,10 @@ class Job:
 
 
 def require_supported(config: Any) -> None:
-    """See that what the config asks for can be had.
+    """Require that trinity_sync supports a Trinity config.
 
     Raises:
-        ConfigError: it cannot; all that is in the way is named.
+        ConfigError: it does not; the message names all unsupported settings.
     """
     trainer, rollout = config.trainer, config.explorer.rollout_model
     from_disk = config.synchronizer.sync_method.value == "checkpoint"
@@ -81,16 +81,16 @@ def require_supported(config: Any) -> None:
             rollout.engine_type == "sglang" and from_disk
         ),
     }
-    if unable := [name for name, wanted in asked.items() if wanted]:
+    if unsupported := [name for name, wanted in asked.items() if wanted]:
         raise ConfigError(
             f"{config.checkpoint_job_dir}: trinity_sync does not save with "
-            f"{', '.join(unable)}; change that, or unset TRINITY_PLUGIN_DIRS and Trinity saves by "
-            "itself"
+            f"{', '.join(unsupported)}; change that, or unset TRINITY_PLUGIN_DIRS to "
+            "save with Trinity itself"
         )
 
 
 def wrap_get_envs(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:
-    """Wrap Trinity's ``get_envs``: add the variables that our Ray processes need."""
+    """Wrap Trinity's ``get_envs``: add the environment variables of trinity_sync."""
 
     @functools.wraps(original)
     def get_envs(config: Any) -> dict[str, str]:
@@ -106,7 +106,7 @@ _newest: list[weakref.ref[Any]] = []
 def wrap_sample_strategy_init(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap Trinity's ``SampleStrategy.__init__``: record the trainer's for `read_position`.
 
-    The trainer is a Ray actor, whose methods nobody can change any more when plugins are loaded.
+    The trainer is a Ray actor, whose methods cannot be changed once plugins are loaded.
     """
 
     @functools.wraps(original)

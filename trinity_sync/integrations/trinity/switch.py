@@ -1,21 +1,21 @@
-"""The switch for Trinity-RFT 0.6: one variable, no fork.
+"""The switch for Trinity-RFT 0.6: one environment variable, no fork.
 
 ::
 
     export TRINITY_PLUGIN_DIRS="$(python -m trinity_sync.integrations.trinity.switch)"
     trinity run --config my.yaml
 
-Trinity's launcher, trainer and explorers load the plugins of that folder first of all, and the one
-in it imports this module, which is the switch. A few names of Trinity's modules become ours
-(`CHANGES`), each right after Trinity has imported the module; this module itself imports nothing
-heavy. The trainer's worker processes need no switch: they are started with classes of ours. Nor do
-those that serve the model: they look the Synchronizer up under Trinity's name, which ours has.
+Trinity's launcher, trainer and explorers load the plugins of that folder first, and its plugin
+imports this module, which is the switch. A few names of Trinity's modules are replaced (`PATCHES`),
+each right after Trinity has imported the module; this module itself imports nothing heavy. The
+trainer's worker processes need no switch: they are started with our classes. Nor do those that
+serve the model: they look the Synchronizer up by Trinity's name, which ours has.
 """
 
 from pathlib import Path
 from types import ModuleType
 
-from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+from trinity_sync.integrations.after_import import Patch, patch_after_import, rebind
 
 PLUGINS = Path(__file__).parent / "plugin"
 
@@ -58,17 +58,17 @@ def _resume(module: ModuleType) -> None:
     rebind(module, "find_latest_ckpt_path", ours, within=["verl", "trinity"])
 
 
-CHANGES: dict[str, Change] = {
+PATCHES: dict[str, Patch] = {
     "trinity.algorithm.sample_strategy.sample_strategy": _position,
     "trinity.common.config": _launch,
     "trinity.manager.synchronizer": _synchronizer,
     "trinity.trainer.verl.trainer": _engine,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
 }
-"""What is done to a module of Trinity or veRL, once it has been imported."""
+"""Patch of each module of Trinity or veRL, by the module's name."""
 
 
 if __name__ == "__main__":
     print(PLUGINS)
 else:
-    change_after_import(CHANGES)
+    patch_after_import(PATCHES)

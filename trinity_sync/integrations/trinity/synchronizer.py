@@ -1,6 +1,6 @@
-"""Our Synchronizer in the place of Trinity's: under its name, with its life and all its methods.
+"""The Synchronizer in Trinity-RFT, with the name, lifetime and methods of Trinity's.
 
-A job's only one is called ``synchronizer`` in the job's Ray namespace, where all of Trinity's
+The job's actor is named ``synchronizer`` in the job's Ray namespace, where all of Trinity's
 processes look it up. It ends with the last trainer or explorer, as Trinity's does.
 """
 
@@ -33,21 +33,26 @@ Named = tuple[str, torch.Tensor]
 
 
 class TrinitySynchronizer(Synchronizer):
-    """See the module; methods are those of the Ray actor."""
+    """Synchronizer that replaces Trinity's; its methods are those of the Ray actor."""
 
     @classmethod
     def get_actor(cls, config: Any = None, namespace: str | None = None, **other: Any) -> Any:
-        """As Trinity's: it is made where a config is given, and looked up else.
+        """Return the job's Synchronizer; with a config, start it if there is none.
+
+        Args:
+            config: Trinity's config; without it, the actor is only looked up.
+            namespace: Ray namespace, instead of the config's.
+            other: arguments of `Synchronizer.get_actor`.
 
         Raises:
-            ConfigError: the config asks for what trinity_sync cannot do, or another Synchronizer
-                is there under this name.
-            ValueError: there is none.
+            ConfigError: trinity_sync does not support the config, or another job's Synchronizer is
+                in the namespace.
+            ValueError: there is no config and no Synchronizer.
         """
         if config is None:
             return ray.get_actor(NAME, namespace=namespace)
         require_supported(config)
-        wanted, found = resolve_root(config.checkpoint_job_dir), _served_in(config.ray_namespace)
+        wanted, found = resolve_root(config.checkpoint_job_dir), _find_root_in(config.ray_namespace)
         if found not in (None, wanted):
             raise ConfigError(
                 f"Ray namespace {config.ray_namespace!r} has a Synchronizer already ({found}), and "
@@ -62,59 +67,68 @@ class TrinitySynchronizer(Synchronizer):
 
     @classmethod
     def name_for(cls, root: str) -> str:
-        """Trinity's name; the namespace is the job's."""
+        """Return Trinity's name; the namespace is the job's."""
         return NAME
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._modules: set[Any] = set()
-        self._told = 0
-        """The version of which an explorer was told last."""
+        self._returned_version = 0
+        """Step of the version that `wait_new_model_state_dict` returned last."""
         self._leases: dict[str, Lease] = {}
-        """Explorer -> the committed step that it was told of last, and may be loading."""
+        """Lease of the committed step that each explorer may be loading, by its name."""
         self._removing = asyncio.Lock()
 
-    async def job(self) -> str:
-        """The root of the job."""
+    async def get_root(self) -> str:
+        """Return the job's root."""
         return self._root
 
     async def add_module(self, module_ref: Any) -> None:
-        """Trinity's: live as long as this trainer or explorer does."""
+        """Trinity's: keep the actor alive as long as this trainer or explorer."""
         first = not self._modules
         self._modules.add(module_ref)
         if first:
-            self._in_background(self._end_with_the_last())
+            self._in_background(self._stop_after_modules())
 
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None
     ) -> int:
-        """As ours; a committed step that an explorer is told of stays until it asks again.
+        """Wait as `Synchronizer` does, and lease a committed step until the explorer's next call.
 
-        Trinity's explorer loads it by itself, within ``sync_timeout``, and takes no lease.
+        Trinity's explorer loads the step by itself, within ``sync_timeout``, without a lease.
+
+        Args:
+            current_version: step of the version that the explorer has.
+            no_wait: return at once.
+            explorer: name of the explorer; by default the one in the settings.
+
+        Returns:
+            Step of the newest version.
         """
         name = explorer or self._settings.explorer
         if lease := self._leases.pop(name, None):
             await asyncio.to_thread(lease.release)
         number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
-        self._told = number
+        self._returned_version = number
         newest = self._registry.versions.newest("checkpoint")
         if newest and number == newest.step > current_version:
             await self._lease(name, number)
         return number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Trinity's: names and whole tensors of a version in memory, one by one.
+        """Trinity's: yield names and full tensors of a version in memory, one at a time.
 
-        It is the one that the explorer was told of, and by whose number it calls its rollouts; the
-        newest, if that one is overwritten.
+        It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
+        its rollouts, or the newest, if that version was overwritten.
         """
-        memory, (given, state) = self._registry.versions.newest("memory"), self._state
-        if memory is None or (state is not None and given >= memory.step):
+        memory, (given_step, state) = self._registry.versions.newest("memory"), self._state
+        if memory is None or (state is not None and given_step >= memory.step):
             async for named in super().get_model_state_dict_iterator():
                 yield named
             return
-        told = self._registry.versions.find(self._told, "memory") or memory
-        tensors = _tensors(WeightReader(ray.get_runtime_context().current_actor, name=NAME), told)
+        version = self._registry.versions.find(self._returned_version, "memory") or memory
+        reader = WeightReader(ray.get_runtime_context().current_actor, name=NAME)
+        tensors = _iter_tensors(reader, version)
         try:
             while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:
                 yield item
@@ -122,8 +136,8 @@ class TrinitySynchronizer(Synchronizer):
             await asyncio.to_thread(tensors.close)
 
     def _on_newer_commit(self) -> None:
-        """Remove what held weights only and is superseded, as Trinity does."""
-        self._in_background(self._let_go())
+        """Remove older syncs, as Trinity does."""
+        self._in_background(self._remove_older_syncs())
 
     async def _lease(self, name: str, step: int) -> None:
         limit = self._settings.timeout_s
@@ -131,22 +145,24 @@ class TrinitySynchronizer(Synchronizer):
             self._leases[name] = await asyncio.to_thread(
                 acquire_lease, self._root, step, name, ttl_s=limit
             )
-        except (TrinitySyncError, OSError) as error:  # the explorer will say what is wrong with it
+        except (TrinitySyncError, OSError) as error:  # loading will raise it in the explorer
             logger.warning(
-                "step %d is not held for %s, and may be removed while it is loaded: %s",
+                "cannot lease step %d for %s, which may be removed while it is loaded: %s",
                 step,
                 name,
                 error,
             )
 
-    async def _let_go(self) -> None:
+    async def _remove_older_syncs(self) -> None:
         async with self._removing:
             try:
-                await asyncio.to_thread(_remove_superseded_syncs, self._root)
-            except (TrinitySyncError, OSError) as error:  # the hourly retention tries it again
-                logger.warning("older weights of %s stay for now: %s", self._root, error)
+                await asyncio.to_thread(_prune_syncs, self._root)
+            except (TrinitySyncError, OSError) as error:  # the retention schedule tries again
+                logger.warning(
+                    "cannot remove older syncs of %s, retention will retry: %s", self._root, error
+                )
 
-    async def _end_with_the_last(self) -> None:
+    async def _stop_after_modules(self) -> None:
         while self._modules:
             for module in list(self._modules):
                 if await wait_for_death(module):
@@ -155,21 +171,23 @@ class TrinitySynchronizer(Synchronizer):
         ray.get_runtime_context().current_actor.stop.remote()
 
 
-def _served_in(namespace: str) -> str | None:
-    """The root of the job whose Synchronizer is in a namespace; None if there is none."""
+def _find_root_in(namespace: str) -> str | None:
+    """Return the root of the Synchronizer in a namespace; None if there is none."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)
-        return str(ray.get(actor.job.remote())) if hasattr(actor, "job") else "Trinity's own"
-    except (ValueError, ray.exceptions.RayActorError):  # the last run's may be about to end
+        return (
+            str(ray.get(actor.get_root.remote())) if hasattr(actor, "get_root") else "Trinity's own"
+        )
+    except (ValueError, ray.exceptions.RayActorError):  # that of the last run may be stopping
         return None
 
 
-def _tensors(reader: WeightReader, version: Version) -> Generator[Named, None, None]:
+def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, None, None]:
     with reader, reader.open(version) as view:
         yield from view.iter_tensors()
 
 
-def _remove_superseded_syncs(root: str) -> None:
+def _prune_syncs(root: str) -> None:
     settings = Settings()
     rules = Rules(checkpoints=All(), syncs=parse_policy(settings.keep_syncs))
     prune(root, rules, time.time(), spool=settings.spool, recycle=settings.recycle)

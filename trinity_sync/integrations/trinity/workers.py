@@ -1,4 +1,4 @@
-"""The worker classes of Trinity's trainer, with saves of ours; its worker processes import them."""
+"""Worker classes of Trinity's trainer, saving through trinity_sync."""
 
 import torch.distributed as dist
 from trinity.manager.synchronizer import Synchronizer
@@ -15,14 +15,14 @@ from trinity_sync.integrations.trinity.job import POSITION, Job
 
 
 class ActorWorker(TrinityActorRolloutRefWorker):
-    """A rank of the actor."""
+    """Worker of the actor, one for each rank."""
 
     _job: Job
     _manager: FSDPCheckpointManager
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_trinity_sync(self, job: Job) -> None:
-        """Save and load through trinity_sync from now on."""
+        """Make the engine save and load through trinity_sync."""
         self._job, self._coordinator = job, job.coordinator()
         self._manager = use_trinity_sync(self.actor.engine, self._coordinator)
 
@@ -34,7 +34,14 @@ class ActorWorker(TrinityActorRolloutRefWorker):
         save_as_hf: bool = False,
         position: bytes | None = None,
     ) -> None:
-        """Hand the step over; it is committed with ``position``, and the oldest go after that."""
+        """Submit the step; older steps are removed after its commit.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/actor``.
+            global_step: training step, the N of the path.
+            save_as_hf: also write the model in Hugging Face format, after the commit.
+            position: the trainer's position in its data, committed with the step.
+        """
         if position is not None and dist.get_rank() == 0:
             self._coordinator.attach(POSITION, position, step=global_step)
         with self._save_hf_checkpoint_if_requested(save_as_hf):
@@ -44,33 +51,38 @@ class ActorWorker(TrinityActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state_dict(self, local_path: str, global_step: int = 0) -> None:
-        """Hand the weights over for a sync through the disk."""
+        """Submit the weights for a sync through commits.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/actor``.
+            global_step: training step, the N of the path.
+        """
         engine = self.actor.engine
         fsdp_save_state_dict(engine, local_path, global_step, self._coordinator, self.logger)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def upload_state_dict(self, global_step: int = 0) -> None:
-        """Let explorers have the weights from shared memory."""
+        """Publish the weights in shared memory."""
         synchronizer = Synchronizer.get_actor(namespace=self._ray_namespace)
         fsdp_upload_state_dict(self.actor.engine, synchronizer, global_step, self.logger)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:
-        """Wait for all commits; raises `SaveFailedError`."""
+        """Wait until all saves are committed; raises `SaveFailedError`."""
         self._manager.wait_on_save_thread()
 
 
 class CriticWorker(TrinityCriticWorker):
-    """A rank of the critic."""
+    """Worker of the critic, one for each rank."""
 
     _manager: FSDPCheckpointManager
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_trinity_sync(self, job: Job) -> None:
-        """Save and load through trinity_sync from now on."""
+        """Make the engine save and load through trinity_sync."""
         self._manager = use_trinity_sync(self.engine, job.coordinator())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:
-        """Wait for all commits; raises `SaveFailedError`."""
+        """Wait until all saves are committed; raises `SaveFailedError`."""
         self._manager.wait_on_save_thread()

@@ -1,13 +1,13 @@
-"""What veRL's drivers do around a checkpoint, with ours in its place.
+"""Wrappers for the functions with which veRL's drivers save and resume.
 
-veRL's driver has the workers save, then writes ``data.pt`` (the dataloader's position) and the
-iteration file by itself. With a save that is committed later, that order is wrong in both: a killed
-driver would leave a committed step without its data, or an iteration file that names a step which
-nobody has committed. So the driver's own files come first here, the hand-over last, and the
-iteration file is left to the commit (veRL's ``async_save``).
+veRL's driver makes the workers save, then writes ``data.pt`` (the dataloader's position) and the
+latest pointer itself. With a save that is committed later, that order is wrong twice: a killed
+driver would leave a committed step without its data, or a pointer to a step that is not committed.
+So the driver's own files are written first here, the save is submitted last, and the commit updates
+the pointer (veRL's ``async_save``).
 
-`switch` puts these into veRL while the modules concerned are imported, so this module imports
-nothing of veRL by itself. `manager` has the workers' manager.
+`switch` installs the wrappers while veRL's modules are imported, so this module imports nothing of
+veRL itself. `manager` has the workers' checkpoint manager.
 """
 
 import functools
@@ -27,16 +27,16 @@ from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 SETTLE_S = 60.0
-"""Seconds for which a resume waits for what the run before handed over on its node."""
+"""Seconds for which a resume waits for saves that an earlier run submitted on its node."""
 
 WAIT = "async_calls_finalize_fn_exec"
-"""veRL's name for what its trainers call before each step, and blocking after the last one."""
+"""Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
 
 ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save"
 
 
 def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Wrap veRL's ``find_latest_ckpt_path``: wait for saves in flight, go by commits."""
+    """Wrap veRL's ``find_latest_ckpt_path``: wait for saves in flight, return committed steps."""
 
     @functools.wraps(original)
     def find_latest_ckpt_path(
@@ -59,14 +59,14 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
 
 
 def _was_saved_by_verl(root: Path, step: int | None) -> bool:
-    """Whether the iteration file names a step of a run without us; it never runs ahead of ours."""
+    """Return whether the latest pointer names a step that veRL saved without trinity_sync."""
     return step is not None and is_foreign(step_folder(root, step))
 
 
 def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap a trainer's ``_save_checkpoint``: its own files first, then workers, then callbacks.
 
-    Where veRL saves because its time on the machine ends soon (ESI), it waits for the commit.
+    If veRL saves because its instance expires soon (ESI), the wrapper waits for the commit.
     """
 
     @functools.wraps(original)
@@ -75,14 +75,14 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
             return original(trainer)
         OmegaConf.update(trainer.config, ASYNC_SAVE, True, force_add=True)
         groups = [trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])]
-        put_off: list[Callable[[], Any]] = []
+        deferred: list[Callable[[], Any]] = []
         with ExitStack() as meanwhile:
             for group in groups:
-                meanwhile.enter_context(_put_off(group, "save_checkpoint", put_off))
+                meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
             if callback := getattr(trainer, "checkpoint_callback", None):
-                meanwhile.enter_context(_put_off(callback, "on_save", put_off))
+                meanwhile.enter_context(_defer_calls(callback, "on_save", deferred))
             original(trainer)
-        for call in put_off:
+        for call in deferred:
             call()
         if _expires_soon(trainer):
             getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
@@ -103,7 +103,7 @@ def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_wait_method(worker: type) -> None:
-    """Add the method by which the trainer waits for saves to a worker class that lacks it."""
+    """Add the method with which trainers wait for saves to a worker class that lacks it."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     if hasattr(worker, WAIT):
@@ -124,14 +124,14 @@ def add_wait_method(worker: type) -> None:
 def wrap_get_ppo_ray_runtime_env(
     original: Callable[..., dict[str, Any]], switch: str
 ) -> Callable[..., Any]:
-    """Wrap veRL's ``get_ppo_ray_runtime_env``: add the variables that our processes need.
+    """Wrap veRL's ``get_ppo_ray_runtime_env``: add the environment variables of trinity_sync.
 
-    These are a key of the run, new at each launch and common to actor and critic; the roles of a
-    checkpoint; settings that are no secrets; and the switch itself.
+    These are the key of the run, which is new at each launch and the same for actor and critic; the
+    roles of a checkpoint; settings that are not secret; and the switch itself.
 
     Args:
         original: veRL's function.
-        switch: name of the module that is the switch.
+        switch: name of the switch's module.
     """
 
     @functools.wraps(original)
@@ -152,11 +152,11 @@ def wrap_get_ppo_ray_runtime_env(
 
 
 NOT_FORWARDED = ("TRINITY_SYNC_CATALOG_URL", "TRINITY_SYNC_NODE")
-"""The first may hold a password; the second is this node's own name."""
+"""The first may contain a password; the second is the name of this node."""
 
 
 def read_forwarded_variables() -> dict[str, str]:
-    """Return the variables of this process that processes on other nodes get."""
+    """Return the environment variables that processes on other nodes need."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -179,15 +179,15 @@ def _expires_soon(trainer: Any) -> bool:
     from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 
     longest = getattr(trainer, "max_steps_duration", None)
-    if longest is None:  # this trainer does not look at the end of its time
+    if longest is None:  # this trainer has no expiration
         return False
     spare = trainer.config.trainer.esi_redundant_time
     return bool(should_save_ckpt_esi(max_steps_duration=longest, redundant_time=spare))
 
 
 @contextmanager
-def _put_off(owner: Any, name: str, calls: list[Callable[[], Any]]) -> Iterator[None]:
-    """Note calls of a method meanwhile, in place of making them."""
+def _defer_calls(owner: Any, name: str, calls: list[Callable[[], Any]]) -> Iterator[None]:
+    """Collect the calls of a method within the block instead of making them."""
     method, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, lambda *args, **kwargs: calls.append(lambda: method(*args, **kwargs)))
     try:

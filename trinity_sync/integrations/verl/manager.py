@@ -1,4 +1,4 @@
-"""The workers' side of veRL's trainers: the manager that their FSDP engines make."""
+"""The checkpoint manager that FSDP engines make in the workers of veRL's trainers."""
 
 import logging
 from pathlib import Path
@@ -17,19 +17,19 @@ from trinity_sync.storage.restore import load_bytes
 logger = logging.getLogger(__name__)
 
 DATA = "data.pt"
-"""The PPO trainers' name for the dataloader's position, below the step's folder."""
+"""File name of the dataloader's position in the PPO trainers, in the step's folder."""
 
 
 def position_file(rank: int) -> str:
-    """The SFT trainer's name for the position of a rank's dataloader."""
+    """Return the SFT trainer's file name of the position of a rank's dataloader."""
     return f"data_{rank}.pt"
 
 
 class TrainerCheckpointManager(FSDPCheckpointManager):
-    """The manager that veRL's FSDP engine makes; dataloaders' positions are committed with it.
+    """Manager of veRL's FSDP engine, which commits the dataloaders' positions with each step.
 
-    Its coordinator is made at the first save or load, by all ranks of the process group. The SFT
-    trainer knows no roles: its ``<root>/global_step_<N>`` stands for the folder of the first role.
+    All ranks of the process group make its coordinator at the first save or load. The SFT trainer
+    has no roles: its ``<root>/global_step_<N>`` means the folder of the first role.
     """
 
     _has_saved = False
@@ -43,24 +43,34 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
         *,
         hdfs_path: str | None = None,
     ) -> Staged | None:
-        """As `FSDPCheckpointManager.save_checkpoint`, with the positions in the step's folder."""
+        """Submit a save, with the positions in the step's folder.
+
+        Args, results and errors are those of `FSDPCheckpointManager.save_checkpoint`.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
+            global_step: training step, the N of the path.
+            max_ckpt_to_keep: number of checkpoints to keep once this one is committed.
+            save_as_hf: also write the model in Hugging Face format.
+            hdfs_path: not used.
+        """
         if local_path is not None:
-            of_sft = is_step_folder(local_path)
-            local_path = str(_in_role(Path(local_path)))
-            root, role = self._place(local_path, global_step)
-            coordinator = self._coordinator_of(root)
+            is_sft = is_step_folder(local_path)
+            local_path = str(_role_folder(Path(local_path)))
+            root, role = self._split_path(local_path, global_step)
+            coordinator = self._get_coordinator(root)
             if self.rank == 0 and not self._has_saved:
                 self._has_saved = True
-                # a warning, because others do not show by default
+                # a warning, since lower levels are not shown by default
                 logger.warning(
-                    "the %s's checkpoints are saved by trinity_sync, not by veRL; look at them "
-                    "with: trinity-sync ls %s",
+                    "the %s's checkpoints are saved by trinity_sync, not by veRL; list them with: "
+                    "trinity-sync ls %s",
                     role,
                     root,
                 )
-            data = step_folder(root, global_step) / (position_file(self.rank) if of_sft else DATA)
-            mine = (self.rank == 0 or of_sft) and role == coordinator.roles[0]
-            if mine and self._is_new("checkpoint", global_step) and data.exists():
+            data = step_folder(root, global_step) / (position_file(self.rank) if is_sft else DATA)
+            attaches = (self.rank == 0 or is_sft) and role == coordinator.roles[0]
+            if attaches and self._is_new("checkpoint", global_step) and data.exists():
                 coordinator.attach(data.name, data, step=global_step)
         return super().save_checkpoint(
             local_path, global_step, max_ckpt_to_keep, save_as_hf, hdfs_path=hdfs_path
@@ -72,10 +82,16 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """As `FSDPCheckpointManager.load_checkpoint`; positions become what was committed.
+        """Load a step and restore the dataloaders' positions that were committed with it.
+
+        Args:
+            local_path: ``<root>/global_step_<N>/<role>``, or the step's folder; None does nothing.
+            hdfs_path: not used.
+            del_local_after_load: remove downloaded files; local files are never removed.
 
         Raises:
-            ConfigError: also where the SFT trainer has another number of ranks than the step.
+            ConfigError: as `FSDPCheckpointManager.load_checkpoint`, or the SFT trainer has another
+                number of ranks than the step.
         """
         if local_path is None:
             return
@@ -84,50 +100,55 @@ class TrainerCheckpointManager(FSDPCheckpointManager):
         if ours and is_step_folder(given):
             _require_as_many_ranks(given, self.world_size)
         super().load_checkpoint(
-            str(_in_role(given) if ours else given), hdfs_path, del_local_after_load
+            str(_role_folder(given) if ours else given), hdfs_path, del_local_after_load
         )
         if is_step_folder(given):
             name = position_file(self.rank)
             committed = f"rank_{self.rank}/{name}" if self.rank else name
-            bring_attachment(given, committed, given / name)
+            restore_attachment(given, committed, given / name)
         elif self.rank == 0:
-            bring_data(given)
+            restore_data(given)
 
-    def _run_begun_by(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
-        return super()._run_begun_by(_in_role(role_folder))
+    def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
+        return super()._find_resumed_job(_role_folder(role_folder))
 
 
-def _in_role(folder: Path) -> Path:
-    """The folder of the first role in a step's, which is what the SFT trainer names."""
+def _role_folder(folder: Path) -> Path:
+    """Return the first role's folder for a step's folder, which the SFT trainer passes."""
     return folder / Settings().roles[0] if is_step_folder(folder) else folder
 
 
 def _require_as_many_ranks(folder: Path, world_size: int) -> None:
-    """Refuse what would leave the ranks at different places of an epoch, waiting for each other."""
+    """Refuse another number of ranks, whose dataloaders would end an epoch at different times."""
     step = int(folder.name.removeprefix("global_step_"))
     saved_by = max(file.world_size for file in require_committed(folder.parent, step).files)
     if saved_by != world_size:
         raise ConfigError(
             f"step {step} of {folder.parent} was saved by {saved_by} ranks, and this training has "
-            f"{world_size}: the positions of veRL's dataloaders are of no use to another number. "
-            f"Train on {saved_by} ranks, or begin a new job with the weights that "
+            f"{world_size}: the positions of veRL's dataloaders fit the same number of ranks only. "
+            f"Train on {saved_by} ranks, or start a new job with the weights that "
             "verl.model_merger makes of the step"
         )
 
 
-def bring_data(role_folder: Path) -> None:
-    """Put the committed dataloader's position where veRL's driver looks for it.
+def restore_data(role_folder: Path) -> None:
+    """Restore the committed dataloader's position where veRL's driver reads it.
 
-    It is there already, unless the step came from a copy, or a run that was killed wrote another.
+    It differs if the step came from a remote, or if a run was killed after writing another one.
     """
-    bring_attachment(role_folder.parent, DATA, role_folder.parent / DATA)
+    restore_attachment(role_folder.parent, DATA, role_folder.parent / DATA)
 
 
-def bring_attachment(folder: Path, name: str, to: Path) -> None:
-    """Have ``to`` hold what was committed with the step of ``folder`` under that name, if it was.
+def restore_attachment(folder: Path, name: str, to: Path) -> None:
+    """Write an attachment of a committed step to a file, if the step has it.
+
+    Args:
+        folder: the step's folder.
+        name: name of the attachment.
+        to: file to write.
 
     Raises:
-        CommitError: it is damaged.
+        CommitError: the attachment is corrupted.
     """
     if not (folder / MANIFEST).exists():
         return

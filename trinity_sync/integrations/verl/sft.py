@@ -1,12 +1,12 @@
-"""What veRL's SFT trainer does around a checkpoint, with ours in its place.
+"""Wrappers for the functions with which veRL's SFT trainer saves and resumes.
 
 Each of its ranks has a handler, which writes the dataloader's position after the engine's save, and
-on rank 0 the iteration file after that. As in `verl_driver`, the position comes first here, and the
-iteration file is left to the commit.
+on rank 0 the latest pointer after that. As in `driver`, the position is written first here, and the
+commit updates the pointer.
 
-`switch` puts these into veRL while the modules concerned are imported. The trainer is not among
-those: as ``-m verl.trainer.sft_trainer`` it is the program itself. So its end is taken to be where
-it gives the process group up.
+`switch` installs the wrappers while veRL's modules are imported. The trainer itself is not
+imported, since ``-m verl.trainer.sft_trainer`` runs it as the program. So the wrapper that waits
+for commits is on the function with which it destroys the process group.
 """
 
 import functools
@@ -34,15 +34,15 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
     def save_checkpoint(handler: Any, step: int) -> None:
         from trinity_sync.integrations.verl.manager import position_file
 
-        if not _is_ours(handler):
+        if not _uses_trinity_sync(handler):
             return original(handler, step)
         manager = handler.engine.checkpoint_manager
         if manager not in _saving:
             _saving.append(manager)
             if handler.default_hdfs_dir and handler.rank == 0:
                 logger.warning(
-                    "nothing is copied to trainer.default_hdfs_dir=%s, since a step is committed "
-                    "only later; for copies of committed steps set TRINITY_SYNC_REMOTE",
+                    "nothing is copied to trainer.default_hdfs_dir=%s, since steps are committed "
+                    "later; to copy committed steps, set TRINITY_SYNC_REMOTE",
                     handler.default_hdfs_dir,
                 )
         folder = step_folder(handler.default_local_dir, step)
@@ -53,7 +53,7 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
                 torch.save(handler.train_dataloader.state_dict(), position)
             else:  # at the end of an epoch: resumed from there, veRL would skip the next one
                 position.unlink(missing_ok=True)
-        dist.barrier()  # with sequence parallelism, the file that a rank attaches is another's
+        dist.barrier()  # with sequence parallelism, a rank attaches the file of another rank
         handler.engine.save_checkpoint(
             local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
         )
@@ -64,7 +64,7 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable[..., str | None]:
     """Wrap a handler's ``_find_latest_checkpoint``: rank 0 searches and broadcasts the result.
 
-    It searches also where there is no folder yet, since steps may be in a store.
+    It searches even if there is no folder yet, since steps may be in a remote.
     """
 
     @functools.wraps(original)
@@ -73,7 +73,7 @@ def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable
 
         from trinity_sync.client.collective import broadcast_from_rank_0
 
-        if not _is_ours(handler):
+        if not _uses_trinity_sync(handler):
             return original(handler)
         root = Path(handler.default_local_dir)
         return broadcast_from_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
@@ -96,11 +96,11 @@ def wrap_destroy_global_process_group(original: Callable[[], None]) -> Callable[
     return destroy_global_process_group
 
 
-def _is_ours(handler: Any) -> bool:
-    """Whether the handler is that of a rank whose engine saves with us.
+def _uses_trinity_sync(handler: Any) -> bool:
+    """Return whether a handler's engine saves through trinity_sync.
 
     Raises:
-        ConfigError: it is that of ``verl.trainer.sft_trainer_ray``, whose workers are Ray's.
+        ConfigError: the handler is that of ``verl.trainer.sft_trainer_ray``.
     """
     from trinity_sync.integrations.verl.manager import TrainerCheckpointManager
 

@@ -1,14 +1,14 @@
-"""The switch for veRL's own PPO, GRPO and SFT trainers: one variable, no fork.
+"""The switch for veRL's own PPO, GRPO and SFT trainers: one environment variable, no fork.
 
 ::
 
     export VERL_USE_EXTERNAL_MODULES=trinity_sync.integrations.verl.switch
     python -m verl.trainer.main_ppo ...
 
-veRL imports what the variable names in each of its processes, before anything else of its own, and
-importing this module is the switch. A few names of veRL's modules become ours (`CHANGES`), each
-right after veRL has imported the module; this module itself imports nothing heavy. What the names
-do is in `verl_driver`, `verl_sft` and `verl_manager`.
+veRL imports the modules that the variable names in each of its processes, before its own, and
+importing this module is the switch. A few names of veRL's modules are replaced (`PATCHES`), each
+right after veRL has imported the module; this module itself imports nothing heavy. The replacements
+are in `driver`, `sft` and `manager`.
 """
 
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.integrations.after_import import Change, change_after_import, rebind
+from trinity_sync.integrations.after_import import Patch, patch_after_import, rebind
 
 with from_extra("verl"):
     from packaging.version import Version
@@ -86,7 +86,7 @@ def _end(module: ModuleType) -> None:
     rebind(module, "destroy_global_process_group", ours, within=["verl"])
 
 
-CHANGES: dict[str, Change] = {
+PATCHES: dict[str, Patch] = {
     "verl.utils.checkpoint.checkpoint_manager": _resume,
     "verl.utils.checkpoint.checkpoint_handler": _handler,
     "verl.utils.distributed": _end,
@@ -96,7 +96,7 @@ CHANGES: dict[str, Change] = {
     "verl.trainer.ppo.ray_trainer": _trainer,
     "verl.trainer.ppo.v1.trainer_base": _trainer_v1,
 }
-"""What is done to a module of veRL, once it has been imported."""
+"""Patch of each module of veRL, by the module's name."""
 
 
 if Version("0.9.1") > VERL:
@@ -104,4 +104,4 @@ if Version("0.9.1") > VERL:
         f"the switch for veRL's trainers needs veRL 0.9.1, and this is {VERL}; install "
         "it, or unset VERL_USE_EXTERNAL_MODULES"
     )
-change_after_import(CHANGES)
+patch_after_import(PATCHES)

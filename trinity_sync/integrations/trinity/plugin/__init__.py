@@ -1,1 +1,1 @@
-"""The folder for Trinity-RFT's ``TRINITY_PLUGIN_DIRS``; it loads what is in it."""
+"""Plugins that Trinity-RFT loads from ``TRINITY_PLUGIN_DIRS``."""

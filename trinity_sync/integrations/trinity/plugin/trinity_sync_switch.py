@@ -1,7 +1,7 @@
-"""What Trinity's loader of plugins runs: it switches trinity_sync on in this process.
+"""Plugin that switches trinity_sync on in a process of Trinity.
 
-Trinity copies each plugin into its own package, where it finds it at every later start, asked for
-or not. Such a copy does nothing.
+Trinity copies each plugin into its own package and loads it from there at every later start. Such a
+copy does nothing.
 """
 
 from pathlib import Path
