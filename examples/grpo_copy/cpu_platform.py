@@ -1,7 +1,7 @@
 """veRL on CPU: the platform plugin that tells veRL's engine to use ``cpu`` and gloo.
 
-veRL 0.9 knows CUDA, ROCm and Ascend, and takes a machine without any of them for a CUDA machine.
-Its plugin interface is enough to train on CPU, so nothing of veRL is patched here.
+veRL 0.9 supports CUDA, ROCm and Ascend, and treats a machine without any of them as a CUDA machine.
+Its plugin interface is enough to train on CPU, so veRL is not patched.
 """
 
 import os
@@ -16,7 +16,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """A device called ``cpu``, always there, without streams, memory pools or profiler."""
+    """The device ``cpu``, without streams, memory pools or profiler."""
 
     @property
     def device_name(self) -> str:

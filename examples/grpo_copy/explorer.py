@@ -1,10 +1,9 @@
 """The explorer: samples answers with the newest weights that it has loaded.
 
-A process of its own, without veRL. Weights reach it through a `WeightReader`, from the trainer's
-shared memory or from committed saves; or by a broadcast, once it has joined a group with the
-trainer. Either way they are written into the model that it samples with. Its random state, which
-says what prompts come next, goes along with each batch, to be committed with the step that is
-trained on it: the explorer itself may be further by then.
+It is a process of its own, without veRL. It loads weights with a `WeightReader`, from the trainer's
+shared memory or from committed saves, or receives them by broadcast, once it has joined a process
+group with the trainer. Its RNG state, which determines the next prompts, is part of each batch, to
+be committed with the step that is trained on it: the explorer may be ahead by then.
 """
 
 import asyncio
@@ -27,10 +26,10 @@ class Explorer:
 
     Args:
         model: folder of the untrained model, which is version 0.
-        root: root folder of the job whose weights are followed.
-        state: what came with a batch of an earlier explorer, to go on after it; None to begin.
-        deltas: whether to get what changed in them, where that can be had.
-        seed: of prompts and samples, where there is no ``state``.
+        root: the job's root.
+        state: RNG state from a batch of an earlier explorer, to continue after it; None to start.
+        deltas: read differences between versions where possible.
+        seed: seed of prompts and samples, without ``state``.
     """
 
     def __init__(
@@ -53,23 +52,28 @@ class Explorer:
         self.version = 0
 
     def join(self, address: str, port: int) -> None:
-        """Get the weights by broadcast from now on; returns when the trainer has joined, too."""
+        """Receive weights by broadcast from now on; returns when the trainer has joined.
+
+        Args:
+            address: address of the trainer's rank 0.
+            port: its port.
+        """
         self._group = join_weight_group(
             address, port, rank=1, world_size=2, backend="gloo", timeout_s=TIMEOUT_S
         )
 
-    def follow(self, at_least: int) -> int:
-        """Wait for a version of ``at_least`` and load the newest one; returns its step.
+    def load_newest(self, min_step: int) -> int:
+        """Wait for a version of ``min_step`` or later and load the newest; returns its step.
 
         Raises:
-            TimeoutError: there was no such version in time.
+            TimeoutError: there is no such version in time.
         """
         if self._group is not None:
             self.version = receive_into(self._model.state_dict(), self._group)
-        while self.version < at_least:
+        while self.version < min_step:
             if asyncio.run(self._reader.wait_newer(timeout_s=TIMEOUT_S)) is None:
                 raise TimeoutError(
-                    f"step {at_least} was not there within {TIMEOUT_S:.0f} s (newest: "
+                    f"no version of step {min_step} within {TIMEOUT_S:.0f} s (newest: "
                     f"{self.version}); see the flow runs of the job in the Prefect UI"
                 )
             self.version = self._reader.load_into(self._model)
@@ -77,12 +81,12 @@ class Explorer:
         return self.version
 
     def delta_bytes(self) -> list[int | None]:
-        """Of each version that was loaded, the bytes of its deltas; None where it came whole."""
+        """Return the bytes of deltas of each loaded version; None if it was read in full."""
         return self._delta_bytes
 
     @torch.inference_mode()
     def sample(self) -> tuple[Batch, bytes]:
-        """Draw the next prompts and answer them; also returns the state to go on from."""
+        """Draw the next prompts and sample answers; return them and the RNG state after them."""
         prompts, groups = draw_prompts(self._random)
         tokens, log_probs = prompts, []
         for _ in range(ANSWER_LENGTH):

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2 and its tokenizer, written to a folder that veRL can be pointed at."""
+"""A tiny random Qwen2 and its tokenizer, written to a folder for veRL."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ def create(folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) ->
     """Write a randomly initialised model and tokenizer to ``folder`` and return it.
 
     Args:
-        folder: created where missing.
+        folder: folder to write, created if missing.
         hidden: hidden size; a multiple of 16.
         layers: number of transformer blocks.
-        seed: the same seed gives the same weights.
+        seed: seed of the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = Qwen2Config(

@@ -1,7 +1,6 @@
-"""The policy as veRL trains it: its FSDP engine, its GRPO advantages, its PPO loss.
+"""The policy, trained by veRL: its FSDP engine, GRPO advantages and PPO loss.
 
-One instance lives in each rank; its methods are collective, so every rank calls them in the same
-order.
+Each rank has an instance. The methods are collective: every rank calls them in the same order.
 """
 
 import hashlib
@@ -36,12 +35,12 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 
 class Policy:
-    """A rank's part of the policy, with its optimizer and learning-rate schedule.
+    """One rank's part of the policy, with its optimizer and learning-rate schedule.
 
     Args:
         model: folder with a Hugging Face model and tokenizer.
         learning_rate: peak of the schedule, reached after ten steps.
-        seed: of torch, numpy and ``random`` in this rank.
+        seed: seed of torch, numpy and ``random``, to which the rank is added.
     """
 
     def __init__(self, model: Path, *, learning_rate: float = 2e-3, seed: int = 0) -> None:
@@ -85,10 +84,10 @@ class Policy:
         return float(sum(result["loss"]))
 
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of this rank's weights, optimizer state, schedule and random-number states.
+        """Return the SHA-256 of this rank's weights, optimizer state, schedule and RNG states.
 
-        Python's own generator is left out: libraries draw from it in their threads, training does
-        not.
+        Python's own generator is not included: training does not use it, but threads of libraries
+        do.
         """
         random_states = self.engine.checkpoint_manager.get_rng_state()
         return {
@@ -106,7 +105,7 @@ def _for_verl(batch: Batch) -> Any:
     token_rewards[:, -1] = batch.rewards
     advantages, _ = compute_grpo_outcome_advantage(token_rewards, mask, batch.groups.numpy())
     mine = torch.arange(rank, len(batch.rewards), world_size)
-    # a shuffle, so that a resumed run has to continue with the saved random-number state
+    # shuffled, so a resumed run is bit-equal only with the saved RNG state
     mine = mine[torch.randperm(len(mine))]
     sequences = torch.cat([batch.prompts, batch.answers], dim=1)[mine]
     positions = torch.arange(sequences.shape[1]).expand_as(sequences)
@@ -139,7 +138,7 @@ def _jagged(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(value: Any) -> str:
-    """SHA-256 over every leaf with its path, tensors by their bytes."""
+    """Return the SHA-256 of all leaves with their paths, tensors by their bytes."""
     seen = hashlib.sha256()
 
     def walk(path: str, node: Any) -> None:

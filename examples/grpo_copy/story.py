@@ -1,4 +1,4 @@
-"""What the demo tells, once the stack is up: train, kill, commit, resume, compare."""
+"""The demo's training, on a running stack: train, kill, commit, resume, compare."""
 
 import sys
 import time
@@ -22,19 +22,24 @@ STEPS = 140
 KILL_AT = 80
 COMMIT_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100_000_000
-"""Batches only: weights and checkpoints do not pass through Ray."""
+"""For batches only: weights and checkpoints do not pass through Ray."""
 
 console = Console()
 began = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Print a line with the seconds since the stack was up."""
+    """Print a line with the seconds since the demo started."""
     console.print(f"[dim]{time.monotonic() - began:5.0f} s[/]  {text}", highlight=False)
 
 
 def wait_for_commit(root: Path, run: int, step: int) -> float:
-    """Wait until a checkpoint is committed; returns the seconds that it took.
+    """Wait until a checkpoint is committed; return the seconds that it took.
+
+    Args:
+        root: the job's root.
+        run: number of the run.
+        step: training step.
 
     Raises:
         TimeoutError: it was not committed in time.
@@ -50,7 +55,15 @@ def wait_for_commit(root: Path, run: int, step: int) -> float:
 def run_job(
     output: Path, root: Path, untrained: Path, recording: Recording, sync: Sync
 ) -> tuple[History, list]:
-    """Train with a kill in the middle; returns what happened and the ranks' last fingerprints."""
+    """Train, kill and resume; return the history and the ranks' last fingerprints.
+
+    Args:
+        output: folder of the demo.
+        root: the job's root.
+        untrained: folder of the untrained model.
+        recording: records the batches.
+        sync: method of the sync.
+    """
     history, schedule = History(root), Schedule(sync)
     explorer = start_explorer(untrained, root, sync)
     ranks = TrainerGroup(untrained, root, output)
@@ -58,7 +71,7 @@ def run_job(
     train(ranks, explorer, recording, history, range(1, KILL_AT + 1), schedule)
     killed = ranks.kill()
     ray.kill(explorer)
-    say(f"[red]killed[/] ranks {killed} and explorer: step {KILL_AT} was just handed over")
+    say(f"[red]killed[/] ranks {killed} and explorer: step {KILL_AT} was just submitted")
     seconds = wait_for_commit(root, 1, KILL_AT)
     say(f"step {KILL_AT} [green]committed[/] {seconds:.1f} s after its trainer died")
 
@@ -68,18 +81,18 @@ def run_job(
     state = ranks.load(committed.step)
     explorer = start_explorer(untrained, root, sync, state)
     say(f"a new run resumed from step {committed.step}; training to step {STEPS}")
-    say(f"its explorer goes on from {EXPLORER}, {len(state):,} bytes of that step")
+    say(f"its explorer continues from {EXPLORER}, {len(state):,} bytes of that step")
     train(ranks, explorer, recording, history, range(committed.step + 1, STEPS + 1), schedule)
     fingerprints = ranks.fingerprints()
     ranks.close()
-    history.look_for_commits()
+    history.find_commits()
     received = ray.get(explorer.delta_bytes.remote())
     ray.kill(explorer)
-    say(f"trained to step {STEPS}, all saves committed; {reward_in_words(history)}")
+    say(f"trained to step {STEPS}, all saves committed; {describe_rewards(history)}")
     lag = sum(history.lags.values()) / len(history.lags)
-    say(f"weights came by {sync}: the explorer sampled with ones that were {lag:.1f} steps old")
+    say(f"sync by {sync}: the explorer sampled with weights that were {lag:.1f} steps old")
     if sync == "delta":
-        say(deltas_in_words(history, received))
+        say(describe_deltas(history, received))
     return history, fingerprints
 
 
@@ -91,14 +104,23 @@ def compare(
     untrained: Path,
     recording: Recording,
 ) -> bool:
-    """Repeat all steps without interruption; returns whether every bit is the same."""
+    """Repeat all steps without interruption; return whether the results are bit-equal.
+
+    Args:
+        output: folder of the demo.
+        root: the job's root.
+        history: history of the interrupted job.
+        fingerprints: last fingerprints of its ranks.
+        untrained: folder of the untrained model.
+        recording: the recorded batches.
+    """
     ranks = TrainerGroup(untrained, output / "repetition", output)
     losses = repeat(ranks, recording, range(1, STEPS + 1))
     repeated = ranks.fingerprints()
     ranks.close()
     say(f"repeated all {STEPS} steps without interruption, on the recorded batches:")
     same = {
-        "prompts of all steps": same_prompts(untrained, root, recording),
+        "prompts of all steps": compare_prompts(untrained, root, recording),
         "losses of all steps": losses == history.losses,
     }
     for part in fingerprints[0]:
@@ -108,54 +130,69 @@ def compare(
     return all(same.values())
 
 
-def same_prompts(untrained: Path, root: Path, recording: Recording) -> bool:
-    """Whether an explorer that nobody kills draws the same; its weights have no part in that."""
+def compare_prompts(untrained: Path, root: Path, recording: Recording) -> bool:
+    """Return whether an uninterrupted explorer draws the same prompts, whatever its weights.
+
+    Args:
+        untrained: folder of the untrained model.
+        root: the job's root.
+        recording: the recorded batches.
+    """
     explorer = Explorer(untrained, root)
     drawn = [explorer.sample()[0].prompts for _ in range(STEPS)]
     recorded = [recording.read(step).prompts for step in range(1, STEPS + 1)]
     return torch.equal(torch.stack(drawn), torch.stack(recorded))
 
 
-def deltas_in_words(history: History, received: list[int | None]) -> str:
-    """How many of the versions that the last explorer got came by deltas, and how large those were.
+def describe_deltas(history: History, received: list[int | None]) -> str:
+    """Return the number of versions that were read as deltas, and their size.
 
-    A weight of fp32 changes at every step: a reader that wants bf16 gets fewer bytes.
+    fp32 weights change at every step: a reader that rounds to bf16 gets fewer bytes.
+
+    Args:
+        history: history of the job.
+        received: bytes of deltas of each version; None if it was read in full.
     """
-    whole = max(save.nbytes for save in history.saves if save.kind == "delta")
+    full = max(save.nbytes for save in history.saves if save.kind == "delta")
     sizes = [size for size in received if size is not None]
-    share = sum(sizes) / max(len(sizes), 1) / whole
+    share = sum(sizes) / max(len(sizes), 1) / full
     return (
-        f"{len(sizes)} of {len(received)} versions came by deltas, of {share:.0%} of the bytes: "
-        "weights of fp32 change at every step, those of bf16 rarely"
+        f"{len(sizes)} of {len(received)} versions were deltas, of {share:.0%} of the bytes: fp32 "
+        "weights change at every step, bf16 weights rarely"
     )
 
 
-def reward_in_words(history: History) -> str:
-    """Mean reward of the first and the last ten steps."""
+def describe_rewards(history: History) -> str:
+    """Return the mean reward of the first and the last ten steps."""
     first = sum(history.rewards[step] for step in range(1, 11)) / 10
     last = sum(history.rewards[step] for step in range(STEPS - 9, STEPS + 1)) / 10
     return f"mean reward {first:.2f} in the first ten steps, {last:.2f} in the last ten"
 
 
-def tell(output: Path, sync: Sync = "checkpoint") -> bool:
-    """Run the demo in ``output``; returns whether every bit was as expected."""
-    ray.init(  # the training's own cluster; that of the stack is no business of a trainer
+def run(output: Path, sync: Sync = "checkpoint") -> bool:
+    """Run the demo; return whether the results are bit-equal.
+
+    Args:
+        output: folder of the demo.
+        sync: method of the sync.
+    """
+    ray.init(  # the training's own cluster, independent of the stack's
         "local",
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="ERROR",
     )
-    # a new name each time: a job that is begun again from nothing is another job to Prefect
+    # a new name each time, since the root is the identity of a job
     root = output / f"job-{time.strftime('%H%M%S')}"
     untrained = model.create(output / "model")
     recording = Recording(output / "batches")
-    synchronizer = Synchronizer.get_actor(root=root)  # knows which weights there are
+    synchronizer = Synchronizer.get_actor(root=root)
     history, fingerprints = run_job(output, root, untrained, recording, sync)
     same = compare(output, root, history, fingerprints, untrained, recording)
-    console.print(report.table_of_saves(history))
-    report.draw(history, KILL_AT, output / "demo.png")
-    say(f"picture: {output / 'demo.png'}")
+    console.print(report.make_save_table(history))
+    report.plot(history, KILL_AT, output / "demo.png")
+    say(f"plot: {output / 'demo.png'}")
     ray.kill(synchronizer)
     ray.shutdown()
     return same
@@ -163,6 +200,6 @@ def tell(output: Path, sync: Sync = "checkpoint") -> bool:
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if tell(Path(sys.argv[1]), cast(Sync, sys.argv[2])) else 1)
+        sys.exit(0 if run(Path(sys.argv[1]), cast(Sync, sys.argv[2])) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,7 +1,7 @@
 """The task: given ``<bos> x <copy>``, answer ``x x x x``; the reward is the share of right tokens.
 
-A random model gets about 1/16; GRPO takes it above 0.9 in some 120 steps. The advantages and the
-loss are veRL's own; this module only makes prompts and counts.
+A random model gets about 1/16; GRPO reaches 0.9 in some 120 steps. Advantages and loss are veRL's;
+this module only makes prompts and computes rewards.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ SAMPLES_PER_PROMPT = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """What one training step needs; B samples, P prompt tokens, R answer tokens.
+    """The data of one training step: B samples, P prompt tokens, R answer tokens.
 
     Attributes:
         prompts: int64, B x P.
         answers: int64, B x R.
-        log_probs: float32, B x R; of the answers under the weights that sampled them.
+        log_probs: float32, B x R; log probabilities under the weights that sampled the answers.
         rewards: float32, B.
         groups: int64, B; samples of one prompt share a number.
         version: step of the weights that sampled the answers; 0 is the untrained model.
@@ -37,7 +37,7 @@ class Batch:
 
 
 def draw_prompts(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw prompts, each ``SAMPLES_PER_PROMPT`` times: (B x P tokens, B group numbers)."""
+    """Return prompts (int64, B x P), each ``SAMPLES_PER_PROMPT`` times, and their groups (B)."""
     letters = torch.randint(len(LETTERS), (PROMPTS,), generator=generator) + FIRST_LETTER
     prompts = torch.full((PROMPTS, 3), VOCABULARY.index(COPY))
     prompts[:, 0] = VOCABULARY.index(BOS)
@@ -50,5 +50,10 @@ def draw_prompts(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor
 
 
 def reward(prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Share of answer tokens that equal the prompt's letter: float32, B."""
+    """Return the share of answer tokens that equal the prompt's letter: float32, B.
+
+    Args:
+        prompts: int64, B x P.
+        answers: int64, B x R.
+    """
     return (answers == prompts[:, 1:2]).float().mean(dim=1)

@@ -1,4 +1,4 @@
-"""A training rank as a Ray actor, and the group of ranks that the driver talks to."""
+"""A training rank as a Ray actor, and the group of ranks that the driver calls."""
 
 import os
 import signal
@@ -16,16 +16,15 @@ from trinity_sync.weights.process_group import WeightGroupHost
 
 ROLE = "actor"
 EXPLORER = "explorer.rng"
-"""What is attached to each checkpoint: the explorer's state after the step's batch."""
+"""Attachment of each checkpoint: the explorer's RNG state after the step's batch."""
 TIMEOUT_S = 120.0
 
 Sync = Literal["checkpoint", "memory", "delta", "nccl"]
-"""How weights get to the explorer: by a commit, from shared memory, what changed of them since the
-last version there, or by a broadcast (here by gloo)."""
+"""Method of the sync: commits, shared memory, deltas in shared memory, or broadcast (over gloo)."""
 
 
-def environment() -> dict[str, str]:
-    """What an actor needs of this process's environment, and what keeps its output short."""
+def make_environment() -> dict[str, str]:
+    """Return the environment variables of actors, which also keep their output short."""
     ours = {k: v for k, v in os.environ.items() if k.startswith(("TRINITY_SYNC_", "PREFECT_"))}
     return {
         **ours,
@@ -40,8 +39,8 @@ def environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What a save or sync cost a rank: bytes moved and seconds that its training stood still."""
+class SaveCost:
+    """Bytes staged or sent by one rank, and the seconds that its training stalled."""
 
     nbytes: int
     stall_s: float
@@ -51,11 +50,11 @@ class TrainerRank:
     """One rank: veRL's engine, and trinity_sync as its checkpoint manager.
 
     Args:
-        rank: of ``world_size`` ranks, which find each other through the file ``rendezvous``.
+        rank: rank of this process.
         world_size: number of ranks.
-        rendezvous: path that does not exist yet, the same for all ranks.
+        rendezvous: path of a file for the ranks' rendezvous, which does not exist yet.
         model: folder of the untrained model.
-        root: root folder of the job.
+        root: the job's root.
     """
 
     def __init__(
@@ -75,30 +74,42 @@ class TrainerRank:
         self._manager = use_trinity_sync(self._policy.engine, self._coordinator)
         self._group: Any = None
 
-    def process(self) -> int:
-        """Process id of this rank; answers once the rank is up."""
+    def get_pid(self) -> int:
+        """Return the process id of this rank, once it has started."""
         return os.getpid()
 
     def train_on(self, batch: Batch) -> float:
-        """Take one optimizer step; returns this rank's loss."""
+        """Take one optimizer step; return this rank's loss."""
         return self._policy.train_on(batch)
 
-    def save_checkpoint(self, step: int, explorer: bytes) -> Handover:
-        """Hand weights, optimizer and extra state over to be saved with the explorer's state."""
+    def save_checkpoint(self, step: int, explorer: bytes) -> SaveCost:
+        """Submit weights, optimizer and extra state, with the explorer's state.
+
+        Args:
+            step: training step.
+            explorer: RNG state of the explorer.
+        """
         start = time.perf_counter()
         if self._coordinator.rank == 0:  # there is one explorer
             self._coordinator.attach(EXPLORER, explorer, step=step)
         staged = self._manager.save_checkpoint(self._path(step), step)
-        return Handover(staged.nbytes if staged else 0, time.perf_counter() - start)
+        return SaveCost(staged.nbytes if staged else 0, time.perf_counter() - start)
 
-    def sync_weights(self, step: int, sync: Sync) -> Handover:
-        """Let the explorer have the weights of a step; by a commit and memory, nobody waits."""
+    def sync_weights(self, step: int, sync: Sync) -> SaveCost:
+        """Sync the weights of a step; only a broadcast waits for the explorer.
+
+        Args:
+            step: training step.
+            sync: method of the sync.
+        """
         start = time.perf_counter()
         if sync == "nccl":
             from trinity_sync import Synchronizer, fsdp_sync_weight_nccl
 
-            told = Synchronizer.get_actor(root=self._root) if self._group else None
-            fsdp_sync_weight_nccl(self._policy.engine, self._group, version=step, synchronizer=told)
+            synchronizer = Synchronizer.get_actor(root=self._root) if self._group else None
+            fsdp_sync_weight_nccl(
+                self._policy.engine, self._group, version=step, synchronizer=synchronizer
+            )
             sent = self._policy.engine.module.parameters() if self._group else ()
             nbytes = sum(weight.numel() * weight.element_size() for weight in sent)
         else:
@@ -107,28 +118,28 @@ class TrainerRank:
             else:
                 staged = self._manager.save_state_dict(self._path(step), step)
             nbytes = staged.nbytes if staged else 0
-        return Handover(nbytes, time.perf_counter() - start)
+        return SaveCost(nbytes, time.perf_counter() - start)
 
     def host_group(self) -> tuple[str, int]:
-        """Listen for the explorer; returns the address and port where it finds this rank."""
+        """Listen for the explorer; return address and port of this rank."""
         self._host = WeightGroupHost()
         return self._host.address, self._host.port
 
     def join(self) -> None:
-        """Join the explorer in a group for broadcasts; returns when it is there, too."""
+        """Join the group for broadcasts; return when the explorer has joined."""
         self._group = self._host.join(world_size=2, backend="gloo", timeout_s=TIMEOUT_S)
 
     def load(self, step: int) -> bytes:
-        """Continue from a committed checkpoint; returns the explorer's state in it."""
+        """Resume from a committed checkpoint; return the explorer's state in it."""
         self._manager.load_checkpoint(self._path(step))
         return self._coordinator.attachment(step, EXPLORER, rank=0)
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of weights, optimizer state, schedule and random-number states of this rank."""
+        """Return digests of weights, optimizer state, schedule and RNG states of this rank."""
         return self._policy.fingerprint()
 
     def close(self) -> None:
-        """Wait for the saves of this rank to be committed and give its slots back."""
+        """Wait until the saves of this rank are committed, and free its slots."""
         self._manager.wait_on_save_thread()
         self._coordinator.close()
 
@@ -141,59 +152,69 @@ class TrainerGroup:
 
     Args:
         model: folder of the untrained model.
-        root: root folder of the job.
+        root: the job's root.
         scratch: existing folder for the ranks' rendezvous.
         world_size: number of ranks.
     """
 
     def __init__(self, model: Path, root: Path, scratch: Path, *, world_size: int = 2) -> None:
         rendezvous = scratch / f"rendezvous-{time.time_ns()}"
-        # no CPUs are claimed: on a laptop these must be left to the tasks that save
+        # num_cpus=0: on a laptop, the CPUs are needed by the tasks that save
         actor = ray.remote(TrainerRank).options(
-            num_cpus=0, max_restarts=0, runtime_env={"env_vars": environment()}
+            num_cpus=0, max_restarts=0, runtime_env={"env_vars": make_environment()}
         )
         self._ranks = [
             actor.remote(rank, world_size, rendezvous, model, root) for rank in range(world_size)
         ]
-        self._processes: list[int] = self._all("process")
+        self._pids: list[int] = self._call_all("get_pid")
 
     def train_on(self, batch: Batch) -> list[float]:
-        """One optimizer step on all ranks; returns the loss of each."""
-        return self._all("train_on", ray.put(batch))
+        """Take one optimizer step on all ranks; return the loss of each."""
+        return self._call_all("train_on", ray.put(batch))
 
-    def save_checkpoint(self, step: int, explorer: bytes) -> list[Handover]:
-        """Hand a checkpoint over on all ranks, the explorer's state with it."""
-        return self._all("save_checkpoint", step, explorer)
+    def save_checkpoint(self, step: int, explorer: bytes) -> list[SaveCost]:
+        """Submit a checkpoint on all ranks, with the explorer's state.
 
-    def sync_weights(self, step: int, sync: Sync) -> list[Handover]:
-        """Let the explorer have the weights of all ranks."""
-        return self._all("sync_weights", step, sync)
+        Args:
+            step: training step.
+            explorer: RNG state of the explorer.
+        """
+        return self._call_all("save_checkpoint", step, explorer)
 
-    def meet(self, explorer: Any) -> None:
-        """Form the group for broadcasts of the first rank and the explorer."""
+    def sync_weights(self, step: int, sync: Sync) -> list[SaveCost]:
+        """Sync the weights of all ranks.
+
+        Args:
+            step: training step.
+            sync: method of the sync.
+        """
+        return self._call_all("sync_weights", step, sync)
+
+    def form_group(self, explorer: Any) -> None:
+        """Form the process group of the first rank and the explorer."""
         first = self._ranks[0]
-        place = ray.get(first.host_group.remote())
-        ray.get([first.join.remote(), explorer.join.remote(*place)])
+        address = ray.get(first.host_group.remote())
+        ray.get([first.join.remote(), explorer.join.remote(*address)])
 
     def load(self, step: int) -> bytes:
-        """Continue from a committed checkpoint; returns the explorer's state in it."""
-        return self._all("load", step)[0]
+        """Resume from a committed checkpoint; return the explorer's state in it."""
+        return self._call_all("load", step)[0]
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """Digests of the state of every rank."""
-        return self._all("fingerprint")
+        """Return the fingerprint of every rank."""
+        return self._call_all("fingerprint")
 
     def kill(self) -> list[int]:
-        """SIGKILL all ranks at once, as a machine that loses power would; returns their ids."""
-        for process in self._processes:
-            os.kill(process, signal.SIGKILL)
-        return self._processes
+        """Kill all ranks with SIGKILL; return their process ids."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        return self._pids
 
     def close(self) -> None:
-        """Wait for all saves and end the ranks."""
-        self._all("close")
+        """Wait until all saves are committed, and stop the ranks."""
+        self._call_all("close")
         for rank in self._ranks:
             ray.kill(rank)
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return ray.get([getattr(rank, method).remote(*arguments) for rank in self._ranks])

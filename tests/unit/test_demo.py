@@ -36,7 +36,7 @@ def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
         register_job(settings, root)
     spools = [open_job_spool(spool_folder, root).folder for root in (mine, theirs)]
     (output / "rendezvous-1").touch()
-    demo.tidy_up(settings, output)
+    demo.clean_up(settings, output)
     assert [spool.exists() for spool in spools] == [False, True]
     assert list_known_roots(settings) == [theirs]
     assert list(output.iterdir()) == [mine]

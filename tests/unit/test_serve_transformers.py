@@ -19,7 +19,7 @@ def test_a_transformers_model_answers_with_the_weights_of_each_version(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from grpo_copy.model import create  # type: ignore[import-not-found]
-    from serve_transformers import answers  # type: ignore[import-not-found]
+    from serve_transformers import generate_answers  # type: ignore[import-not-found]
 
     versions = VersionFile(tmp_path / "version.json")
     served = AutoModelForCausalLM.from_pretrained(create(tmp_path / "model")).eval()
@@ -27,7 +27,7 @@ def test_a_transformers_model_answers_with_the_weights_of_each_version(
 
     async def follow() -> None:
         with WeightReader(versions, name="test", timeout_s=5) as reader:
-            said = answers(reader, served, tokenizer, "<bos> a <copy>")
+            said = generate_answers(reader, served, tokenizer, "<bos> a <copy>")
             for step in (1, 2):
                 folder = create(tmp_path / f"trained-{step}", seed=step)
                 trained = AutoModelForCausalLM.from_pretrained(folder).eval()
