@@ -45,7 +45,12 @@ from trinity_sync.orchestration.recovery.reconcile import (
 from trinity_sync.orchestration.report import collect_report
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import fetch_newest, prune_remote, replicate_missing, send
+from trinity_sync.remote.required import (
+    fetch_newest,
+    prune_remote,
+    replicate_missing,
+    replicate_required,
+)
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.quarantine import prune_quarantine
@@ -771,7 +776,7 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
     for step in (1, 2, 3, 4):
         commit_files(job.root, step)
     for step in (1, 2, 3):
-        send(job.root, url, step)
+        replicate_required(job.root, url, step)
     kept = of_another_release(path := job.root / ".trinity_sync/stored/1.json")
     assert replicate_missing(job.root, url) == [4]
     assert prune_remote(job.root, url, "last=1", 0) == (2, 3)
