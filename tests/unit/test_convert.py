@@ -173,7 +173,7 @@ def test_small_files_join_the_step(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_step_that_exists_is_left_as_it_is(job: Job, trained: Trained, checkpoint: Path) -> None:
     before = commit(job, trained.states) / "manifest.json"
     text = before.read_text()
-    with pytest.raises(CommitError, match="is there already"):
+    with pytest.raises(CommitError, match="exists already"):
         from_dcp(checkpoint, job.root, STEP, world_size=2)
     assert before.read_text() == text
 
@@ -235,7 +235,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(checkpoint: Path, tmp_
 
 def test_a_checkpoint_that_lost_a_file_commits_nothing(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "__0_0.distcp").unlink()
-    with pytest.raises(CommitError, match="corrupted or not whole"):
+    with pytest.raises(CommitError, match="corrupted or incomplete"):
         from_dcp(checkpoint, tmp_path / "job", 1, world_size=1)
     assert not step_folder(tmp_path / "job", 1).exists()
 
@@ -296,7 +296,7 @@ def test_the_commands_say_what_they_did_and_what_went_wrong(
     assert run(app, back).exit_code == 0
     again = run(app, back)
     assert again.exit_code == 1
-    assert "is there already" in again.stderr
+    assert "exists already" in again.stderr
     shutil.rmtree(tmp_path / "out")
     assert run(app, [*back[:3], "8", *back[4:]]).exit_code == 1
     assert run(app, back[:-2]).exit_code == 2

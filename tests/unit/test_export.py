@@ -323,7 +323,7 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
         model,
         {name: name for name in model.names},
         Naming(None, frozenset(), fuses=False),
-        dtype_of=lambda dtype: dtype,
+        convert_dtype=lambda dtype: dtype,
         max_bytes=20 << 20,
     )
     assert len(seen) == 10
@@ -393,10 +393,10 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
     (full / "mine.txt").write_text("mine")
     step = step_folder(job.root, 1)
     for arguments, error, sentence in [
-        ({"to": full}, ConfigError, "not empty and no earlier export"),
-        ({"to": job.root}, ConfigError, "is or holds the job"),
+        ({"to": full}, ConfigError, "not empty and not an earlier export"),
+        ({"to": job.root}, ConfigError, "is or contains the job"),
         ({"to": step / "actor"}, ConfigError, "is part of a step"),
-        ({"to": tmp_path / "x", "dtype": "int4"}, ConfigError, "is none of keep, bf16"),
+        ({"to": tmp_path / "x", "dtype": "int4"}, ConfigError, "is not keep, bf16"),
         ({"dtype": "bf16"}, ConfigError, "--to DIR"),
         ({"to": tmp_path / "x", "role": "critic"}, CommitError, "no model of role critic"),
         ({"to": tmp_path / "x", "role": "../x"}, ConfigError, "may hold letters"),

@@ -1,5 +1,4 @@
-"""Committed steps in the formats of PyTorch DCP and of Hugging Face, in both directions.
+"""Conversion of committed steps to and from PyTorch DCP checkpoints and Hugging Face models.
 
-Planning, reading and writing DCP checkpoints are PyTorch's own. Nothing here knows Prefect, Ray,
-SQL or training.
+PyTorch plans, reads and writes DCP checkpoints. Nothing here knows Prefect, Ray, SQL or training.
 """

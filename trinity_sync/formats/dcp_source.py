@@ -1,7 +1,7 @@
-"""What a checkpoint of PyTorch's Distributed Checkpoint holds, a rank's part at a time.
+"""Reader of a DCP checkpoint, which returns the part of one rank at a time.
 
-It may be somebody else's. Its index is unpickled with nothing but PyTorch's own index classes
-allowed, its values with ``weights_only``, and the files that it names must be below it.
+The checkpoint is not trusted. Its index is unpickled with PyTorch's own index classes only, its
+values with ``weights_only``, and the files that it names must be below its folder.
 """
 
 import io
@@ -30,7 +30,7 @@ from trinity_sync.snapshot.torch_private import (
 )
 
 Paths = Mapping[str, tuple[Any, ...]]
-"""Where each entry of a checkpoint is in the state that was saved."""
+"""Path of each entry in the saved state, by name of the entry."""
 
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -46,14 +46,17 @@ _INDEX_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
 }
-"""What the index of a checkpoint is made of."""
+"""Classes allowed in the index of a checkpoint."""
 
 
-class Source(FileSystemReader):
-    """A checkpoint in a folder, whose index is read without trust.
+class DcpReader(FileSystemReader):
+    """A DCP checkpoint in a folder.
+
+    Args:
+        folder: folder of the checkpoint.
 
     Raises:
-        ConfigError: the folder is no DCP checkpoint, or its index is not to be trusted.
+        ConfigError: the folder is not a DCP checkpoint, or its index cannot be trusted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,12 +68,16 @@ class Source(FileSystemReader):
         }
 
     @property
-    def top(self) -> list[str]:
-        """Keys at the top of the state that was saved, some of them."""
+    def top_keys(self) -> list[str]:
+        """Some of the keys at the top of the saved state."""
         return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))[:8]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index; see the module."""
+        """Read the index, without trust.
+
+        Args:
+            args, kwargs: ignored; DCP passes them.
+        """
         path = self.folder / ".metadata"
         try:
             with path.open("rb") as file:
@@ -80,9 +87,9 @@ class Source(FileSystemReader):
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{self.folder} is no DCP checkpoint: it has no .metadata. Pass the folder that "
-                "dcp.save was given."
+                "was passed to dcp.save."
             ) from error
-        except Exception as error:  # whatever a torn or foreign pickle does
+        except Exception as error:  # a torn or foreign pickle may raise anything
             raise ConfigError(
                 f"{path} is not the index of a DCP checkpoint, and was not trusted: {error}"
             ) from error
@@ -93,36 +100,41 @@ class Source(FileSystemReader):
                 .is_relative_to(self.folder.resolve())
             ):
                 raise ConfigError(
-                    f"{path} names {stored.relative_path}, which is outside of its folder; this is "
-                    "no checkpoint to be trusted"
+                    f"{path} names {stored.relative_path}, which is outside of its folder; do "
+                    "not trust this checkpoint"
                 )
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def below(self, key: str, *, but: str = "") -> Paths:
-        """Where entries are below a key of the saved state; without a key, all but those of one."""
+    def select_entries(self, key: str, *, without: str = "") -> Paths:
+        """Return the entries below a key of the saved state.
+
+        Args:
+            key: key at the top of the state; empty for all entries.
+            without: if ``key`` is empty, leave out the entries below this key.
+        """
         if not key:
-            return {name: path for name, path in self.paths.items() if path[0] != but}
+            return {name: path for name, path in self.paths.items() if path[0] != without}
         return {
             name: path[1:] for name, path in self.paths.items() if path[0] == key and len(path) > 1
         }
 
     def require_optimizer(self, paths: Paths) -> None:
-        """See that the entries of an optimizer are those of a state dict that says whose they are.
+        """Require that entries have the form of an optimizer's state dict.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they have another form.
         """
         for path in paths.values():
             if len(path) != 3 or path[0] not in ("state", "param_groups"):
                 raise ConfigError(
-                    f"{_joined(path)} in {self.folder} is not in the form of "
+                    f"{_join_path(path)} in {self.folder} is not in the form of "
                     "optimizer.state_dict() or get_optimizer_state_dict(); leave the optimizer "
                     "out (--optim '')"
                 )
 
-    def read(
+    def read_component(
         self,
         paths: Paths,
         rank: int,
@@ -131,35 +143,46 @@ class Source(FileSystemReader):
         whole: Sequence[str],
         component: str,
     ) -> dict[str, Any]:
-        """A rank's state of a component, as FSDP2 would have saved it there."""
+        """Return a rank's state of a component, as FSDP2 would save it.
+
+        Args:
+            paths: entries of the component.
+            rank: number of the rank.
+            world_size: number of ranks.
+            device_type: device type of the ranks' mesh.
+            whole: patterns of names of model tensors that are not sharded.
+            component: ``model`` or ``optim``.
+        """
         mesh = make_mesh(device_type, rank, world_size)
         flat: dict[str, Any] = {}
         for name, path in paths.items():
             meta = self.metadata.state_dict_metadata[name]
-            kept = component == "model" and any(fnmatch(_joined(path), each) for each in whole)
-            flat[name] = None  # a plain value takes its place
+            replicated = component == "model" and any(
+                fnmatch(_join_path(path), each) for each in whole
+            )
+            flat[name] = None  # replaced by a plain value
             if isinstance(meta, TensorStorageMetadata):
-                flat[name] = _room(meta, mesh, rank, kept=kept)
+                flat[name] = _allocate_part(meta, mesh, rank, replicated=replicated)
         planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with run_dcp_alone():
                 load(flat, storage_reader=self, planner=planner, no_dist=True)
         except ConfigError:
             raise
-        except Exception as error:  # whatever PyTorch makes of a file that is torn or missing
+        except Exception as error:  # PyTorch may raise anything for a torn or missing file
             raise CommitError(
-                f"{self.folder} is corrupted or not whole: {error!r}; take another checkpoint"
+                f"{self.folder} is corrupted or incomplete: {error!r}; choose another checkpoint"
             ) from error
         if component == "model":
-            return {_joined(paths[name]): value for name, value in flat.items()}
-        return _numbered(unflatten_state_dict(flat, dict(paths)))
+            return {_join_path(paths[name]): value for name, value in flat.items()}
+        return _number_parameters(unflatten_state_dict(flat, dict(paths)))
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = *_INDEX_CLASSES.get(module, ()), *DCP_INDEX_CLASSES.get(module, ())
         if name not in known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+            raise pickle.UnpicklingError(f"it imports {module}.{name}, which no index needs")
         return super().find_class(module, name)
 
 
@@ -171,29 +194,32 @@ class _PlainPlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise ConfigError(
                 f"{name} of the checkpoint is more than tensors and plain values, and was not "
-                f"unpickled ({error}); save it without, or leave the optimizer out (--optim '')"
+                f"unpickled ({error}); save the checkpoint without it, or leave the optimizer out "
+                "(--optim '')"
             ) from error
 
 
-def _room(meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, kept: bool) -> torch.Tensor:
-    """Memory for a rank's part of a tensor, as `fully_shard` would have made it."""
+def _allocate_part(
+    meta: TensorStorageMetadata, mesh: DeviceMesh, rank: int, *, replicated: bool
+) -> torch.Tensor:
+    """Allocate a rank's part of a tensor, sharded as `fully_shard` does."""
     size, dtype = meta.size, meta.properties.dtype
-    if kept or not size:
+    if replicated or not size:
         return torch.empty(size, dtype=dtype)
     _, length = compute_chunk(size[0], mesh.size(), rank)
     local = torch.empty((length, *size[1:]), dtype=dtype)
     return make_dtensor(local, mesh, size)
 
 
-def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The state with parameters numbered in the order of their groups, as optimizers save it."""
+def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer state with parameters numbered in group order, as optimizers save it."""
     groups = optimizer.get("param_groups", [])
     names = [str(name) for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     state = optimizer.get("state", {})
     if unknown := [name for name in state if name not in numbers]:
         raise ConfigError(
-            f"the optimizer has a state of {unknown[0]}, which is in none of its param_groups; "
+            f"the optimizer has state for {unknown[0]}, which is in none of its param_groups; "
             "leave the optimizer out (--optim '')"
         )
     return {
@@ -205,5 +231,5 @@ def _numbered(optimizer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _joined(path: Sequence[Any]) -> str:
+def _join_path(path: Sequence[Any]) -> str:
     return ".".join(map(str, path))

@@ -1,8 +1,8 @@
-"""The export of one role of a committed step, into its own folder or to another place.
+"""Export of one role of a committed step as a Hugging Face model, into the step or another folder.
 
-In place, the weights join the step: they are built beside it, renamed into
+Into the step, the weights are written next to it, renamed into
 ``global_step_N/<role>/huggingface/`` and added to its manifest, under the commit lock. Elsewhere, a
-folder appears by one rename when it is whole, and is loaded by ``from_pretrained`` as it is.
+complete folder appears by one rename, which ``from_pretrained`` loads.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.hf_naming import adapter_config, find_naming, split_adapter
+from trinity_sync.formats.hf_naming import build_adapter_config, find_naming, split_adapter
 from trinity_sync.formats.hf_target import check_target, lock_export, replace_target
 from trinity_sync.formats.safetensors import (
-    Progress,
+    ExportProgress,
     open_progress,
     read_metas,
     read_progress,
@@ -53,11 +53,11 @@ _TORCH: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The folder and files that an export wrote."""
+    """Folder and files of an export."""
 
     folder: Path
     files: tuple[str, ...]
-    """Below the folder."""
+    """Paths below the folder."""
     nbytes: int
 
 
@@ -73,32 +73,32 @@ def export_step(
     trust_remote_code: bool = False,
     on_progress: OnProgress = no_progress,
 ) -> ExportResult:
-    """Write a model that FSDP ranks saved as a Hugging Face folder; again is quick and harmless.
+    """Export a model that FSDP ranks saved as a Hugging Face folder; exporting again is harmless.
 
-    Memory holds one file of the result at a time. One that breaks off is gone on with.
+    Memory holds one file of the result at a time. An interrupted export resumes.
 
     Args:
-        root: the job's folder.
-        step: a committed one.
+        root: the job's root.
+        step: a committed step.
         to: a folder that is missing, empty, or an earlier export; by default the step's own.
-        role: whose model.
-        dtype: of the weights; ``keep`` as they were trained.
-        max_shard_bytes: of a file of weights.
+        role: role of the model.
+        dtype: dtype of the weights; ``keep`` for the trained dtype.
+        max_shard_bytes: maximum bytes of a file of weights.
         check: compare the digests of the shards with the manifest before.
         trust_remote_code: whether source files of the model may be imported.
-        on_progress: is told how far it is: bytes that were compared, then those that were written.
+        on_progress: called with bytes and their total: of digests, then of written files.
 
     Raises:
         CommitError: the step is not committed or corrupted, or has no model of this role.
-        ConfigError: an argument cannot work.
+        ConfigError: an argument is invalid.
         ExportError: the shards are not those of a model that can be exported.
-        OSError: the disk is full or broken; what is written is used by the next try.
+        OSError: the disk is full or broken; the next call uses what is written.
     """
     if dtype not in ("keep", *_TORCH):
-        raise ConfigError(f"dtype {dtype!r} is none of keep, {', '.join(_TORCH)}")
+        raise ConfigError(f"dtype {dtype!r} is not keep, {', '.join(_TORCH)}")
     if to is None and dtype != "keep":
         raise ConfigError(
-            "weights that join their step keep their dtype; export another one with --to DIR"
+            "an export into the step keeps the dtype; choose another folder with --to DIR"
         )
     root = Path(root).resolve()
     check_name("role", role)
@@ -110,7 +110,7 @@ def export_step(
         "role": role,
         "dtype": dtype,
         "max_shard_bytes": max_shard_bytes,
-        "digests": [record.digest for record in _shards(root, manifest, role)],
+        "digests": [record.digest for record in _list_shards(root, manifest, role)],
     }
     folder = step_folder(root, step)
     target = folder / role / HUGGINGFACE if to is None else check_target(to, root)
@@ -124,49 +124,53 @@ def export_step(
     ):
         done = read_progress(scratch if to is None else target)
         if done and done.source == source and done.files:
-            joined = {r.path: r.digest for r in require_committed(root, step).files}
+            committed = {r.path: r.digest for r in require_committed(root, step).files}
             if all(
-                joined.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
+                committed.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
                 if to is None
-                else done.has(name)
+                else done.has_file(name)
                 for name, known in done.files.items()
             ):
-                return _exported(target, done)
-        records = _shards(root, manifest, role)
+                return _make_result(target, done)
+        records = _list_shards(root, manifest, role)
         compared = sum(record.nbytes for record in records) if check else 0
         if check:
             _check_digests(folder, records, lambda n: on_progress(n, 2 * compared))
         progress = open_progress(scratch, source)
         model = ShardedModel(tuple(folder / record.path for record in records))
         try:
-            _build(
+            _write_files(
                 progress,
                 model,
                 folder / role,
                 max_bytes=max_shard_bytes,
                 trust_remote_code=trust_remote_code,
-                small=[] if to is None else _small_files(manifest, role),
+                small=[] if to is None else _list_metadata_files(manifest, role),
                 on_progress=lambda n, written: on_progress(n, compared + written),
             )
         except FileNotFoundError:
-            require_unreplaced(root, manifest)  # or the other run has no such file
+            require_unreplaced(root, manifest)  # the file may be missing in the replaced step
             raise
-        require_unreplaced(root, manifest)  # all that was read is of one run
+        require_unreplaced(root, manifest)  # all shards that were read are of one run
         if to is None:
-            _join(root, manifest, role, progress)
+            _add_to_step(root, manifest, role, progress)
             remove_export_request(root, step, role)
         else:
             replace_target(scratch, target)
-    return _exported(target, progress)
+    return _make_result(target, progress)
 
 
 def run_export_request(root: str | Path, request: ExportRequest) -> None:
-    """Export a model as requested; its digests are fresh, so they are not compared again.
+    """Export a model as requested; its digests were just computed, so they are not compared again.
 
-    A step that was removed or replaced meanwhile takes its request along.
+    The request of a step that was removed or replaced meanwhile is removed.
+
+    Args:
+        root: the job's root.
+        request: the request.
 
     Raises:
-        CommitError, ExportError, OSError: as `export_step`; the request waits for a retry.
+        CommitError, ExportError, OSError: as `export_step`; the request stays for a retry.
     """
     manifest = read_manifest(root, request.step)
     if manifest and manifest.run == request.run:
@@ -184,8 +188,8 @@ def run_export_request(root: str | Path, request: ExportRequest) -> None:
     remove_export_request(root, request.step, request.role)
 
 
-def _build(
-    progress: Progress,
+def _write_files(
+    progress: ExportProgress,
     model: ShardedModel,
     role_folder: Path,
     *,
@@ -196,7 +200,7 @@ def _build(
 ) -> None:
     wanted = _TORCH.get(progress.source["dtype"])
 
-    def dtype_of(trained: torch.dtype) -> torch.dtype:
+    def convert_dtype(trained: torch.dtype) -> torch.dtype:
         return wanted if wanted and trained.is_floating_point else trained
 
     base, adapter = split_adapter(model.names)
@@ -208,59 +212,65 @@ def _build(
             model,
             base,
             naming,
-            dtype_of=dtype_of,
+            convert_dtype=convert_dtype,
             max_bytes=max_bytes,
             on_progress=on_progress,
         )
     if adapter:
         shapes = {name: shape for name, (shape, _) in read_metas(model, adapter).items()}
-        config = json.dumps(adapter_config(shapes, role_folder), indent=2)
-        progress.write(
+        config = json.dumps(build_adapter_config(shapes, role_folder), indent=2)
+        progress.write_file(
             f"{ADAPTER}/adapter_model.safetensors",
             lambda path: save_tensors(
-                path, {n: model.tensor(o, dtype_of(model.meta(o)[1])) for n, o in adapter.items()}
+                path,
+                {
+                    n: model.read_tensor(o, convert_dtype(model.read_meta(o)[1]))
+                    for n, o in adapter.items()
+                },
             ),
         )
-        progress.write(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
+        progress.write_file(f"{ADAPTER}/adapter_config.json", lambda path: path.write_text(config))
     kinds = [
-        dtype_of(d) for _, d in read_metas(model, base or adapter).values() if d.is_floating_point
+        convert_dtype(d)
+        for _, d in read_metas(model, base or adapter).values()
+        if d.is_floating_point
     ]
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:
-            content = _with_dtype(content, max(set(kinds), key=kinds.count))
-        progress.write(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+            content = _set_dtype(content, max(set(kinds), key=kinds.count))
+        progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
 
 
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """The model's config with the dtype that its weights are written in."""
+def _set_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Return a model's config with the dtype of the written weights."""
     body: dict[str, Any] = json.loads(config)
     key = "torch_dtype" if "torch_dtype" in body else "dtype"
     body[key] = str(dtype).removeprefix("torch.")
     return json.dumps(body, indent=2).encode() + b"\n"
 
 
-def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None:
-    """Put the weights into the step's folder, and into its manifest."""
+def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProgress) -> None:
+    """Rename the weights into the step's folder, and add them to its manifest."""
     step = manifest.step
     folder = step_folder(root, step)
     with acquire_commit_lock(root) as lock:
         now = read_manifest(root, step)
         if now is None or now.run != manifest.run:
             raise CommitError(
-                f"step {step} in {root} was replaced or removed while it was exported; nothing of "
-                "it was changed. Export the step that is there now."
+                f"step {step} in {root} was replaced or removed during its export and is not "
+                "changed. Export it again."
             )
         lock.require_held()
         records = []
-        # the index comes last: what it names is there
+        # the index comes last, after the files that it names
         for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
             path, known = f"{role}/{HUGGINGFACE}/{name}", progress.files[name]
             make_folder((folder / path).parent)
             (progress.folder / name).replace(folder / path)
             sync_folder((folder / path).parent)
             records.append(FileRecord(path, known.nbytes, known.digest, role, COMPONENT))
-        # files of an export before this one, in other pieces
+        # files of an earlier export, sharded in another way
         stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
         gone = {file.path for file in stale} - {record.path for record in records}
         kept = replace(now, files=tuple(file for file in now.files if file.path not in gone))
@@ -270,23 +280,23 @@ def _join(root: Path, manifest: Manifest, role: str, progress: Progress) -> None
             (folder / path).unlink(missing_ok=True)
 
 
-def _exported(folder: Path, progress: Progress) -> ExportResult:
+def _make_result(folder: Path, progress: ExportProgress) -> ExportResult:
     nbytes = sum(known.nbytes for known in progress.files.values())
     return ExportResult(folder, tuple(sorted(progress.files)), nbytes)
 
 
-def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
-    """The model's files of a role, by rank.
+def _list_shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
+    """Return the records of the model shards of a role, by rank.
 
     Raises:
-        CommitError: there are none, or not all.
+        CommitError: there are none, or some are missing.
     """
     records = [f for f in manifest.files if (f.role, f.component) == (role, "model")]
     if not records:
         has = ", ".join(manifest.roles) or "none"
         raise CommitError(
             f"step {manifest.step} in {root} has no model of role {role} (roles: {has}); "
-            "trinity-sync show lists what it has"
+            "trinity-sync show lists its files"
         )
     world_size = records[0].world_size
     by_path = {record.path: record for record in records}
@@ -296,11 +306,11 @@ def _shards(root: Path, manifest: Manifest, role: str) -> list[FileRecord]:
         if path not in by_path:
             raise CommitError(f"step {manifest.step} in {root} lacks {path}; export another step")
         if not (folder / path).resolve().is_relative_to(folder):
-            raise CommitError(f"{folder / path} leads out of the step's folder; export another")
+            raise CommitError(f"{folder / path} is outside of the step's folder; export another")
     return [by_path[path] for path in wanted]
 
 
-def _small_files(manifest: Manifest, role: str) -> list[str]:
+def _list_metadata_files(manifest: Manifest, role: str) -> list[str]:
     prefix = f"{role}/{HUGGINGFACE}/"
     return [
         record.path.removeprefix(prefix)

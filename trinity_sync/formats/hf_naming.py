@@ -1,8 +1,8 @@
-"""What Hugging Face calls the tensors of a trained model, and which of them it wants to have.
+"""Names and forms that Hugging Face transformers expects for the tensors of a trained model.
 
-transformers' own ``save_pretrained`` drops tied weights and turns what it fused while loading (the
-experts of a mixture, say) back into the tensors of the published files. The same is done here, a
-layer at a time, with a model that has shapes and no data to ask.
+transformers' own ``save_pretrained`` omits tied weights and splits what it fused while loading
+(e.g. the experts of a mixture) into the tensors of the published files. This module does the same,
+one layer at a time, with a model on the meta device.
 """
 
 import json
@@ -25,22 +25,22 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 @dataclass(frozen=True)
 class Naming:
-    """How the tensors of one model are written."""
+    """How the tensors of a model are written."""
 
     shell: Any
     """The transformers model, on the meta device."""
     dropped: frozenset[str]
-    """Tensors that are not written: tied to others, or rebuilt when the model is loaded."""
+    """Names of tensors that are not written: tied, or computed when the model is loaded."""
     fuses: bool
     """Whether transformers fuses tensors of a layer when it loads this model."""
 
-    def group(self, name: str) -> str:
-        """What has to be at hand together to be written."""
+    def find_group(self, name: str) -> str:
+        """Return the group of a tensor, whose tensors must be written together."""
         layer = _LAYER.match(name) if self.fuses else None
         return layer[1] if layer else name
 
-    def written(self, group: Tensors) -> Tensors:
-        """A group of whole tensors (or of shapes, on the meta device) as it is written."""
+    def revert_fusion(self, group: Tensors) -> Tensors:
+        """Return a group of complete tensors, or meta tensors, as in the published files."""
         if not self.fuses:
             return group
         from transformers.core_model_loading import revert_weight_conversion
@@ -49,37 +49,39 @@ class Naming:
 
 
 def find_naming(folder: Path, names: list[str], *, trust_remote_code: bool = False) -> Naming:
-    """How the model is written whose config is in ``folder``.
+    """Return the naming of the model whose config is in ``folder``.
 
     Args:
-        folder: with ``config.json``.
-        names: of the model's tensors, without adapters.
+        folder: folder with ``config.json``.
+        names: names of the model's tensors, without adapters.
         trust_remote_code: whether source files of the model in that folder may be imported.
 
     Raises:
-        ExportError: there is no config, or it is of a model that transformers cannot make.
-        ConfigError: the model has source files of its own, and they are not trusted, or others may
-            write them.
+        ExportError: there is no config, or transformers cannot build its model.
+        ConfigError: the model has source files of its own, and they are not trusted, or other users
+            may write them.
     """
-    if not (folder / "config.json").is_file():  # transformers would take the path for a hub's name
+    if not (
+        folder / "config.json"
+    ).is_file():  # transformers would treat the path as a name on the hub
         raise ExportError(
-            f"no {folder.name}/config.json in the step ({folder}); an export needs one: save with "
-            "metadata=FOLDER, which holds huggingface/config.json, as the FSDP manager does"
+            f"no {folder.name}/config.json in the step ({folder}), which an export needs: save "
+            "with metadata=FOLDER that contains huggingface/config.json, as the FSDP manager does"
         )
     if trust_remote_code:
-        with TemporaryDirectory(prefix="trinity-code-") as alone:
-            copy = Path(alone, folder.name)
+        with TemporaryDirectory(prefix="trinity-code-") as private:
+            copy = Path(private, folder.name)
             _copy_code(folder, copy)
-            shell = _shell_of(folder, copy, trust_remote_code=True)
+            shell = _build_shell(folder, copy, trust_remote_code=True)
     else:
-        shell = _shell_of(folder, folder, trust_remote_code=False)
+        shell = _build_shell(folder, folder, trust_remote_code=False)
     shell.tie_weights()
     ignored = set(getattr(shell, "_keys_to_ignore_on_save", None) or ())
-    return Naming(shell, frozenset(ignored | _tied(shell, names)), _fuses(shell))
+    return Naming(shell, frozenset(ignored | _find_tied(shell, names)), _has_fusion(shell))
 
 
-def _shell_of(folder: Path, copy: Path, *, trust_remote_code: bool) -> Any:
-    """The model of ``folder`` on the meta device, made of what is in ``copy``."""
+def _build_shell(folder: Path, copy: Path, *, trust_remote_code: bool) -> Any:
+    """Build the model of ``folder`` on the meta device, from the files in ``copy``."""
     from transformers import AutoConfig
 
     try:
@@ -90,20 +92,22 @@ def _shell_of(folder: Path, copy: Path, *, trust_remote_code: bool) -> Any:
                 "with --trust-remote-code"
             )
         with torch.device("meta"):
-            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+            return find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ExportError(f"no model can be made of {folder}/config.json: {error}") from error
+        raise ExportError(
+            f"transformers cannot build the model of {folder}/config.json: {error}"
+        ) from error
 
 
 def _copy_code(folder: Path, to: Path) -> None:
-    """Copy the source files of a model, and the config that names them, to where nobody else is.
+    """Copy the config and the source files of a model to a private folder.
 
-    Others may write the folder, so what is imported is what was read from files that are trusted.
+    Other users may write the original folder, so only content read from trusted files is imported.
 
     Raises:
-        ConfigError: one of them is not.
+        ConfigError: a file is not trusted.
     """
     for path in [folder / "config.json", *folder.rglob("*.py")]:
         copy = to / path.relative_to(folder)
@@ -112,16 +116,16 @@ def _copy_code(folder: Path, to: Path) -> None:
             if not is_trusted(file.fileno()):
                 raise ConfigError(
                     f"{path} is not this user's alone, so no code of the model is imported. If you "
-                    f"trust who may write it, set {TRUSTED}={folder}"
+                    f"trust all users who may write it, set {TRUSTED}={folder}"
                 )
             copy.write_bytes(file.read())
 
 
-def auto_class(config: Any) -> Any:
-    """The transformers auto class of a model, as veRL's merger takes it.
+def find_auto_class(config: Any) -> Any:
+    """Return the transformers auto class of a model, as veRL's merger chooses it.
 
     Raises:
-        ExportError: it is none of those that can be exported.
+        ExportError: models of this architecture cannot be exported.
     """
     import transformers
 
@@ -136,10 +140,10 @@ def auto_class(config: Any) -> Any:
 
 
 def split_adapter(names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Take a model with LoRA adapters apart.
+    """Split the tensors of a model with LoRA adapters into base model and adapter.
 
     Returns:
-        Name in the model by name in the exported model, and by name in the adapter's file.
+        Saved name by name in the exported model, and by name in the adapter's file.
     """
     adapter = {name.replace(".default.weight", ".weight"): name for name in names if _LORA in name}
     base = {
@@ -150,12 +154,12 @@ def split_adapter(names: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     return base, adapter
 
 
-def adapter_config(shapes: Mapping[str, torch.Size], role_folder: Path) -> dict[str, Any]:
-    """peft's ``adapter_config.json``; rank, alpha and task are those of ``lora_train_meta.json``.
+def build_adapter_config(shapes: Mapping[str, torch.Size], role_folder: Path) -> dict[str, Any]:
+    """Return the content of peft's ``adapter_config.json``, from ``lora_train_meta.json``.
 
     Args:
-        shapes: of the adapter's tensors, by name in its file.
-        role_folder: of the step; without the file alpha is taken to be the rank.
+        shapes: shapes of the adapter's tensors, by name in its file.
+        role_folder: role's folder in the step; without that file, alpha is the rank.
     """
     try:
         trained = json.loads((role_folder / "lora_train_meta.json").read_text())
@@ -176,8 +180,8 @@ def adapter_config(shapes: Mapping[str, torch.Size], role_folder: Path) -> dict[
 _LORA = "lora_"
 
 
-def _tied(shell: Any, names: list[str]) -> set[str]:
-    """Names of tensors that are another one's, of which the first is written."""
+def _find_tied(shell: Any, names: list[str]) -> set[str]:
+    """Return the names of tensors that are tied to an earlier tensor, which is written."""
     have, first, tied = set(names), dict[int, str](), set()
     for name, parameter in shell.named_parameters(remove_duplicate=False):
         if name in have and first.setdefault(id(parameter), name) != name:
@@ -185,7 +189,7 @@ def _tied(shell: Any, names: list[str]) -> set[str]:
     return tied
 
 
-def _fuses(shell: Any) -> bool:
+def _has_fusion(shell: Any) -> bool:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # transformers 4 loads tensors as they are

@@ -1,4 +1,4 @@
-"""The target folder of an export: its check, its lock, and its replacement."""
+"""Target folder of an export: validation, lock, and replacement."""
 
 import hashlib
 import os
@@ -19,27 +19,25 @@ def check_target(to: Path, root: Path) -> Path:
     """Return the absolute path of the folder to export to.
 
     Args:
-        to: as the user gave it.
+        to: folder as the user passed it.
         root: the job's root.
 
-
     Raises:
-        ConfigError: it holds something else, or is part of the job.
+        ConfigError: it contains other files, or is part of the job.
     """
     target = to.absolute().resolve()
     if target == root or target in root.parents or target.is_relative_to(root / PRIVATE_FOLDER):
-        raise ConfigError(f"{to} is or holds the job itself; export to another folder")
+        raise ConfigError(f"{to} is or contains the job itself; export to another folder")
     inside = target.relative_to(root).parts[0] if target.is_relative_to(root) else ""
     if inside.startswith("global_step_"):
         raise ConfigError(
-            f"{to} is part of a step; leave --to out to export into the step, or name another "
-            "folder"
+            f"{to} is part of a step; omit --to to export into the step, or choose another folder"
         )
     if target.exists():
         ours = target.is_dir() and read_progress(target) is not None
         if not target.is_dir() or (any(target.iterdir()) and not ours):
             raise ConfigError(
-                f"{to} is not empty and no earlier export; nothing was changed. Name another "
+                f"{to} is not empty and not an earlier export; nothing was changed. Choose another "
                 "folder, or remove it."
             )
     return target
@@ -59,16 +57,21 @@ def lock_export(root: Path, scratch: Path) -> Iterator[None]:
     exports = exports_folder(root)
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
     lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
-    with file_lock_if_free(lock) as ours:
-        if not ours:
+    with file_lock_if_free(lock) as acquired:
+        if not acquired:
             raise ExportError(
-                f"another export to the same place is under way ({scratch}); wait for its end"
+                f"another export to the same folder is in flight ({scratch}); wait until it ends"
             )
         yield
 
 
 def replace_target(scratch: Path, target: Path) -> None:
-    """Rename a finished export to its target, and remove an earlier export there."""
+    """Rename a finished export to its target, and remove an earlier export there.
+
+    Args:
+        scratch: folder of the finished export.
+        target: folder to export to.
+    """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

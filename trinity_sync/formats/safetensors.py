@@ -1,13 +1,13 @@
-"""Safetensors files of at most so many bytes, one in memory at a time, resumed where it broke off.
+"""Writer of safetensors files of limited size, with one file in memory at a time, that can resume.
 
-A folder under way has a small file, ``trinity_export.json``, that says what it is made of and which
-files are whole, with digests. It stays in the finished folder: it tells an export from other files.
+The folder of an export has a small file, ``trinity_export.json``, with the source of the export and
+the finished files and digests. It stays in the finished folder, to recognize it as an export.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,29 +21,28 @@ from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.progress import OnProgress, no_progress
 
 PROGRESS = "trinity_export.json"
-WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class WholeFile:
-    """A file of an export that is whole."""
+class ExportedFile:
+    """A finished file of an export."""
 
     nbytes: int
     digest: str
 
 
 @dataclass
-class Progress:
+class ExportProgress:
     """Source of an export, and the files written so far."""
 
     folder: Path
     source: dict[str, Any]
-    """Step, dtype and so on: an export of another source is not gone on with."""
-    files: dict[str, WholeFile] = field(default_factory=dict)
+    """Step, dtype and so on; only an export of the same source is resumed."""
+    files: dict[str, ExportedFile] = field(default_factory=dict)
 
-    def has(self, name: str) -> bool:
-        """Whether a file was written before and is still whole."""
+    def has_file(self, name: str) -> bool:
+        """Return whether a file was written before and is unchanged."""
         known, path = self.files.get(name), self.folder / name
         return bool(
             known
@@ -52,9 +51,14 @@ class Progress:
             and digest_cached_file(path) == known.digest
         )
 
-    def write(self, name: str, write: Callable[[Path], object]) -> bool:
-        """Have a file written, unless it is there and whole; whether it had to be."""
-        if self.has(name):
+    def write_file(self, name: str, write: Callable[[Path], object]) -> bool:
+        """Write a file, unless it was written before; return whether it was written.
+
+        Args:
+            name: path below the folder.
+            write: writes the file to a path.
+        """
+        if self.has_file(name):
             return False
         path = self.folder / name
         make_folder(path.parent)
@@ -62,123 +66,132 @@ class Progress:
         with path.open("rb") as file:
             os.fsync(file.fileno())
         sync_folder(path.parent)
-        self.files[name] = WholeFile(path.stat().st_size, digest_cached_file(path))
+        self.files[name] = ExportedFile(path.stat().st_size, digest_cached_file(path))
         body = {"source": self.source, "files": {n: asdict(f) for n, f in self.files.items()}}
         replace_file(self.folder / PROGRESS, json.dumps(body, indent=1))
         return True
 
 
-def open_progress(folder: Path, source: dict[str, Any]) -> Progress:
-    """Return the progress of an export of ``source``; a folder with another export is emptied."""
+def open_progress(folder: Path, source: dict[str, Any]) -> ExportProgress:
+    """Return the progress of an export; a folder with an export of another source is emptied.
+
+    Args:
+        folder: folder of the export.
+        source: step, dtype and so on.
+    """
     found = read_progress(folder)
     if found and found.source == source:
         return found
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
-    return Progress(folder, source)
+    return ExportProgress(folder, source)
 
 
-def read_progress(folder: Path) -> Progress | None:
-    """Return the progress of the export in a folder, in flight or finished; None without one."""
+def read_progress(folder: Path) -> ExportProgress | None:
+    """Return the progress of the export in a folder, in flight or finished, or None."""
     try:
         body = json.loads((folder / PROGRESS).read_text())
-        files = {str(name): WholeFile(**known) for name, known in body["files"].items()}
-        return Progress(folder, body["source"], files)
+        files = {str(name): ExportedFile(**known) for name, known in body["files"].items()}
+        return ExportProgress(folder, body["source"], files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def write_model(
-    progress: Progress,
+    progress: ExportProgress,
     model: ShardedModel,
     names: dict[str, str],
     naming: Naming,
     *,
-    dtype_of: Callable[[torch.dtype], torch.dtype],
+    convert_dtype: Callable[[torch.dtype], torch.dtype],
     max_bytes: int,
     on_progress: OnProgress = no_progress,
 ) -> None:
-    """Write the weights, in one file or in several with an index, as ``save_pretrained`` does.
+    """Write the weights to one file, or to several with an index, as ``save_pretrained`` does.
 
     Args:
-        progress: where to.
-        model: what.
+        progress: progress of the export.
+        model: the saved model.
         names: name in ``model`` by name in the exported model.
-        naming: how transformers wants them.
-        dtype_of: the dtype to write a tensor of a dtype in.
-        max_bytes: of a file; a larger tensor has a file of its own.
-        on_progress: is told how far it is.
+        naming: names that transformers expects.
+        convert_dtype: returns the dtype to write, given the saved dtype.
+        max_bytes: maximum bytes of a file; a larger tensor gets a file of its own.
+        on_progress: called with bytes written and their total.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     groups: dict[str, list[str]] = {}
     for name in names:
         if name not in naming.dropped:
-            groups.setdefault(naming.group(name), []).append(name)
+            groups.setdefault(naming.find_group(name), []).append(name)
 
-    def shape_of(name: str) -> torch.Tensor:
-        shape, dtype = model.meta(names[name])
-        return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+    def make_empty(name: str) -> torch.Tensor:
+        shape, dtype = model.read_meta(names[name])
+        return torch.empty(shape, dtype=convert_dtype(dtype), device="meta")
 
     planned: dict[str, tuple[str, int]] = {}  # group and bytes by name
     for group, members in groups.items():
-        for name, shape in naming.written({name: shape_of(name) for name in members}).items():
+        for name, shape in naming.revert_fusion(
+            {name: make_empty(name) for name in members}
+        ).items():
             planned[name] = group, shape.nbytes
-    files = dict(_files(planned, max_bytes))
-    whole = sum(nbytes for _, nbytes in planned.values())
-    at_hand: tuple[str, Tensors] = "", {}
+    shards = split_state_dict_into_shards_factory(
+        {name: nbytes for name, (_, nbytes) in planned.items()},
+        get_storage_size=lambda nbytes: nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    total = shards.metadata["total_size"]
+    loaded: tuple[str, Tensors] = "", {}
 
-    def tensors_of(wanted: list[str]) -> Tensors:
-        nonlocal at_hand
+    def read_tensors(wanted: list[str]) -> Tensors:
+        nonlocal loaded
         found = {}
         for name in wanted:
             group = planned[name][0]
-            if at_hand[0] != group:
-                at_hand = "", {}
+            if loaded[0] != group:
+                loaded = "", {}
                 trained = {
-                    member: model.tensor(names[member], dtype_of(model.meta(names[member])[1]))
+                    member: model.read_tensor(
+                        names[member], convert_dtype(model.read_meta(names[member])[1])
+                    )
                     for member in groups[group]
                 }
-                at_hand = group, naming.written(trained)
-            found[name] = at_hand[1].pop(name).contiguous()
-            on_progress(planned[name][1], whole)
+                loaded = group, naming.revert_fusion(trained)
+            found[name] = loaded[1].pop(name).contiguous()
+            on_progress(planned[name][1], total)
         return found
 
-    for file, wanted in files.items():
-        written = progress.write(
+    for file, wanted in shards.filename_to_tensors.items():
+        written = progress.write_file(
             file,
-            lambda path, wanted=wanted: save_tensors(path, tensors_of(wanted)),  # type: ignore[misc]
+            lambda path, wanted=wanted: save_tensors(path, read_tensors(wanted)),  # type: ignore[misc]
         )
         if not written:
-            on_progress(sum(planned[name][1] for name in wanted), whole)
-        at_hand = "", {}
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": whole},
-            "weight_map": {name: file for file, wanted in files.items() for name in wanted},
-        }
-        progress.write(INDEX, lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
+            on_progress(sum(planned[name][1] for name in wanted), total)
+        loaded = "", {}
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        progress.write_file(INDEX, lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
 
 
 def save_tensors(path: Path, tensors: Tensors) -> None:
-    """Write tensors as safetensors; none of them shares memory with another."""
+    """Write tensors to a safetensors file; no two of them share memory.
+
+    Args:
+        path: path of the file.
+        tensors: tensors by name.
+    """
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def read_metas(model: ShardedModel, names: dict[str, str]) -> dict[str, Meta]:
-    """Shapes and dtypes by new name."""
-    return {new: model.meta(old) for new, old in names.items()}
+    """Return shapes and dtypes by new name.
 
-
-def _files(planned: dict[str, tuple[str, int]], max_bytes: int) -> Iterator[tuple[str, list[str]]]:
-    lists: list[list[str]] = [[]]
-    room = max_bytes
-    for name, (_, nbytes) in planned.items():
-        if lists[-1] and nbytes > room:
-            lists.append([])
-            room = max_bytes
-        lists[-1].append(name)
-        room -= nbytes
-    for number, wanted in enumerate(lists, start=1):
-        several = f"model-{number:05}-of-{len(lists):05}.safetensors"
-        yield (several if len(lists) > 1 else WEIGHTS), wanted
+    Args:
+        model: the saved model.
+        names: name in ``model`` by new name.
+    """
+    return {new: model.read_meta(old) for new, old in names.items()}

@@ -1,10 +1,9 @@
-"""One component that W ranks saved, as PyTorch's Distributed Checkpoint (DCP) sees it.
+"""A component that W ranks saved, as a storage reader of PyTorch Distributed Checkpoint (DCP).
 
-DCP's planner works out which parts of the saved tensors make up the parts that somebody wants. It
-asks a storage for two things: where which part lies, and to read some of them. Where they lie
-follows from the first rank's file alone: each DTensor in it says how its tensor is laid out over
-the mesh. Files are mapped and only what is asked for is read, so no memory is needed beside what
-it is read into.
+DCP's planner finds the saved chunks that make up the requested tensors. It asks the storage reader
+for the location of each chunk, and to read some of them. The locations follow from the file of rank
+0 alone: each DTensor in it has the placement of its tensor over the mesh. Files are mapped and only
+requested chunks are read, so no memory is needed besides the target tensors.
 """
 
 import pickle
@@ -32,7 +31,7 @@ from trinity_sync.snapshot.dtensor_shards import ShardBox, compute_chunk, comput
 from trinity_sync.snapshot.torch_private import get_shard
 
 Keys = tuple[Any, ...]
-"""What leads to a leaf of a state: ``("state", 0, "exp_avg")``."""
+"""Path of a leaf in a state: ``("state", 0, "exp_avg")``."""
 
 
 class SavedComponent(StorageReader):
@@ -44,13 +43,14 @@ class SavedComponent(StorageReader):
     Args:
         folder: ``<root>/global_step_<N>/<role>``.
         component: ``model`` or ``optim``.
-        world_size: ranks that saved it.
-        flat_lengths: lengths of FSDP1's flat parameters, by their number in the optimizer. The
-            state of each was saved in plain pieces of ``ceil(length / W)`` elements, padded.
+        world_size: number of ranks that saved it.
+        flat_lengths: numbers of elements of FSDP1's flat parameters, by their number in the
+            optimizer. The state of each was saved as plain tensors of ``ceil(length / W)``
+            elements, padded.
 
     Raises:
-        CommitError: the first file is missing, or not one that ``weights_only`` reads.
-        ConfigError: it holds tensors that are laid out in a way that cannot be resharded.
+        CommitError: the file of rank 0 is missing, or ``weights_only`` cannot read it.
+        ConfigError: it has tensors with a placement that cannot be resharded.
     """
 
     def __init__(
@@ -64,26 +64,26 @@ class SavedComponent(StorageReader):
         self.folder, self.component, self.world_size = folder, component, world_size
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.keys: dict[str, Keys] = {}
-        """Where each tensor is in the state."""
+        """Path of each tensor in the state."""
         self.values: dict[Keys, Any] = {}
-        """All that is not a tensor, as the first rank saved it."""
+        """All values that are not tensors, as rank 0 saved them."""
         self.sharded: set[str] = set()
-        """Names of the tensors of which each rank saved a part; it saved the others whole."""
+        """Names of the sharded tensors; each rank saved the others completely."""
         self.nbytes = 0
         """Bytes of tensors read so far."""
-        self._homes: dict[MetadataIndex, tuple[int, tuple[int, ...]]] = {}
-        for keys, leaf in _leaves(self.open(0)):
+        self._locations: dict[MetadataIndex, tuple[int, tuple[int, ...]]] = {}
+        for keys, leaf in _iter_leaves(self.open_shard(0)):
             if isinstance(leaf, torch.Tensor):
-                self._add(keys, leaf, flat_lengths or {})
+                self._add_tensor(keys, leaf, flat_lengths or {})
             else:
                 self.values[keys] = leaf
 
-    def open(self, rank: int) -> Mapping[Any, Any]:
-        """What a rank saved, its tensors mapped from the file and not read yet.
+    def open_shard(self, rank: int) -> Mapping[Any, Any]:
+        """Return the state of a rank; its tensors are mapped from the file.
 
         Raises:
-            CommitError: the file is missing, or not one that ``weights_only`` reads.
-            ConfigError: it does not hold a dict.
+            CommitError: the file is missing, or ``weights_only`` cannot read it.
+            ConfigError: it does not contain a dict.
         """
         path = self.folder / shard_file(self.component, self.world_size, rank)
         try:
@@ -91,71 +91,84 @@ class SavedComponent(StorageReader):
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CommitError(
                 f"{path} cannot be read with weights_only, so it cannot be resharded: {error}\n"
-                f"Load it with {self.world_size} ranks, or take another step."
+                f"Load it with {self.world_size} ranks, or choose another step."
             ) from error
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"{path} holds a {type(state).__name__}, and only dicts can be resharded; load it "
+                f"{path} has a {type(state).__name__}, and only dicts can be resharded; load it "
                 f"with {self.world_size} ranks"
             )
         return state
 
-    def part(self, state: Mapping[Any, Any], index: MetadataIndex) -> torch.Tensor:
-        """The part that lies in an opened file.
+    def get_chunk(self, state: Mapping[Any, Any], index: MetadataIndex) -> torch.Tensor:
+        """Return a chunk of an opened file.
+
+        Args:
+            state: state of the rank that `find_rank` returns.
+            index: name and offsets of the chunk.
 
         Raises:
-            CommitError: there is another one in its place.
+            CommitError: the file has another shape in its place.
         """
-        rank, sizes = self._homes[index]
-        leaf = _at(state, self.keys[index.fqn])
+        rank, sizes = self._locations[index]
+        leaf = _get_leaf(state, self.keys[index.fqn])
         local = get_shard(leaf)
         fits = isinstance(local, torch.Tensor) and local.ndim == len(sizes)
         if not fits or any(have < want for have, want in zip(local.shape, sizes, strict=True)):
             raise CommitError(
                 f"{self.folder} is inconsistent: rank {rank} should have saved {list(sizes)} of "
-                f"{self.component} {index.fqn}, and did not; take another step"
+                f"{self.component} {index.fqn}, and did not; choose another step"
             )
-        return _narrowed(local, [0] * local.ndim, sizes)
+        return _narrow(local, [0] * local.ndim, sizes)
 
-    def rank_of(self, index: MetadataIndex) -> int:
-        """The rank whose file holds a part."""
-        return self._homes[index][0]
+    def find_rank(self, index: MetadataIndex) -> int:
+        """Return the rank whose file contains a chunk."""
+        return self._locations[index][0]
 
     def require_same_whole(self) -> None:
-        """See that what each rank saved whole is the same everywhere: only one rank's is used.
+        """Require that unsharded tensors are equal in all files; only those of one rank are used.
 
         Raises:
-            CommitError: it is not; the ranks hold parts that nothing says the place of.
+            CommitError: they differ, so they are parts without a known placement.
         """
         whole = [name for name in self.tensors if name not in self.sharded]
-        first = self.open(0)
+        first = self.open_shard(0)
         for rank in range(1, self.world_size if whole else 1):
-            state = self.open(rank)
+            state = self.open_shard(rank)
             for name in whole:
-                a, b = _at(first, self.keys[name]), _at(state, self.keys[name])
-                if not isinstance(b, torch.Tensor) or not _same_bits(a, b):
+                a, b = _get_leaf(first, self.keys[name]), _get_leaf(state, self.keys[name])
+                if not isinstance(b, torch.Tensor) or not _has_same_bits(a, b):
                     raise CommitError(
                         f"{self.component} {name} in {self.folder} differs between rank 0 and rank "
-                        f"{rank}, and is no DTensor that says how it is laid out; load it with "
+                        f"{rank}, and is not a DTensor with a placement; load it with "
                         f"{self.world_size} ranks"
                     )
 
-    # ---------------------------------------------------------------- what DCP asks
+    # ---------------------------------------------------------------- DCP's StorageReader
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """All tensors, and the parts that they were saved in."""
+        """Return all tensors and their saved chunks.
+
+        Args:
+            _, __: ignored; DCP passes them.
+        """
         return Metadata(dict(self.tensors))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan wants into the tensors that it is for, one file after the other."""
+        """Copy the requested chunks into their target tensors, one file after the other.
+
+        Args:
+            plan: requested chunks.
+            planner: resolves the target tensors.
+        """
         wanted = defaultdict(list)
         for item in plan.items:
-            wanted[self._homes[item.storage_index][0]].append(item)
+            wanted[self._locations[item.storage_index][0]].append(item)
         for rank, items in sorted(wanted.items()):
-            state = self.open(rank)
-            parts = [(self.part(state, item.storage_index), item) for item in items]
+            state = self.open_shard(rank)
+            parts = [(self.get_chunk(state, item.storage_index), item) for item in items]
             for part, item in sorted(parts, key=lambda pair: pair[0].data_ptr()):
-                saved = _narrowed(part, item.storage_offsets, item.lengths)
+                saved = _narrow(part, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(saved)
                 planner.commit_tensor(item, target)
@@ -165,49 +178,53 @@ class SavedComponent(StorageReader):
         return done
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: one of these is for one component."""
+        """Do nothing: a reader is for one component."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Nothing: all is known from the start."""
+        """Do nothing: all metadata is known from the start.
+
+        Args:
+            metadata, is_coordinator, _, __: ignored; DCP passes them.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether DCP may choose this reader by itself: never."""
+        """Return False: DCP must not choose this reader by itself."""
         return False
 
     # ---------------------------------------------------------------- details
 
-    def _add(self, keys: Keys, leaf: torch.Tensor, flat_lengths: Mapping[int, int]) -> None:
+    def _add_tensor(self, keys: Keys, leaf: torch.Tensor, flat_lengths: Mapping[int, int]) -> None:
         name, size = ".".join(map(str, keys)), leaf.shape
         if isinstance(leaf, DTensor):
             self.sharded.add(name)
-            parts = self._parts(name, leaf)
+            parts = self._compute_parts(name, leaf)
         elif keys[0] == "state" and leaf.ndim == 1 and keys[1] in flat_lengths:
             self.sharded.add(name)
             size = torch.Size([flat_lengths[keys[1]]])
-            parts = self._flat_parts(name, leaf, size[0])
+            parts = self._compute_flat_parts(name, leaf, size[0])
         else:
             parts = {0: ShardBox((0,) * leaf.ndim, tuple(leaf.shape))}
         chunks = []
         for rank, (offsets, sizes) in parts.items():
             if 0 not in sizes:
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                self._homes[MetadataIndex(name, offsets)] = rank, sizes
+                self._locations[MetadataIndex(name, offsets)] = rank, sizes
         self.keys[name] = keys
         self.tensors[name] = TensorStorageMetadata(TensorProperties(leaf.dtype), size, chunks)
 
-    def _parts(self, name: str, leaf: DTensor) -> dict[int, ShardBox]:
-        """The parts of a tensor by the rank that saved them; of replicas, one."""
+    def _compute_parts(self, name: str, leaf: DTensor) -> dict[int, ShardBox]:
+        """Return the parts of a tensor by the rank that saved them; of replicas, one."""
         try:
             return dict(compute_shard_boxes(leaf))
         except ValueError as error:
@@ -216,8 +233,10 @@ class SavedComponent(StorageReader):
                 f"{self.world_size} ranks"
             ) from error
 
-    def _flat_parts(self, name: str, leaf: torch.Tensor, length: int) -> dict[int, ShardBox]:
-        """As `_parts`, of FSDP1's flat optimizer state."""
+    def _compute_flat_parts(
+        self, name: str, leaf: torch.Tensor, length: int
+    ) -> dict[int, ShardBox]:
+        """Return the parts of a tensor of FSDP1's flat optimizer state."""
         each = -(-length // self.world_size)
         if leaf.numel() != each:
             raise ConfigError(
@@ -230,28 +249,28 @@ class SavedComponent(StorageReader):
         return {rank: ShardBox((start,), (size,)) for rank, (start, size) in enumerate(chunks)}
 
 
-def _leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def _iter_leaves(state: Mapping[Any, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     for key, value in state.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*above, key))
+            yield from _iter_leaves(value, (*above, key))
         else:
             yield (*above, key), value
 
 
-def _at(state: Any, keys: Keys) -> Any:
+def _get_leaf(state: Any, keys: Keys) -> Any:
     for key in keys:
         state = state.get(key) if isinstance(state, Mapping) else None
     return state
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit by bit, NaN and all."""
+def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit, including NaN."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
 
 
-def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

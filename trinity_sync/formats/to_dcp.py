@@ -1,8 +1,8 @@
-"""A committed step as a folder that ``torch.distributed.checkpoint.load`` reads, from any code.
+"""Conversion of a committed step to a checkpoint of PyTorch DCP.
 
-The ranks' files are mapped and handed to PyTorch's writer part by part, so no tensor is put
-together here, and memory holds nothing but pages of the files, which the kernel takes back at will.
-The folder appears by one rename when it is whole.
+The ranks' files are mapped and passed to PyTorch's writer in chunks, so no tensor is assembled, and
+memory holds only pages of the files, which the kernel can reclaim. The folder appears complete, by
+one rename.
 """
 
 import io
@@ -41,12 +41,12 @@ from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import require_digest
 
 COMPONENTS = ("model", "optim")
-"""What a checkpoint for everybody holds; the rest is of this job and its ranks."""
+"""Components that can be converted; the others belong to this job and its ranks."""
 
 
 @dataclass(frozen=True)
 class DcpResult:
-    """The checkpoint that a conversion to DCP wrote."""
+    """Result of a conversion to DCP."""
 
     folder: Path
     components: tuple[str, ...]
@@ -71,44 +71,45 @@ def to_dcp(
     with any number of ranks, or none.
 
     Args:
-        root: the job's folder.
-        step: a committed one.
-        folder: of the checkpoint; missing or empty.
-        role: whose.
-        components: of ``model`` and ``optim``; those that the step has if empty.
-        on_progress: is told how far it is: each byte counts twice, once compared and once written.
+        root: the job's root.
+        step: a committed step.
+        folder: folder of the checkpoint; missing or empty.
+        role: role of the state.
+        components: ``model``, ``optim`` or both; by default those that the step has.
+        on_progress: called with bytes and the total; each byte counts twice, for its digest and its
+            copy.
 
     Raises:
-        CommitError: the step is not committed or corrupted, lacks a component, or ranks differ when
-            they should have saved the same.
-        ConfigError: an argument cannot work, or tensors are laid out in a way that DCP cannot say.
+        CommitError: the step is not committed or corrupted, lacks a component, or ranks differ in
+            what they should have saved equally.
+        ConfigError: an argument is invalid, or tensors have a placement that DCP cannot express.
         SaveError: the folder cannot be written; nothing is left of it.
     """
     check_name("role", role)
     base, target = Path(root).resolve(), Path(folder).absolute().resolve()
     if target.is_relative_to(base) or base.is_relative_to(target):
-        raise ConfigError(f"{folder} is part of the job, or holds it; name another folder")
+        raise ConfigError(f"{folder} is part of the job, or contains it; choose another folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{folder} is not empty; nothing was changed. Name another folder.")
+        raise ConfigError(f"{folder} is not empty; nothing was changed. Choose another folder.")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     with acquire_lease(base, step, f"conversion of {role}", ttl_s=LONG_LEASE_S):
         manifest = require_committed(base, step)
-        shards = _shards(base, manifest, role, components)
+        shards = _list_shards(base, manifest, role, components)
         records = [record for each in shards.values() for record in each]
-        whole = 2 * sum(record.nbytes for record in records)
+        total = 2 * sum(record.nbytes for record in records)
         for record in records:
             path = step_folder(base, step) / record.path
-            found = digest_file(path, record.nbytes, lambda n: on_progress(n, whole))
+            found = digest_file(path, record.nbytes, lambda n: on_progress(n, total))
             require_digest(path, record, found)
         saved = {
             name: SavedComponent(step_folder(base, step) / role, name, len(each))
             for name, each in shards.items()
         }
         _require_convertible(saved)
-        require_unreplaced(base, manifest)  # of what is opened later, the same is asked below
+        require_unreplaced(base, manifest)  # repeated below for files that are opened later
         try:
             make_folder(partial)
-            _save(partial, _Planner(saved, lambda n: on_progress(n, whole)))
+            _save(partial, _Planner(saved, lambda n: on_progress(n, total)))
             require_unreplaced(base, manifest)
             if target.exists():
                 target.rmdir()
@@ -117,7 +118,7 @@ def to_dcp(
         except OSError as error:
             raise SaveError(
                 f"step {step} in {root} is not converted: {error.filename or target} cannot be "
-                f"written: {error.strerror}. Nothing is left of it; mend that and repeat."
+                f"written: {error.strerror}. Nothing is left of it; repair that and retry."
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -127,17 +128,17 @@ def to_dcp(
 
 
 class _Planner(DefaultSavePlanner):
-    """Says what lies where, in the place of a process group's ranks; each part is its file's."""
+    """Plans all ranks' chunks in one process; each chunk is read from its rank's file."""
 
     def __init__(self, saved: Mapping[str, SavedComponent], took: Callable[[int], object]) -> None:
         super().__init__()
         self._saved, self._took = saved, took
-        self.first = {name: dict(component.open(0)) for name, component in saved.items()}
+        self.first = {name: dict(component.open_shard(0)) for name, component in saved.items()}
         self._opened: dict[tuple[str, int], Mapping[Any, Any]] = {}
         self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Every part of every tensor; the rest, plain values, as the first rank has it."""
+        """Plan all chunks of all tensors, and plain values as rank 0 saved them."""
         names = {
             f"{c}.{name}": (saved, name)
             for c, saved in self._saved.items()
@@ -163,23 +164,23 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The bytes of a part, still in the mapped file."""
+        """Return a chunk as a view of the mapped file."""
         if write_item.index not in self._parts:
             return super().resolve_data(write_item)
         saved, index = self._parts[write_item.index]
-        part = _alone(saved.part(self._open(saved, saved.rank_of(index)), index))
+        part = _trim_storage(saved.get_chunk(self._open(saved, saved.find_rank(index)), index))
         self._took(part.nbytes)
         return part
 
     def _open(self, saved: SavedComponent, rank: int) -> Mapping[Any, Any]:
         key = saved.component, rank
         if key not in self._opened:
-            self._opened[key] = saved.open(rank)
+            self._opened[key] = saved.open_shard(rank)
         return self._opened[key]
 
 
-def _alone(part: torch.Tensor) -> torch.Tensor:
-    """The part over a storage that ends where it does: the writer copies, and keeps, others."""
+def _trim_storage(part: torch.Tensor) -> torch.Tensor:
+    """Return a view with a storage of its own size, because the writer copies larger storages."""
     if not part.is_contiguous():
         return part
     start = part.storage_offset() * part.element_size()
@@ -194,7 +195,7 @@ def _save(folder: Path, planner: _Planner) -> None:
 
 
 def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
-    """See that the tensors say where they belong, as the flat ones of FSDP1's optimizer do not."""
+    """Require that tensors have placements, which the flat optimizer state of FSDP1 lacks."""
     model, optim = saved["model"], saved.get("optim")
     flat = [name for name, meta in optim.tensors.items() if len(meta.size)] if optim else []
     if optim and optim.world_size > 1 and model.sharded and flat and not optim.sharded:
@@ -206,10 +207,10 @@ def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
         component.require_same_whole()
 
 
-def _shards(
+def _list_shards(
     root: Path, manifest: Manifest, role: str, components: Sequence[str]
 ) -> dict[str, list[FileRecord]]:
-    """Files of the components that are wanted, or of those that there are."""
+    """Return the records of the requested components, by default of those that exist."""
     if unknown := set(components) - set(COMPONENTS):
         raise ConfigError(
             f"{', '.join(sorted(unknown))} cannot be converted; only model and optim can"
@@ -223,10 +224,10 @@ def _shards(
         has = ", ".join(manifest.roles) or "none"
         raise CommitError(
             f"step {manifest.step} in {root} has no {lacking[0]} of role {role} (roles: {has}); "
-            f"trinity-sync show {root} {manifest.step} lists what it has"
+            f"trinity-sync show {root} {manifest.step} lists its files"
         )
     for name, records in found.items():
         ranks = {record.rank for record in records}
         if records and ranks != set(range(records[0].world_size)):
-            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}; take another")
+            raise CommitError(f"step {manifest.step} in {root} lacks ranks of {name}")
     return {name: records for name, records in found.items() if records}

@@ -80,7 +80,9 @@ def test_weights_are_those_of_the_whole_model(saved: Path, whole: dict[str, torc
 def test_an_export_is_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     model = ShardedModel(files(saved, "model"))
     assert model.names == list(whole)
-    assert all(torch.equal(model.tensor(name, whole[name].dtype), whole[name]) for name in whole)
+    assert all(
+        torch.equal(model.read_tensor(name, whole[name].dtype), whole[name]) for name in whole
+    )
 
 
 def test_a_reshard_reads_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -96,6 +98,6 @@ def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
     with pytest.raises(WeightSyncError, match=r"w is placed as Partial"):
         plan_unshard([each.numpy().data for each in shards])
     with pytest.raises(ExportError, match=r"w is placed as Partial"):
-        ShardedModel(files(saved, "optim")).tensor("w", torch.float32)
+        ShardedModel(files(saved, "optim")).read_tensor("w", torch.float32)
     with pytest.raises(ConfigError, match=r"optim w in .* is placed as Partial"):
         SavedComponent(saved, "optim", WORLD_SIZE)
