@@ -29,7 +29,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.capabilities import require_capabilities
-from trinity_sync.fs.locks import acquire_commit_lock, file_lock
+from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.fsdp.validate import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
@@ -512,7 +512,7 @@ def test_a_step_that_the_other_node_has_fetched_is_not_fetched_again(
     store, new = f"file://{tmp_path}/store", tmp_path / "new"
     commit_files(root, 1)
     replicate(root, store, 1)
-    with file_lock(new / ".trinity_sync/fetching.lock"):
+    with acquire_file_lock(new / ".trinity_sync/fetching.lock"):
         pass  # its file is known here
     assert not (new / "global_step_1").exists()
     fetched = other.call(fetch, store, 1, new)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
@@ -51,7 +51,9 @@ def test_ctrl_c_while_the_stack_starts_is_one_line_and_130(tmp_path: Path) -> No
         "PYTHONUNBUFFERED": "1",
     }
     home.mkdir()
-    with file_lock(home / "stack.lock"):  # another start is under way, and this one waits for it
+    with acquire_file_lock(
+        home / "stack.lock"
+    ):  # another start is under way, and this one waits for it
         process = subprocess.Popen(
             [sys.executable, DEMO],
             cwd=tmp_path,

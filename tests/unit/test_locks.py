@@ -20,8 +20,9 @@ from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from tests.unit.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
-from trinity_sync.fs import locks
-from trinity_sync.fs.locks import LockFile, acquire_commit_lock, file_lock, file_lock_if_free
+from trinity_sync.fs import lock_file
+from trinity_sync.fs.lock_file import LockFile
+from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock, try_acquire_file_lock
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
@@ -66,15 +67,15 @@ def running(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 HOLD = """
     import sys
     from pathlib import Path
-    from trinity_sync.fs.locks import file_lock
-    with file_lock(Path(sys.argv[1]), shared="shared" in sys.argv):
+    from trinity_sync.fs.locks import acquire_file_lock
+    with acquire_file_lock(Path(sys.argv[1]), shared="shared" in sys.argv):
         print("ready", flush=True)
         sys.stdin.read()
     """
 
 
 def is_free(path: Path) -> bool:
-    with file_lock_if_free(path) as ours:
+    with try_acquire_file_lock(path) as ours:
         return ours
 
 
@@ -83,7 +84,7 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
 ) -> None:
     path = tmp_path / "lock"
     with ExitStack() as child:
-        with file_lock(path):
+        with acquire_file_lock(path):
             child.enter_context(forked())
             assert not is_free(path)
         assert is_free(path)
@@ -92,7 +93,7 @@ def test_a_lock_is_free_when_its_block_ends_although_a_child_was_forked_in_it(
 HANGING = """
     import os, sys, threading
     from pathlib import Path
-    from trinity_sync.fs.locks import LockFile
+    from trinity_sync.fs.lock_file import LockFile
 
     opening = threading.Event()
 
@@ -143,7 +144,7 @@ def test_who_forks_or_opens_another_file_does_not_wait_for_a_file_server_that_is
 def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with ExitStack() as block:
-        held = block.enter_context(file_lock(path))
+        held = block.enter_context(acquire_file_lock(path))
         if (child := os.fork()) == 0:
             try:
                 with pytest.raises(CommitError, match="belongs to the process that forked this"):
@@ -157,7 +158,7 @@ def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_p
 
 
 TAKE = {
-    "a lock file": "held.enter_context(file_lock(path))",
+    "a lock file": "held.enter_context(acquire_file_lock(path))",
     "a slot that is filled": "slot = Slot(path); slot.image(9); assert slot.try_lock()",
     "a slot that is read": "content = held.enter_context(lock_slot(path))",
     "an image that is restored": "fd = held.enter_context(hold_slot(path)); image = map_fd(fd, 9)",
@@ -179,7 +180,7 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         from pathlib import Path
         from trinity_sync.snapshot.slot_lock import hold_slot, lock_slot
         from trinity_sync.snapshot.slot import Slot
-        from trinity_sync.fs.locks import file_lock
+        from trinity_sync.fs.locks import acquire_file_lock
         from trinity_sync.fs.direct_io import map_fd
         path, held = Path(sys.argv[1]), ExitStack()
         exec(sys.argv[2])
@@ -230,10 +231,10 @@ def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> No
 def test_who_waits_too_long_is_told_who_has_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(locks, "WARN_S", 0.0)
+    monkeypatch.setattr(lock_file, "WARN_S", 0.0)
     path = tmp_path / "lock"
     with running(HOLD, path) as holder:
-        with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0.05):
+        with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0.05):
             pass
         for text in (str(told.value), caplog.messages[0]):
             assert f"the lock {path}" in text
@@ -242,7 +243,7 @@ def test_who_waits_too_long_is_told_who_has_the_lock(
         assert f"process {holder.pid} " in told.value.holder
         assert holder.stdin
         holder.stdin.close()
-        with file_lock(path, limit_s=60):
+        with acquire_file_lock(path, limit_s=60):
             pass
 
 
@@ -254,9 +255,9 @@ def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_
     limit_s: float,
     warnings: int,
 ) -> None:
-    monkeypatch.setattr(locks, "WARN_S", 0.0)
+    monkeypatch.setattr(lock_file, "WARN_S", 0.0)
     attempts = iter([False, True])
-    with file_lock(tmp_path / "lock"):
+    with acquire_file_lock(tmp_path / "lock"):
         waiting = LockFile(tmp_path / "lock", os.O_RDONLY)
         waiting.wait(lambda: next(attempts), limit_s)
         waiting.close()
@@ -266,11 +267,11 @@ def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_
 def test_all_who_share_a_lock_are_named(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with running(HOLD, path, "shared") as one, running(HOLD, path, "shared") as other:
-        with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0):
+        with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
             pass
         for holder in (one, other):
             assert f"process {holder.pid} (" in told.value.holder
-        with file_lock(path, shared=True, limit_s=0):
+        with acquire_file_lock(path, shared=True, limit_s=0):
             pass
 
 
@@ -290,7 +291,7 @@ def test_a_child_of_another_program_that_keeps_a_lock_is_named(tmp_path: Path) -
         keeper = int(process.stdout.readline())
         for keep_zombie in (os.WNOWAIT, 0):
             os.waitid(os.P_PID, process.pid, os.WEXITED | keep_zombie)
-            with pytest.raises(LockTimeoutError) as told, file_lock(path, limit_s=0):
+            with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
                 pass
             assert told.value.holder.startswith(f"process {keeper} ")
 
@@ -301,16 +302,16 @@ def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Pat
         import sys
         from pathlib import Path
         from trinity_sync.errors import LockTimeoutError
-        from trinity_sync.fs.locks import file_lock
+        from trinity_sync.fs.locks import acquire_file_lock
         try:
-            with file_lock(Path(sys.argv[1]), limit_s=0):
+            with acquire_file_lock(Path(sys.argv[1]), limit_s=0):
                 pass
         except LockTimeoutError as error:
             print(error.holder)
         """
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     command = [*alone, sys.executable, "-c", textwrap.dedent(script), str(path)]
-    with file_lock(path) as held:
+    with acquire_file_lock(path) as held:
         os.pwrite(held.fd, b"process 7 (python train.py) on node other\nwhat was there", 0)
         done = subprocess.run(command, capture_output=True, text=True)
     if "unshare" in done.stderr:
@@ -322,7 +323,7 @@ def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Pat
 
 
 def test_on_a_shared_file_system_the_holder_writes_its_description(tmp_path: Path) -> None:
-    with restricted(tmp_path) as mount, file_lock(mount / "lock") as held:
+    with restricted(tmp_path) as mount, acquire_file_lock(mount / "lock") as held:
         for _ in range(2):
             assert (mount / "lock").read_text().startswith(f"process {os.getpid()} (")
             held.require_held()
@@ -333,7 +334,7 @@ def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> 
 
     def lock_and_release() -> None:
         while not over.is_set():
-            with file_lock(tmp_path / "lock", shared=True):
+            with acquire_file_lock(tmp_path / "lock", shared=True):
                 pass
 
     threads = [threading.Thread(target=lock_and_release) for _ in range(2)]
@@ -418,7 +419,7 @@ def test_those_open_a_lock_who_may_write_beside_it(
     (tmp_path / "locks").chmod(folder)
     path = tmp_path / "locks/lock"
     for _ in range(2):
-        with file_lock(path):
+        with acquire_file_lock(path):
             assert stat.S_IMODE(path.stat().st_mode) == lock
         path.chmod(0o666)  # as locks of another time may have
 
@@ -427,10 +428,10 @@ def test_a_lock_that_leads_elsewhere_is_not_opened(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.touch(0o644)
     (tmp_path / "lock").symlink_to(elsewhere)
-    with pytest.raises(OSError, match="symbolic links"), file_lock(tmp_path / "lock"):
+    with pytest.raises(OSError, match="symbolic links"), acquire_file_lock(tmp_path / "lock"):
         pass
     (tmp_path / "linked").hardlink_to(elsewhere)
-    with file_lock(tmp_path / "linked"):
+    with acquire_file_lock(tmp_path / "linked"):
         assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
 
 
@@ -440,7 +441,7 @@ def test_a_file_that_was_moved_to_the_place_of_a_lock_is_opened_to_nobody(tmp_pa
     secret.write_text("mine")
     secret.chmod(0o640)
     secret.rename(tmp_path / "lock")
-    with file_lock(tmp_path / "lock"):
+    with acquire_file_lock(tmp_path / "lock"):
         assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o640
 
 
@@ -505,7 +506,7 @@ def test_all_who_may_write_into_a_root_use_its_locks(open_to_all: Job, no_umask:
 
     def take(*names: str) -> None:
         for name in names:
-            with file_lock(private / name), file_lock_if_free(private / name) as both:
+            with acquire_file_lock(private / name), try_acquire_file_lock(private / name) as both:
                 assert not both
 
     take("ours")
@@ -538,7 +539,7 @@ def test_who_finds_a_lock_that_another_user_is_making_waits_until_it_is_made(
             "trinity_sync.fs.locks.time.sleep",
             lambda _: (os.write(ask, b"!"), os.read(answered, 1)),
         )
-        with file_lock(lock):
+        with acquire_file_lock(lock):
             pass
 
     maker = threading.Thread(target=go_on)

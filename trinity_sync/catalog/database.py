@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from trinity_sync.catalog.models import VALUES
 from trinity_sync.errors import CatalogError
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import Settings
 
 SCHEMA = 1
@@ -176,7 +176,7 @@ def _migrate(engine: sa.Engine, where: str) -> None:
 def _alone(engine: sa.Engine) -> Iterator[None]:
     """No other process migrates meanwhile."""
     if engine.dialect.name == "sqlite":
-        with file_lock(Path(f"{engine.url.database}.lock")):
+        with acquire_file_lock(Path(f"{engine.url.database}.lock")):
             with closing(sqlite3.connect(str(engine.url.database))) as database:
                 database.execute(
                     "PRAGMA journal_mode=WAL"

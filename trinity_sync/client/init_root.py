@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
-from trinity_sync.fs.locks import file_lock, file_lock_if_free
+from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
@@ -160,7 +160,7 @@ def _proof(root: Path) -> Iterator[Path]:
     """A file that is there and locked within the block."""
     path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
-        with file_lock(path):
+        with acquire_file_lock(path):
             yield path
     finally:
         path.unlink(missing_ok=True)
@@ -208,7 +208,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
 
 def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
     root = proof.parent
-    with file_lock_if_free(proof) as free:
+    with try_acquire_file_lock(proof) as free:
         if free:
             mount = find_mount(root)
             option = (

@@ -28,7 +28,8 @@ import msgspec
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import Outcome, State
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, list_uncached, make_folder
-from trinity_sync.fs.locks import LockFile, is_locked
+from trinity_sync.fs.lock_file import LockFile
+from trinity_sync.fs.locks import is_locked
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
 from trinity_sync.snapshot.safe_load import open_no_follow
 

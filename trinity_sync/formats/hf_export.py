@@ -319,9 +319,11 @@ def _list_metadata_files(manifest: Manifest, role: str) -> list[str]:
     ]
 
 
-def _check_digests(folder: Path, records: list[FileRecord], took: Callable[[int], object]) -> None:
+def _check_digests(
+    folder: Path, records: list[FileRecord], on_read: Callable[[int], object]
+) -> None:
     for record in records:
-        if digest_file(folder / record.path, record.nbytes, took) != record.digest:
+        if digest_file(folder / record.path, record.nbytes, on_read) != record.digest:
             raise CommitError(
                 f"{folder / record.path} is corrupted: its digest is not that of the manifest. "
                 "Export another step, or restore the file from a copy."

@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError, ExportError
 from trinity_sync.formats.safetensors import read_progress
 from trinity_sync.fs.atomic import sync_folder
-from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.export_requests import exports_folder
 
@@ -57,7 +57,7 @@ def lock_export(root: Path, scratch: Path) -> Iterator[None]:
     exports = exports_folder(root)
     name = hashlib.sha256(os.fsencode(scratch)).hexdigest()[:16]
     lock = exports / f"{scratch.name if scratch.parent == exports else name}.lock"
-    with file_lock_if_free(lock) as acquired:
+    with try_acquire_file_lock(lock) as acquired:
         if not acquired:
             raise ExportError(
                 f"another export to the same folder is in flight ({scratch}); wait until it ends"

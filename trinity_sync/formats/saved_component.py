@@ -125,17 +125,17 @@ class SavedComponent(StorageReader):
         """Return the rank whose file contains a chunk."""
         return self._locations[index][0]
 
-    def require_same_whole(self) -> None:
+    def require_equal_replicas(self) -> None:
         """Require that unsharded tensors are equal in all files; only those of one rank are used.
 
         Raises:
             CommitError: they differ, so they are parts without a known placement.
         """
-        whole = [name for name in self.tensors if name not in self.sharded]
+        unsharded = [name for name in self.tensors if name not in self.sharded]
         first = self.open_shard(0)
-        for rank in range(1, self.world_size if whole else 1):
+        for rank in range(1, self.world_size if unsharded else 1):
             state = self.open_shard(rank)
-            for name in whole:
+            for name in unsharded:
                 a, b = _get_leaf(first, self.keys[name]), _get_leaf(state, self.keys[name])
                 if not isinstance(b, torch.Tensor) or not _has_same_bits(a, b):
                     raise CommitError(

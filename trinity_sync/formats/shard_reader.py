@@ -72,18 +72,18 @@ class ShardedModel:
             boxes = compute_shard_boxes(first)
         except ValueError as error:
             raise self._make_error(name, str(error)) from error
-        whole = torch.empty(first.shape, dtype=dtype)
+        full = torch.empty(first.shape, dtype=dtype)
         for rank, (offsets, sizes) in boxes.items():
             shard = get_shard(self._get_part(name, rank))
             if tuple(shard.shape) != sizes:
                 raise self._make_error(
                     name, f"has {list(shard.shape)} of rank {rank}, not {[*sizes]}"
                 )
-            target = whole
+            target = full
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
             target.copy_(shard)
-        return whole
+        return full
 
     def _get_part(self, name: str, rank: int) -> Any:
         try:

@@ -130,9 +130,11 @@ def to_dcp(
 class _Planner(DefaultSavePlanner):
     """Plans all ranks' chunks in one process; each chunk is read from its rank's file."""
 
-    def __init__(self, saved: Mapping[str, SavedComponent], took: Callable[[int], object]) -> None:
+    def __init__(
+        self, saved: Mapping[str, SavedComponent], on_read: Callable[[int], object]
+    ) -> None:
         super().__init__()
-        self._saved, self._took = saved, took
+        self._saved, self._on_read = saved, on_read
         self.first = {name: dict(component.open_shard(0)) for name, component in saved.items()}
         self._opened: dict[tuple[str, int], Mapping[Any, Any]] = {}
         self._parts: dict[MetadataIndex, tuple[SavedComponent, MetadataIndex]] = {}
@@ -169,7 +171,7 @@ class _Planner(DefaultSavePlanner):
             return super().resolve_data(write_item)
         saved, index = self._parts[write_item.index]
         part = _trim_storage(saved.get_chunk(self._open(saved, saved.find_rank(index)), index))
-        self._took(part.nbytes)
+        self._on_read(part.nbytes)
         return part
 
     def _open(self, saved: SavedComponent, rank: int) -> Mapping[Any, Any]:
@@ -204,7 +206,7 @@ def _require_convertible(saved: Mapping[str, SavedComponent]) -> None:
             "to which parameters it belongs; convert the model alone (--component model)"
         )
     for component in saved.values():
-        component.require_same_whole()
+        component.require_equal_replicas()
 
 
 def _list_shards(

@@ -39,7 +39,7 @@ def replace_file(
         make_temporary_path(path) if own_name else path.with_name(path.name + TEMPORARY_SUFFIX)
     )
     try:
-        write_whole(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
+        write_in_place(temporary, content, flag="xb" if own_name else "wb", mode=mode, sync=sync)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def make_temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
 
 
-def write_whole(
+def write_in_place(
     path: Path, content: str | bytes, *, flag: str = "xb", mode: int = 0o666, sync: bool = True
 ) -> None:
     """Write a file in place, without a temporary name.

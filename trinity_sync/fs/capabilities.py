@@ -23,7 +23,7 @@ from trinity_sync.errors import RootError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, sync_folder
 from trinity_sync.fs.direct_io import ALIGNMENT
 from trinity_sync.fs.file_lease import has_no_other_users
-from trinity_sync.fs.locks import file_lock, file_lock_if_free
+from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")
@@ -163,8 +163,8 @@ def _try_move(folder: Path) -> None:
 def _try_locks(folder: Path) -> None:
     for shared in (True, False):
         with (
-            file_lock(folder / "lock", shared=shared),
-            file_lock_if_free(folder / "lock") as both,
+            acquire_file_lock(folder / "lock", shared=shared),
+            try_acquire_file_lock(folder / "lock") as both,
         ):
             if both:
                 raise _Unsupported("a lock was acquired twice")

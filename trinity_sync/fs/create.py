@@ -4,8 +4,8 @@ import errno
 import os
 from pathlib import Path
 
-from trinity_sync.fs.atomic import NO_LINKS, make_temporary_path, sync_folder, write_whole
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.atomic import NO_LINKS, make_temporary_path, sync_folder, write_in_place
+from trinity_sync.fs.locks import acquire_file_lock
 
 
 def create_file(path: Path, content: str | bytes) -> bool:
@@ -17,7 +17,7 @@ def create_file(path: Path, content: str | bytes) -> bool:
     """
     temporary = make_temporary_path(path)
     try:
-        write_whole(temporary, content)
+        write_in_place(temporary, content)
         _rename_exclusively(temporary, path)
     except FileExistsError:
         return False
@@ -38,7 +38,7 @@ def _rename_exclusively(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-        with file_lock(path.parent / ".names.lock"):
+        with acquire_file_lock(path.parent / ".names.lock"):
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
             temporary.replace(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.fs.locks import reopen_fd
+from trinity_sync.fs.lock_file import reopen_fd
 from trinity_sync.fs.progress import no_progress
 
 ALIGNMENT = 4096

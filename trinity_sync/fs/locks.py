@@ -1,10 +1,4 @@
-"""Kernel locks on files (``flock``): they are released with the block or with the process.
-
-Such a lock belongs to the open file, and a forked child inherits the open file: it would keep the
-lock after the parent closes its descriptor. So a lock is released before its file is closed, and a
-forked child closes the lock files of its parent, which also releases the locks when the parent is
-killed. A mapping keeps its file open, so memory is mapped through another open file. Programs that
-are started inherit nothing: descriptors are close-on-exec.
+"""Kernel locks on files, held within a block: they are released with the block or the process.
 
 A process that waits for a lock logs a warning with the holder, and a lock that is held for moments
 only has a time limit.
@@ -16,27 +10,16 @@ To acquire a lock, a process needs to read the file only. So a lock file can be 
 who may write into its folder: a user who may read a root cannot block others.
 """
 
-import errno
-import fcntl
-import logging
-import math
-import mmap
 import os
 import stat
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs.atomic import make_folder
-from trinity_sync.fs.lock_holder import describe_holder, describe_this_process
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.layout import PRIVATE_FOLDER
-
-logger = logging.getLogger(__name__)
 
 TRASH_LOCK = "trash.lock"
 """Name of the lock for emptying the trash, in the private folder."""
@@ -46,180 +29,12 @@ LONG_S = 3600.0
 """Seconds to wait for locks under which whole steps are digested or removed."""
 _CREATION_WAITS_S = 0.01, 0.1
 """Seconds to wait while another user creates a lock file and sets its permissions."""
-WARN_S = 5.0
-"""Seconds after which a waiting process logs a warning; each next one takes four times as long."""
-WARN_LATE_S = 60.0
-"""The same for locks that may be held for any time, e.g. a write permit."""
-
-FORK_S = 1.0
-"""Seconds for which a fork waits for files that other threads open or close, which takes for ever
-while a file server does not answer; the process that forks is a trainer."""
-
-_open_here: weakref.WeakSet["LockFile"] = weakref.WeakSet()
-_changing: dict[object, int] = {}
-"""Threads that are opening or closing a file, during which ``_open_here`` is not accurate."""
-_changed = threading.Condition()
-"""Condition of ``_changing``; a fork holds it."""
-
-
-class LockFile:
-    """An open file and its lock.
-
-    Args:
-        path: path of the file.
-        flags: as of ``os.open``.
-        mode: permissions of a new file.
-    """
-
-    def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
-        self.path = path
-        self.fd = -1
-        with _change():
-            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            _open_here.add(self)
-
-    def try_acquire(self, *, shared: bool = False) -> bool:
-        """Acquire the lock if it is free; return whether it was acquired."""
-        try:
-            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def acquire(self, *, shared: bool = False, limit_s: float = math.inf) -> None:
-        """Wait for the lock and acquire it.
-
-        Args:
-            shared: share the lock with other holders that share it.
-            limit_s: seconds to wait.
-
-        Raises:
-            LockTimeoutError: the lock was not released within ``limit_s``.
-        """
-        self.wait(lambda: self.try_acquire(shared=shared), limit_s)
-
-    def wait(self, attempt: Callable[[], bool], limit_s: float) -> None:
-        """Wait until an attempt to acquire a lock of the file succeeds.
-
-        Args:
-            attempt: returns whether it acquired the lock.
-            limit_s: seconds to wait.
-
-        Raises:
-            LockTimeoutError: as `acquire`.
-        """
-        began, warn_s = time.monotonic(), WARN_S if math.isfinite(limit_s) else WARN_LATE_S
-        while not attempt():
-            waited = time.monotonic() - began
-            if waited >= limit_s:
-                holder = describe_holder(self.fd, self.path)
-                raise LockTimeoutError(
-                    f"the lock {self.path} was not released within {limit_s:g} s: it is held by "
-                    f"{holder}. Check that process, end it if it hangs, and retry.",
-                    path=self.path,
-                    holder=holder,
-                )
-            if waited >= warn_s:
-                warn_s *= 4
-                logger.warning(
-                    "waiting for the lock %s for %.0f s; it is held by %s",
-                    self.path,
-                    waited,
-                    describe_holder(self.fd, self.path),
-                )
-            # a blocking flock has no time limit and no warnings
-            time.sleep(min(0.001 + waited / 10, 0.1, max(0.0, limit_s - waited)))
-
-    def release(self) -> None:
-        """Release the lock; in a forked child, leave it to the parent."""
-        if self.fd >= 0:
-            fcntl.flock(
-                self.fd, fcntl.LOCK_UN
-            )  # closing is not enough if a child has the file open
-
-    def close(self) -> None:
-        """Release the lock and close the file; closing again is harmless."""
-        with suppress(OSError):  # the file server does not answer
-            self.release()
-        with _change():
-            self.detach()
-
-    def detach(self) -> None:
-        """Close the file without releasing the lock, for other processes with the open file."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def require_held(self) -> None:
-        """Require that the lock is still held; call it right before a change that cannot be undone.
-
-        A file server gives a lock to another node if it has not heard of its holder for some time.
-        The holder notices only when it writes to the lock file, so this writes to it.
-
-        Raises:
-            CommitError: another node may hold the lock, or it belongs to the parent of this
-                process.
-        """
-        if self.fd < 0:
-            raise CommitError(
-                f"the lock {self.path} belongs to the parent of this process, so nothing is "
-                "changed here; do it in the parent, or acquire the lock again"
-            )
-        try:
-            self.write_holder()
-        except OSError as error:
-            raise CommitError(
-                f"this node has lost the lock {self.path}: it did not reach the file server for "
-                "too long, and another node may hold the lock. The operation was stopped; retry."
-            ) from error
-
-    def write_holder(self) -> None:
-        """Write a description of this process into the file, for other nodes' messages."""
-        if not find_mount(self.path).shared:
-            return
-        try:
-            os.pwrite(self.fd, f"{describe_this_process()}\n".encode(), 0)
-            os.fsync(self.fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # a full disk is reported by a server that has checked the lock
-
-    def map(self, nbytes: int, *, writable: bool = False, populate: bool = False) -> mmap.mmap:
-        """Map the first bytes of the file as shared memory; the mapping keeps no lock.
-
-        Args:
-            nbytes: number of bytes.
-            writable: allow writes.
-            populate: map all pages at once, rather than each at its first access.
-        """
-        flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        with reopen_fd(self.fd, os.O_RDWR if writable else os.O_RDONLY) as fd:
-            return mmap.mmap(fd, nbytes, flags, prot)
-
-    def __del__(self) -> None:  # must not wait, because it runs in any thread
-        with suppress(OSError):
-            self.release()
-        self.detach()
 
 
 @contextmanager
-def reopen_fd(fd: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open the file of a descriptor again, as an open file that does not share its lock.
-
-    Args:
-        fd: descriptor of the file.
-        flags: as of ``os.open``.
-    """
-    again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-    try:
-        yield again
-    finally:
-        os.close(again)
-
-
-@contextmanager
-def file_lock(path: Path, *, shared: bool = False, limit_s: float = LIMIT_S) -> Iterator[LockFile]:
+def acquire_file_lock(
+    path: Path, *, shared: bool = False, limit_s: float = LIMIT_S
+) -> Iterator[LockFile]:
     """Wait for the lock of a file, created if it is missing, and hold it within the block.
 
     A waiting process logs a warning with the holder.
@@ -241,7 +56,7 @@ def file_lock(path: Path, *, shared: bool = False, limit_s: float = LIMIT_S) -> 
 
 
 @contextmanager
-def file_lock_if_free(path: Path) -> Iterator[bool]:
+def try_acquire_file_lock(path: Path) -> Iterator[bool]:
     """Acquire the lock of a file without waiting; yield whether it is held within the block."""
     with open_lock_file(path) as lock:
         yield lock.try_acquire()
@@ -250,7 +65,7 @@ def file_lock_if_free(path: Path) -> Iterator[bool]:
 def is_locked(path: Path) -> bool:
     """Return whether a process on any node holds the exclusive lock of a file.
 
-    Unlike `file_lock_if_free`, it creates no file, and may be called by many processes at a time.
+    Unlike `try_acquire_file_lock`, it creates no file, and many processes may call it at a time.
 
     Raises:
         OSError: the file exists and cannot be read.
@@ -272,7 +87,7 @@ def acquire_commit_lock(root: str | Path) -> Iterator[LockFile]:
     Raises:
         LockTimeoutError: a holder has taken an hour.
     """
-    with file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
+    with acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S) as lock:
         yield lock
 
 
@@ -322,44 +137,3 @@ def _restrict_to_writers(fd: int, folder: Path) -> None:
     with suppress(OSError):  # file systems without permissions
         if now != wanted:
             os.fchmod(fd, wanted)
-
-
-@contextmanager
-def _change() -> Iterator[None]:
-    """Open or close a file within the block; a fork in another thread waits `FORK_S` for it."""
-    this = object()
-    with _changed:
-        _changing[this] = threading.get_ident()
-    try:
-        yield
-    finally:
-        with _changed:
-            _changing.pop(this, None)
-            _changed.notify_all()
-
-
-def _before_fork() -> None:
-    """Before a fork, let no thread begin to open or close a file, and wait for those that did."""
-    _changed.acquire()
-    mine = threading.get_ident()  # a signal handler may fork while its thread opens a file
-    if not _changed.wait_for(
-        lambda: all(each == mine for each in tuple(_changing.values())), FORK_S
-    ):
-        _changing.clear()  # the next fork does not wait for them again
-
-
-def _after_fork_in_child() -> None:
-    global _changed
-    _changed = threading.Condition()  # the threads that wait for the old condition are not here
-    _changing.clear()
-    for file in list(_open_here):
-        file.detach()
-
-
-def _after_fork_in_parent() -> None:
-    _changed.release()
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)

@@ -16,7 +16,7 @@ import xxhash
 from trinity_sync.errors import CommitError, CorruptedCopyError
 from trinity_sync.fs.atomic import make_folder, revalidate_folder, sync_folder
 from trinity_sync.fs.direct_io import DIGEST, digest_cached_file
-from trinity_sync.fs.locks import acquire_commit_lock, file_lock
+from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.remote.remote_root import Remote
@@ -73,7 +73,7 @@ def fetch(
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
     lock = base / PRIVATE_FOLDER / "fetching.lock"
-    with file_lock(lock, limit_s=math.inf):  # one download into a root at a time
+    with acquire_file_lock(lock, limit_s=math.inf):  # one download into a root at a time
         if _is_committed_here(base, manifest, replace):
             return manifest, False
         folder = step_folder(fetching_folder(base), manifest.step)

@@ -27,7 +27,7 @@ from trinity_sync.errors import (
     SupersededError,
     TrinitySyncError,
 )
-from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.progress import OnProgress, no_progress
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.remote.download import fetch
@@ -139,7 +139,7 @@ def replicate_missing(root: Path, url: str) -> list[int]:
         url: URL of the job's folder in the remote.
     """
     replicated = []
-    with file_lock_if_free(root / PRIVATE_FOLDER / "sending.lock") as acquired:
+    with try_acquire_file_lock(root / PRIVATE_FOLDER / "sending.lock") as acquired:
         for manifest in iter_committed_steps(root) if acquired else ():
             try:
                 if not needs_replication(root, manifest):

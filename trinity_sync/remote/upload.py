@@ -77,10 +77,10 @@ def replicate(
         manifest = parse_manifest(text, step_folder(root, step) / MANIFEST, step)
         missing = _list_missing(remote, manifest)
         passes = 2 if read_back else 1
-        whole = passes * sum(record.nbytes for record in missing)
+        total = passes * sum(record.nbytes for record in missing)
 
         def on_sent(nbytes: int) -> None:
-            on_progress(nbytes, whole)
+            on_progress(nbytes, total)
 
         def upload(record: FileRecord) -> bool:
             if remote.is_uploaded(step, record):

@@ -27,7 +27,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.clock import read_file_system_time
-from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, file_lock
+from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, job_id, step_folder, steps_on_disk
 from trinity_sync.retention.planner import (
     Removal,
@@ -327,6 +327,6 @@ def _empty_trash(root: Path, *, keep: int) -> None:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S):
+    with acquire_file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S):
         for folder in trash.iterdir():
             remove_folder(root, folder, keep=keep)

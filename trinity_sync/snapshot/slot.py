@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from trinity_sync.errors import SpoolFullError
-from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.slot_cache import remove_cached_file
 from trinity_sync.snapshot.ticket import Ticket, failure_path, ticket_path

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.snapshot.slot_cache import CachedFile, write_cached_file
 from trinity_sync.snapshot.ticket import failure_path, read_ticket, ticket_path
 

@@ -4,7 +4,7 @@ A new mapping costs more than a copy from an existing one, and slots are reused,
 the mapping and acquires the lock for each read. The lock is shared with other readers and is never
 waited for: while a trainer fills the slot, the version that the reader looks for is gone.
 
-A forked child does not share the lock (see ``fs.locks``), and keeps its mappings.
+A forked child does not share the lock (see ``fs.lock_file``), and keeps its mappings.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.snapshot.version_tag import VersionTag, read_version_tag
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity_sync.client.prefect_api import STACK_FILE
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.safe_load import is_own
 from trinity_sync.stack.daemon import Daemon
@@ -37,7 +37,7 @@ def lock_home(home: Path) -> Iterator[None]:
     """
     try:
         make_home(home)
-        with file_lock(home / "stack.lock"):
+        with acquire_file_lock(home / "stack.lock"):
             yield
     except OSError as error:
         raise StackError(

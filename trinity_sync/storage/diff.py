@@ -95,7 +95,7 @@ def diff(
                 "(python -m verl.model_merger), and compare the merged models."
             )
         changes: dict[str, TensorChange] = {}
-        whole = sum(record.nbytes for record in new.values())
+        total = sum(record.nbytes for record in new.values())
         for rank in sorted(old):
             same_file = old[rank].digest == new[rank].digest
             a = dict(_iter_tensors(_load(step_folder(root, before) / old[rank].path)))
@@ -103,7 +103,7 @@ def diff(
             for name in {**a, **b}:
                 change = changes.setdefault(name, TensorChange(name))
                 _compare(change, a.get(name), b.get(name), same_file=same_file)
-                on_progress(_local(b[name]).nbytes if name in b else 0, whole)
+                on_progress(_local(b[name]).nbytes if name in b else 0, total)
         for manifest in manifests:
             require_unreplaced(root, manifest)
     return sorted(changes.values(), key=_by_change)

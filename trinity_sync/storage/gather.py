@@ -132,7 +132,7 @@ def _refuse_evicted(
     missing: Mapping[str, Sequence[int]],
     later: Collection[tuple[str, int]],
 ) -> None:
-    """Fail for images that cannot come any more: a rank seals its steps in order.
+    """Fail for images that can no longer come: a rank seals its steps in order.
 
     Args:
         shards: ranks whose images are on this node.

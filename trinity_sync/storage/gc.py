@@ -18,7 +18,7 @@ from typing import Literal
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder, sync_folder
 from trinity_sync.fs.file_lease import has_no_other_users
-from trinity_sync.fs.locks import TRASH_LOCK, acquire_commit_lock, file_lock_if_free
+from trinity_sync.fs.locks import TRASH_LOCK, acquire_commit_lock, try_acquire_file_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.snapshot.slot_lock import hold_slot
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
@@ -116,7 +116,7 @@ def empty_trash(root: Path) -> Iterator[Finding]:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with file_lock_if_free(trash.parent / TRASH_LOCK) as acquired:
+    with try_acquire_file_lock(trash.parent / TRASH_LOCK) as acquired:
         if not acquired:
             return  # another process removes them
         yield from _remove_paths(root, trash.iterdir(), "left by an interrupted removal")
@@ -143,7 +143,7 @@ def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
 def remove_temporaries(
     root: Path, *, images: Container[str], busy: Container[int] | None, before: float
 ) -> Iterator[Finding]:
-    """Remove temporary files of this project that will not be renamed any more.
+    """Remove temporary files of this project that no process will rename.
 
     A temporary file in a step belongs to the flow run that writes it: a retry writes it again from
     the image. A temporary file next to latest pointers, run records and the like is renamed a

@@ -27,7 +27,8 @@ import msgspec
 from trinity_sync.errors import CommitError, ConfigError, FormatError
 from trinity_sync.fs.atomic import list_uncached, make_folder, replace_file
 from trinity_sync.fs.clock import read_file_system_time
-from trinity_sync.fs.locks import LockFile, file_lock, file_lock_if_free
+from trinity_sync.fs.lock_file import LockFile
+from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, parse_number
@@ -77,7 +78,9 @@ class Lease(_LeaseRecord):
         """
         root = self.path.parents[2]
         try:
-            with file_lock(_removal_lock_path(root), shared=True):  # no lease is removed meanwhile
+            with acquire_file_lock(
+                _removal_lock_path(root), shared=True
+            ):  # no lease is removed meanwhile
                 if read_file_system_time(root) > self.path.stat().st_mtime + self.ttl_s:
                     require_committed(root, self.step)
                 os.utime(self.path)
@@ -176,7 +179,7 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
     ended = [path for path in paths if path not in found and path.exists()]
     if ended:
         # in a read-only root, or while the lock is held, they are removed later
-        with suppress(OSError), file_lock_if_free(_removal_lock_path(root)) as acquired:
+        with suppress(OSError), try_acquire_file_lock(_removal_lock_path(root)) as acquired:
             for path in ended if acquired else []:
                 if lease := _read_valid_lease(path, now):
                     found[path] = lease
@@ -195,7 +198,7 @@ def acquire_removal_lock(root: str | Path) -> Iterator[LockFile]:
         LockTimeoutError: other processes hold the lock for longer than a lease or pin takes.
             Commits must not wait for them.
     """
-    with file_lock(_removal_lock_path(root), limit_s=ACQUIRE_S) as lock:
+    with acquire_file_lock(_removal_lock_path(root), limit_s=ACQUIRE_S) as lock:
         yield lock
 
 
@@ -213,7 +216,7 @@ def prevent_removal(root: str | Path, step: int, *, shared: bool = True) -> Iter
     """
     if not _removal_lock_path(root).exists():  # do not create a root that is not mounted here
         require_committed(root, step)
-    with file_lock(_removal_lock_path(root), shared=shared):
+    with acquire_file_lock(_removal_lock_path(root), shared=shared):
         require_committed(root, step)
         yield
 

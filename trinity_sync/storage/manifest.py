@@ -169,7 +169,7 @@ def parse_manifest(content: bytes, path: Path | str, step: int) -> Manifest:
     """Return the manifest encoded in the bytes of a file.
 
     Args:
-        content: the whole file.
+        content: all bytes of the file.
         path: where the file was found, for messages.
         step: step number of the folder that contains the file.
 

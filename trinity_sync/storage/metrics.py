@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError, FormatError, LockTimeoutError
 from trinity_sync.fs.atomic import read_uncached, replace_file
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT
 
@@ -104,7 +104,7 @@ def write_metrics(
         FormatError: another release has recorded metrics of the step, which stay.
     """
     path = _file(root, step)
-    with file_lock(path.parent / "lock", limit_s=limit_s):
+    with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
         before = _read(path)
         if before and before.run > run:
             return
@@ -145,7 +145,7 @@ def copy_metrics(
     path = _file(root, step)
     if not path.exists():
         return
-    with file_lock(path.parent / "lock", limit_s=limit_s):
+    with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
         found = _read(path)
         if found and found.run == run:
             replace_file(path, encode_record(_Recorded(to, found.metrics)))

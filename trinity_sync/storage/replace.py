@@ -17,7 +17,7 @@ from trinity_sync.fs.atomic import (
     make_folder,
     sync_folder,
 )
-from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.lock_file import LockFile
 from trinity_sync.layout import (
     CORRUPTION_MARK,
     FULL_CHECKPOINT_MARK,

@@ -107,12 +107,12 @@ def choose_files(
         )
     manifests = list(iter_committed_steps(root))
     by_age = sorted(manifests, key=lambda manifest: (manifest.run, manifest.step))
-    whole = {manifest.step for manifest in by_age[len(by_age) - min(newest, len(by_age)) :]}
+    complete = {manifest.step for manifest in by_age[len(by_age) - min(newest, len(by_age)) :]}
     if step is not None:
-        whole.add(step)
+        complete.add(step)
     files = [_choose(root, manifest, record) for manifest in manifests for record in manifest.files]
     sample = set(_select_arc(files, sample_bytes, seed)) if sample_bytes else set()
-    return [file for file in files if file.step in whole or file in sample]
+    return [file for file in files if file.step in complete or file in sample]
 
 
 def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFile]]:
@@ -151,7 +151,7 @@ def check_files(
             the files.
     """
     found = []
-    whole = sum(file.record.nbytes for file in files)
+    total = sum(file.record.nbytes for file in files)
     steps: dict[tuple[str, int], list[ChosenFile]] = {}
     for file in files:
         steps.setdefault((file.root, file.step), []).append(file)
@@ -163,7 +163,7 @@ def check_files(
                 for file in of_step:
                     start = clock()
                     wrong = pool.submit(
-                        _find_corruption, file, lambda n: on_progress(n, whole)
+                        _find_corruption, file, lambda n: on_progress(n, total)
                     ).result()
                     found.append(CheckedFile(file, wrong, clock() - start))
     return found
@@ -225,7 +225,7 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile], now: float) ->
     return result(state="restored")
 
 
-def _find_corruption(file: ChosenFile, took: Callable[[int], object]) -> str:
+def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
     folder = step_folder(file.root, file.step)
     path = folder / file.record.path
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -234,7 +234,7 @@ def _find_corruption(file: ChosenFile, took: Callable[[int], object]) -> str:
         found = path.stat().st_size
         if found != file.record.nbytes:
             return f"has {found:,} bytes instead of {file.record.nbytes:,}"
-        digest = digest_file(path, found, took)
+        digest = digest_file(path, found, on_read)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

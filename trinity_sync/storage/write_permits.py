@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trinity_sync.fs.locks import file_lock
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
@@ -38,7 +38,7 @@ def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
     if path is None:
         yield
         return
-    with file_lock(path, limit_s=math.inf):
+    with acquire_file_lock(path, limit_s=math.inf):
         yield
 
 

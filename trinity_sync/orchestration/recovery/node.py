@@ -13,7 +13,7 @@ from prefect.exceptions import ObjectNotFound
 
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.errors import RequestRefusedError
-from trinity_sync.fs.locks import file_lock_if_free
+from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import (
@@ -102,8 +102,8 @@ class NodeRecovery:
     async def _retry_crashed(
         self, client: PrefectClient, request: SaveRequest, run_id: UUID
     ) -> None:
-        """Retry a crashed run, unless the worker of another node is retrying it."""
-        lock = file_lock_if_free(Path(request.root) / PRIVATE_FOLDER / "retry.lock")
+        """Retry a crashed run, unless the worker of another node is about to."""
+        lock = try_acquire_file_lock(Path(request.root) / PRIVATE_FOLDER / "retry.lock")
         with ExitStack() as locks:
             if await asyncio.to_thread(locks.enter_context, lock):
                 await retry_crashed(client, run_id, self._here, spool=self._spool)

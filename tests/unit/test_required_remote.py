@@ -107,7 +107,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step))}
 
 
-def test_a_fresh_machine_goes_on_from_the_newest_step_in_the_store(
+def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
     machine: Make, bucket: str
 ) -> None:
     url = f"s3://{bucket}/job"
@@ -140,7 +140,7 @@ def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
-def test_a_machine_that_comes_back_takes_what_a_later_run_made_of_its_steps(
+def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(
     machine: Make,
 ) -> None:
     first, second = machine("first"), machine("second")
@@ -156,7 +156,7 @@ def test_a_machine_that_comes_back_takes_what_a_later_run_made_of_its_steps(
     assert not list((back.root / ".trinity_sync/fetching").iterdir())
 
 
-def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused(
+def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused(
     machine: Make,
 ) -> None:
     first, second, third = machine("first"), machine("second"), machine("third")
@@ -173,7 +173,7 @@ def test_of_two_trainings_that_write_to_one_store_the_one_left_behind_is_refused
 
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
-def test_of_two_that_commit_the_same_step_at_once_one_does(
+def test_of_two_concurrent_commits_of_a_step_one_succeeds(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     s3 = kind == "s3"
@@ -185,7 +185,7 @@ def test_of_two_that_commit_the_same_step_at_once_one_does(
     assert remote.supports_exclusive_create()
 
 
-def test_what_is_to_be_written_once_is_whole_or_absent_in_a_full_folder(small_disk: Path) -> None:
+def test_an_exclusively_created_file_is_complete_or_absent_on_a_full_disk(small_disk: Path) -> None:
     remote, content = Remote(f"file://{small_disk}/job"), bytes(3 << 20)
     remote.write_file(3, "in the way", content)
     with pytest.raises(RemoteError, match="No space left"):
@@ -195,7 +195,7 @@ def test_what_is_to_be_written_once_is_whole_or_absent_in_a_full_folder(small_di
     assert remote.create_file(4, "manifest.json", content)
 
 
-def test_a_copy_with_other_bytes_is_passed_over_for_the_step_before(
+def test_a_corrupted_copy_is_skipped_for_the_step_before(
     machine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = machine("first")
@@ -219,7 +219,7 @@ def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
     assert again.latest() == step_folder(again.root, 1)
 
 
-def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
+def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
     machine: Make,
 ) -> None:
     one = machine("one")
@@ -238,7 +238,7 @@ def test_who_waits_for_a_save_waits_for_the_store_and_hears_what_it_said(
     saves.wait_all(10)
 
 
-def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
+def test_waiting_for_a_save_raises_if_the_required_remote_is_unknown(
     machine: Make,
 ) -> None:
     one = machine("one")
@@ -250,7 +250,7 @@ def test_who_waits_for_a_save_hears_that_nobody_can_tell_where_it_has_to_be(
         saves.wait_all(10)
 
 
-def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
+def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
     machine: Make,
 ) -> None:
     one = machine("one")
@@ -270,7 +270,7 @@ def test_what_did_not_get_there_stays_here_and_is_sent_after_the_next_save(
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
-def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pinned_one(
+def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
     machine: Make,
 ) -> None:
     one = machine("one")
@@ -287,7 +287,7 @@ def test_the_store_loses_what_its_policy_lets_go_of_and_never_the_newest_or_a_pi
     assert prune_remote(other.root, one.url, "last=1", 0) == ()  # it has not sent step 2
 
 
-def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
+def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     for step in (1, 2):
@@ -300,7 +300,7 @@ def test_the_root_keeps_its_store_and_is_not_rewound(machine: Make) -> None:
         rewind(again.root, 1)
 
 
-def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
+def test_a_torn_record_of_the_remote_is_named_and_written_again_by_the_next_start(
     machine: Make,
 ) -> None:
     one = machine("one")
@@ -312,7 +312,7 @@ def test_a_torn_note_of_the_store_is_named_and_written_anew_by_the_next_start(
     assert read_required_remote(again.root) == one.url
 
 
-def test_a_training_does_not_begin_without_its_store(
+def test_a_training_does_not_begin_without_its_required_remote(
     tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(
@@ -328,9 +328,7 @@ def test_a_training_does_not_begin_without_its_store(
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_job_that_had_no_store_gets_one_with_its_next_start(
-    machine: Make, tmp_path: Path
-) -> None:
+def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_path: Path) -> None:
     one = machine("one")
     root = one.folder / "ckpts"
     root.mkdir()
@@ -349,7 +347,7 @@ def test_a_job_that_had_no_store_gets_one_with_its_next_start(
         stager.close()
 
 
-def test_steps_in_a_store_are_listed_and_read_again(machine: Make) -> None:
+def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     one.commit(saves, 1)

@@ -36,7 +36,7 @@ def stage(job: Job, step: int, strategy: SaveStrategy, *, rank: int = 0) -> None
         ("single_thread", True, True, False),
     ],
 )
-def test_who_waits_for_whom(
+def test_the_strategy_decides_which_writes_exclude_each_other(
     job: Job, strategy: SaveStrategy, rank: bool, node: bool, another_job: bool, tmp_path: Path
 ) -> None:
     """Whether a rank's shard waits for that of another rank, node, or job on the node."""
@@ -56,7 +56,7 @@ def test_who_waits_for_whom(
 
 
 @pytest.mark.parametrize("strategy", SINGLE)
-def test_one_writes_at_a_time(job: Job, strategy: SaveStrategy) -> None:
+def test_one_shard_is_written_at_a_time(job: Job, strategy: SaveStrategy) -> None:
     stage(job, 1, strategy)
     ticket = job.spool.tickets()[0][0].ticket
     at_once: list[int] = []
@@ -76,7 +76,7 @@ def test_one_writes_at_a_time(job: Job, strategy: SaveStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", SINGLE)
-def test_a_writer_that_is_killed_in_its_turn_holds_up_no_later_save(
+def test_a_writer_killed_with_its_permit_blocks_no_later_save(
     job: Job, strategy: SaveStrategy
 ) -> None:
     """A known defect of the system that this one replaces: later saves waited for ever."""
@@ -98,7 +98,7 @@ def test_a_writer_that_is_killed_in_its_turn_holds_up_no_later_save(
 
 
 @pytest.mark.parametrize("strategy", SINGLE)
-def test_a_save_that_fails_in_its_turn_holds_up_no_later_one(
+def test_a_save_that_fails_with_its_permit_blocks_no_later_save(
     job: Job, strategy: SaveStrategy
 ) -> None:
     stage(job, 1, strategy)

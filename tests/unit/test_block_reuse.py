@@ -76,7 +76,7 @@ def test_small_files_are_removed(tmp_path: Path, step: Path) -> None:
     assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
 
 
-def test_a_file_that_somebody_reads_stays_as_it_is_for_them(tmp_path: Path, step: Path) -> None:
+def test_a_file_that_a_process_reads_is_not_reused(tmp_path: Path, step: Path) -> None:
     with (step / "shard.pt").open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # as torch.load(mmap=True)
     remove_folder(tmp_path, step, keep=PLENTY)
@@ -84,7 +84,7 @@ def test_a_file_that_somebody_reads_stays_as_it_is_for_them(tmp_path: Path, step
     assert mapped[:6] == b"oldold"
 
 
-def test_a_file_with_another_name_stays_as_it_is_there(tmp_path: Path, step: Path) -> None:
+def test_a_file_with_another_name_is_not_reused(tmp_path: Path, step: Path) -> None:
     os.link(step / "shard.pt", tmp_path / "kept by a backup")
     remove_folder(tmp_path, step, keep=PLENTY)
     assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
@@ -110,7 +110,7 @@ def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) ->
     assert die_before > 3
 
 
-def test_a_spare_that_somebody_links_is_not_taken(tmp_path: Path, step: Path) -> None:
+def test_a_spare_file_with_a_link_is_not_reused(tmp_path: Path, step: Path) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
     os.link(spare, tmp_path / "a copy by links")
@@ -119,7 +119,9 @@ def test_a_spare_that_somebody_links_is_not_taken(tmp_path: Path, step: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["open to all", "another user's", "link", "folder"])
-def test_what_others_put_among_the_spares_is_not_taken(tmp_path: Path, kind: str) -> None:
+def test_files_of_other_users_among_the_spare_files_are_not_reused(
+    tmp_path: Path, kind: str
+) -> None:
     spare, elsewhere = tmp_path / ".trinity_sync/spare/1", tmp_path / "elsewhere"
     spare.parent.mkdir(parents=True)
     elsewhere.write_bytes(b"mine" * WORTHWHILE)
@@ -150,7 +152,7 @@ def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) 
     assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
 
 
-def test_spares_take_no_more_room_than_they_may(tmp_path: Path, step: Path) -> None:
+def test_spare_files_stay_below_their_limit(tmp_path: Path, step: Path) -> None:
     for name in ("second", "third"):
         (step / name).write_bytes(b"old" * WORTHWHILE)
     remove_folder(tmp_path, step, keep=7 * WORTHWHILE)
@@ -158,7 +160,7 @@ def test_spares_take_no_more_room_than_they_may(tmp_path: Path, step: Path) -> N
     assert taken == [True, True, False]
 
 
-def test_a_spare_is_taken_by_one_writer_only(tmp_path: Path, step: Path) -> None:
+def test_a_spare_file_is_acquired_by_one_writer_only(tmp_path: Path, step: Path) -> None:
     for number in range(20):
         (step / f"{number}.pt").write_bytes(bytes(WORTHWHILE))
     remove_folder(tmp_path, step, keep=PLENTY)
@@ -172,7 +174,7 @@ def test_a_spare_is_taken_by_one_writer_only(tmp_path: Path, step: Path) -> None
     assert len({path.stat().st_ino for path in tmp_path.glob("t*")}) == 21
 
 
-def test_the_best_fitting_spare_is_taken(tmp_path: Path) -> None:
+def test_the_best_fitting_spare_file_is_acquired(tmp_path: Path) -> None:
     step = tmp_path / "step"
     step.mkdir()
     for size in (1, 2, 8):
@@ -185,14 +187,14 @@ def test_the_best_fitting_spare_is_taken(tmp_path: Path) -> None:
     assert sizes == [2, 8, 1]
 
 
-def test_removing_spares_gives_their_room_back(tmp_path: Path, step: Path) -> None:
+def test_removing_spare_files_frees_their_space(tmp_path: Path, step: Path) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     remove_spares(tmp_path)
     assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
-def test_spares_never_keep_a_save_from_a_full_disk_for_good(job: Job, small_disk: Path) -> None:
+def test_spare_files_on_a_full_disk_do_not_fail_a_retry(job: Job, small_disk: Path) -> None:
     job.root = small_disk
     room = os.statvfs(small_disk)
     step = small_disk / "old"
@@ -208,7 +210,7 @@ def test_spares_never_keep_a_save_from_a_full_disk_for_good(job: Job, small_disk
 
 
 @pytest.mark.parametrize("handled", [False, True], ids=["by default", "handled"])
-def test_who_opens_a_file_that_is_looked_at_sends_no_signal_here(
+def test_opening_a_leased_file_sends_no_signal_to_its_process(
     tmp_path: Path, handled: bool
 ) -> None:
     """The kernel tells the holder of a lease by SIGIO, which ends a process by default."""
