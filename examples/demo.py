@@ -1,4 +1,4 @@
-"""Demo of the whole product in four minutes on two cores: train, kill, commit, resume, compare.
+"""End-to-end demo in four minutes on two cores: train, kill, commit, resume, compare.
 
 ``trinity-sync``, the command of the stack's environment, starts a Prefect server, Ray and the flow
 worker on this machine, unless they run already; this is the trainer's environment and has none of

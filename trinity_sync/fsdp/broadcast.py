@@ -52,7 +52,7 @@ def fsdp_sync_weight_nccl(
         engine: veRL's FSDPEngine.
         model_update_group: the group on rank 0, from ``WeightGroupHost`` or torch; None on other
             ranks.
-        version: the trainer's step, which receivers are told.
+        version: the trainer's step, which is sent to the receivers.
         synchronizer: the job's Synchronizer, a Ray actor, which records the version once all
             receivers have it; None records nothing.
 

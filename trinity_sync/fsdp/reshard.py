@@ -115,9 +115,9 @@ def _load_model_state(role_folder: Path, saved_by: int, model: Any) -> dict[str,
     }
     if unknown or lacking or other:
         wrong = {"not in this model": unknown, "not saved": lacking, "of another shape": other}
-        said = (f"{', '.join(sorted(names)[:5])} ({why})" for why, names in wrong.items() if names)
+        found = (f"{', '.join(sorted(names)[:5])} ({why})" for why, names in wrong.items() if names)
         raise ConfigError(
-            f"{role_folder} holds another model: {'; '.join(said)}. Start from the model that was "
+            f"{role_folder} holds another model: {'; '.join(found)}. Start from the model that was "
             "trained there, with the same LoRA settings."
         )
     state = {name: live[name] for name in saved.tensors}
@@ -161,8 +161,8 @@ def _allocate(
     """Return a tensor for this rank's part of an optimizer state, and a view of it for DCP."""
     size, dtype = saved.tensors[name].size, saved.tensors[name].properties.dtype
     if name not in saved.sharded:
-        whole = torch.empty(size, dtype=dtype)
-        return whole, whole
+        full = torch.empty(size, dtype=dtype)
+        return full, full
     if flat_length is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         _, each = compute_chunk(flat_length, world_size, 0)

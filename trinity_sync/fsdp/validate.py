@@ -78,7 +78,7 @@ def _list_committed_files(role_folder: Path) -> list[str] | None:
         marked = (role_folder.parent / FULL_CHECKPOINT_MARK).exists()  # its manifest was lost
         is_foreign = not marked and read_latest_pointer(root, "checkpoint") == step
         if is_foreign or not (root / PRIVATE_FOLDER).exists():
-            return None  # the pointer moves to a step of ours after its manifest and mark exist
+            return None  # the pointer moves to a committed step after its manifest and mark exist
     prefix = f"{role}/"
     files = require_committed(root, step).files
     return [r.path.removeprefix(prefix) for r in files if r.path.startswith(prefix)]

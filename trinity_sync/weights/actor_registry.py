@@ -20,7 +20,7 @@ ANSWER_S = 60.0
 
 
 class ActorRegistry:
-    """Registry of versions that the job's Synchronizer keeps; implements `reader.Registry`.
+    """Registry of the versions that a Synchronizer keeps; implements `registry.protocol.Registry`.
 
     Where the Synchronizer was stopped and another one started, calls go to the new one.
 

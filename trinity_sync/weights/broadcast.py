@@ -49,7 +49,7 @@ def send_weights(
         params: names and dense tensors, on any device. A tensor that was yielded may be deleted but
             not changed until this returns; up to two buckets of tensors are kept.
         group: group of which this process is rank 0.
-        version: the trainer's step, which receivers are told.
+        version: the trainer's step, which is sent to the receivers.
         bucket_bytes: bytes that are sent at a time; each side keeps two buckets.
         checksum: compare a checksum of each bucket; by default on GPUs only.
 

@@ -47,7 +47,7 @@ Signature = tuple[tuple[int, int] | None, CommitSignature]
 
 
 class FileRegistry:
-    """Registry of the versions that files name; implements `reader.Registry`.
+    """Registry of the versions that files name; implements `registry.protocol.Registry`.
 
     Args:
         root: the job's root; it may be created later.

@@ -18,21 +18,19 @@ which images of other nodes come by Ray's object store, once for all readers of 
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.weights.committed import find_newest_version
-from trinity_sync.weights.delta import Array
 from trinity_sync.weights.delta_cache import DeltaCache
 from trinity_sync.weights.file_registry import FileRegistry
-from trinity_sync.weights.object_store import ImageCopy
 from trinity_sync.weights.ray_cluster import in_ray_cluster
-from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.registry.protocol import Registry
 from trinity_sync.weights.unshard import Slice
 from trinity_sync.weights.version import Version, VersionUnavailableError
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView
@@ -41,65 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRY_S = 0.5
 """Longest pause, in seconds, between two attempts to open a version."""
-
-
-class Registry(Protocol):
-    """The version registry, as readers use it."""
-
-    node: str | None
-    """Ray node id (hex) of the reader; None if all images are on its node."""
-
-    def latest(self) -> Version | None:
-        """Return the newest version that can be read; None if there is none."""
-
-    async def wait_newer(
-        self, than: int, timeout_s: float | None, run: int | None
-    ) -> Version | None:
-        """Wait for a newer version that can be read; return None at the time-out.
-
-        Args:
-            than: step that the version has to be beyond.
-            timeout_s: seconds to wait; None waits without limit.
-            run: number of the run that made step ``than``.
-        """
-
-    def set_serving(self, reader: str, step: int, run: int) -> None:
-        """Record the version that a reader serves.
-
-        Args:
-            reader: its name.
-            step: the version's step.
-            run: the version's run.
-        """
-
-    def fetch_images(
-        self, version: Version, ranks: Sequence[int], timeout_s: float
-    ) -> Sequence[ImageCopy]:
-        """Fetch images that are on other nodes.
-
-        Args:
-            version: the newest version in memory.
-            ranks: whose images.
-            timeout_s: seconds to wait for all of them.
-
-        Raises:
-            VersionUnavailableError: an image cannot be fetched.
-        """
-
-    def fetch_deltas(
-        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
-    ) -> Sequence[Array]:
-        """Fetch the delta of each rank's image from ``base``.
-
-        Args:
-            base: version that the reader has.
-            version: the newest version in memory.
-            spans: for each rank, byte ranges of its image that the reader rounds.
-            timeout_s: seconds to wait for all of them.
-
-        Raises:
-            VersionUnavailableError: there is no delta between the two versions.
-        """
 
 
 class WeightReader:
@@ -129,6 +68,9 @@ class WeightReader:
         verify: compare the digests of files that are read from a commit, not their sizes alone.
         timeout_s: seconds to look for a version that can be opened before raising.
 
+    Attributes:
+        version: the version that was read last; None before the first.
+
     Raises:
         ConfigError: there is neither ``root`` nor a Synchronizer.
     """
@@ -150,7 +92,6 @@ class WeightReader:
         self._cache = DeltaCache(rounding=dtype is torch.bfloat16) if deltas else None
         self._timeout_s = timeout_s
         self.version: Version | None = None
-        """The version that was read last; None before the first."""
 
     @property
     def delta_bytes(self) -> int | None:
@@ -321,7 +262,8 @@ class WeightReader:
 
 def _make_registry(name: str, synchronizer: Any, root: str | Path | None) -> Registry:
     if synchronizer is None and in_ray_cluster():
-        from trinity_sync.weights.synchronizer import Synchronizer, find_synchronizer
+        from trinity_sync.weights.synchronizer import Synchronizer
+        from trinity_sync.weights.synchronizer_lookup import find_synchronizer
 
         synchronizer = find_synchronizer(root) if root else Synchronizer.get_actor()
     if synchronizer is None:

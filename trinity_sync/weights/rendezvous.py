@@ -1,18 +1,16 @@
-"""The rendezvous before a broadcast: trainer and explorers meet, and form a process group.
+"""The rendezvous of trainer and explorers before a broadcast.
 
-The rules are those of `sync_barrier`; here are the waits, the detection of dead members, and the
-calls that form a group. Members are Ray actors with Trinity's methods: ``get_weight_sync_info()``
-of the trainer returns address, port and the meta data of its weights; ``setup_weight_sync_group``,
-``set_state_dict_meta`` and ``teardown_weight_sync_group`` are called by the functions below only.
-All calls are bounded in time.
+The rules are those of `sync_barrier`; here are the waits, and the detection of dead members. The
+calls that set up the process group are in ``group_setup``.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.weights.group_setup import form_group, leave_group, send_group_address
 from trinity_sync.weights.liveness import PROBE_S, Liveness, find_actor
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
 from trinity_sync.weights.sync_barrier import Rendezvous, Status
@@ -46,7 +44,7 @@ class BroadcastRendezvous:
         explorer: str | None = None,
         timeout_s: float | None = None,
     ) -> int | None:
-        """Trinity's: wait at the barrier before a broadcast.
+        """Wait at the barrier before a broadcast.
 
         The trainer waits for every explorer that has not stopped. A dead member ends the wait if it
         is a Ray actor of the Synchronizer's namespace; otherwise the time-out does. Nothing has
@@ -91,7 +89,7 @@ class BroadcastRendezvous:
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Any = None
     ) -> None:
-        """Trinity's: send the explorers the address of the trainer's group.
+        """Send the explorers the address of the trainer's group.
 
         Args:
             master_address: host of the trainer's rank 0.
@@ -103,14 +101,16 @@ class BroadcastRendezvous:
         """
         explorers = await self._explorer_actors()
         limit = self._settings.timeout_s
-        await announce_group(explorers, master_address, master_port, state_dict_meta, limit)
+        await send_group_address(explorers, master_address, master_port, state_dict_meta, limit)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
-        """Trinity's: have trainer and explorers form the group of a broadcast.
+        """Make trainer and explorers form the process group of a broadcast.
+
+        Args:
+            timeout: seconds to wait for each answer; by default those of the settings.
 
         Raises:
-            WeightSyncError: a member cannot be reached, failed, or did not answer within
-                ``timeout`` seconds.
+            WeightSyncError: a member cannot be reached, failed, or did not answer in time.
         """
         trainer = await find_actor(self._settings.trainer, self._namespace)
         if trainer is None:
@@ -127,7 +127,7 @@ class BroadcastRendezvous:
         )
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Trinity's: explorers leave the group, then the trainer; dead members are skipped."""
+        """Make explorers leave the process group, then the trainer; dead members are skipped."""
         names = sorted(self._registry.barrier.live_explorers)
         found = {name: await find_actor(name, self._namespace) for name in names}
         trainer = await find_actor(self._settings.trainer, self._namespace)
@@ -185,124 +185,3 @@ def _member_name(module: str, trainer_step: int | None, explorer: str) -> str | 
     if trainer_step is None:
         raise ConfigError("a trainer that is ready for a weight sync has to say its trainer_step")
     return None
-
-
-async def form_group(
-    trainer: Any,
-    explorers: Mapping[str, Any],
-    *,
-    workers: int,
-    group: str,
-    timeout_s: float,
-) -> None:
-    """Have trainer and explorers join one process group.
-
-    The trainer has rank 0. An explorer's first worker has rank 1; several explorers are each told
-    theirs as ``rank_offset``, in the order of their names.
-
-    Args:
-        trainer: its Ray actor.
-        explorers: Ray actors of the explorers, by name.
-        workers: workers of each explorer that join.
-        group: name of the group.
-        timeout_s: seconds to wait for each answer.
-
-    Raises:
-        WeightSyncError: a member failed, died or did not answer in time. Members that had joined
-            are told to leave.
-    """
-    from ray.exceptions import RayError
-
-    calls: dict[str, Callable[[], Awaitable[Any]]] = {}
-    try:
-        address, port, meta = await asyncio.wait_for(
-            _awaited(trainer.get_weight_sync_info.remote()), timeout_s
-        )
-        world = 1 + workers * len(explorers)
-        join = (address, port, world, group, timeout_s)
-        calls["trainer"] = lambda: trainer.setup_weight_sync_group.remote(*join)
-        for index, name in enumerate(sorted(explorers)):
-            own = {"rank_offset": 1 + index * workers} if len(explorers) > 1 else {}
-            calls[name] = _call(explorers[name].setup_weight_sync_group, *join, **own)
-        await _all(calls, timeout_s)
-        await _all(
-            {name: _call(each.set_state_dict_meta, meta) for name, each in explorers.items()},
-            timeout_s,
-        )
-    except (RayError, asyncio.TimeoutError) as error:
-        await leave_group(trainer, explorers, timeout_s=min(timeout_s, 10.0))
-        reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise WeightSyncError(
-            f"the group {group!r} of trainer and {', '.join(sorted(explorers))} was not formed: "
-            f"{reason}. See the logs of these actors, and set it up again."
-        ) from error
-
-
-async def announce_group(
-    explorers: Mapping[str, Any], address: str, port: int, meta: Any, timeout_s: float
-) -> None:
-    """Send explorers the address of the trainer's group, for a trainer that joins by itself.
-
-    Args:
-        explorers: Ray actors of the explorers, by name.
-        address: host of the trainer's rank 0.
-        port: port that rank 0 listens on.
-        meta: name, dtype and shape of each tensor; None is not sent.
-        timeout_s: seconds to wait for each answer.
-
-    Raises:
-        WeightSyncError: an explorer failed, died or did not answer in time.
-    """
-    from ray.exceptions import RayError
-
-    try:
-        await _all(
-            {n: _call(e.setup_weight_sync_group, address, port) for n, e in explorers.items()},
-            timeout_s,
-        )
-        if meta is not None:
-            await _all(
-                {n: _call(e.set_state_dict_meta, meta) for n, e in explorers.items()}, timeout_s
-            )
-    except (RayError, asyncio.TimeoutError) as error:
-        reason = str(error) or f"no answer within {timeout_s:g} s"
-        raise WeightSyncError(
-            f"the group at {address}:{port} was not announced to {', '.join(sorted(explorers))}: "
-            f"{reason}. See the logs of these actors, and set it up again."
-        ) from error
-
-
-async def leave_group(trainer: Any, explorers: Mapping[str, Any], *, timeout_s: float) -> None:
-    """Have all members leave, explorers first, so no broadcast is under way. Never raises.
-
-    Args:
-        trainer: its Ray actor; None if it is not found.
-        explorers: Ray actors of the explorers by name; None if one is not found.
-        timeout_s: seconds to wait for each answer.
-    """
-    await asyncio.gather(*(_leave(name, each, timeout_s) for name, each in explorers.items()))
-    await _leave("trainer", trainer, timeout_s)
-
-
-async def _leave(name: str, actor: Any, timeout_s: float) -> None:
-    from ray.exceptions import RayError
-
-    if actor is None:
-        return
-    try:
-        await asyncio.wait_for(_awaited(actor.teardown_weight_sync_group.remote()), timeout_s)
-    except (RayError, asyncio.TimeoutError) as error:
-        logger.warning("%s did not leave the group of a broadcast: %r", name, error)
-
-
-async def _all(calls: Mapping[str, Callable[[], Awaitable[Any]]], timeout_s: float) -> None:
-    answers = (_awaited(call()) for call in calls.values())
-    await asyncio.wait_for(asyncio.gather(*answers), timeout_s)
-
-
-def _call(method: Any, *args: Any, **named: Any) -> Callable[[], Awaitable[Any]]:
-    return lambda: method.remote(*args, **named)
-
-
-async def _awaited(reference: Awaitable[Any]) -> Any:
-    return await reference

@@ -9,20 +9,21 @@ class SyncSettings:
     """Names and time limits; `from_config` reads them from Trinity's config."""
 
     timeout_s: float = 3600.0
-    """Trinity's ``sync_timeout``: the longest that a wait takes where the caller names no other."""
+    """Trinity's ``sync_timeout``: seconds to wait, unless the call passes a time-out."""
     role: str = "actor"
-    """Whose weights: the folder under ``global_step_N/``."""
+    """Role of the weights: the folder under ``global_step_N/``."""
     trainer: str = "trainer"
     """Name of the trainer's Ray actor, for the rendezvous and the group of a broadcast."""
     explorer: str = "explorer"
-    """Name of the explorer where a call names none: Trinity has one."""
+    """Name of the explorer if a call passes none, as Trinity's calls do."""
     explorer_world_size: int = 1
     """Workers of one explorer that join the group of a broadcast."""
     group: str = "rollout_weight_sync"
+    """Name of the process group of a broadcast."""
 
     @classmethod
     def from_config(cls, config: Any) -> "SyncSettings":
-        """Return the settings of a Trinity config, with our defaults where it has none."""
+        """Return the settings of a Trinity config; missing values get the defaults."""
         sync = getattr(config, "synchronizer", None)
         ours = cls()
         return cls(

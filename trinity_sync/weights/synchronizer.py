@@ -11,34 +11,30 @@ Ray repeats the calls that were in flight.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.layout import job_id
-from trinity_sync.weights.committed import find_model_path
 from trinity_sync.weights.object_store import ObjectRefs
-from trinity_sync.weights.ray_cluster import in_ray_cluster, require_ray
+from trinity_sync.weights.ray_cluster import require_ray
 from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry, resolve_root
 from trinity_sync.weights.registry.versions import Reader
-from trinity_sync.weights.rendezvous import BroadcastRendezvous
 from trinity_sync.weights.rounding import Spans
-from trinity_sync.weights.state_files import (
-    Address,
-    address_path,
-    read_address,
-    write_address,
-)
+from trinity_sync.weights.state_files import address_path, read_address, write_address
 from trinity_sync.weights.sync_barrier import Status
 from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.synchronizer_lookup import (
+    NAMESPACE,
+    get_only_actor,
+    resolve_actor_name,
+)
+from trinity_sync.weights.trinity_methods import TrinityMethods
 from trinity_sync.weights.version import Source, Version, VersionUnavailableError
 
-NAMESPACE = "trinity_sync"
-"""Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
 
-
-class Synchronizer(BroadcastRendezvous):
+class Synchronizer(TrinityMethods):
     """Ray actor that knows the versions of a job's weights, and which reader serves which.
 
     Get it with `get_actor`, and call its methods as those of any Ray actor::
@@ -47,8 +43,8 @@ class Synchronizer(BroadcastRendezvous):
         version = await synchronizer.wait_newer.remote(40, timeout_s=60.0)
 
     It is needed for readers on other nodes than the trainer's, for broadcasts, and for Trinity-RFT,
-    whose method names and meanings it has. It is detached: it lives until `stop`, and is named
-    after the job.
+    whose Synchronizer's methods it has (`TrinityMethods`, `BroadcastRendezvous`). It is detached:
+    it lives until `stop`, and is named after the job.
     """
 
     @classmethod
@@ -90,9 +86,9 @@ class Synchronizer(BroadcastRendezvous):
         namespace = namespace or getattr(config, "ray_namespace", None)
         root = root or getattr(config, "checkpoint_job_dir", None)
         if root is None:
-            return _get_only_actor(namespace or NAMESPACE)
+            return get_only_actor(namespace or NAMESPACE)
         root = resolve_root(root)
-        name, namespace = _resolve_name(root, namespace, cls.name_for(root))
+        name, namespace = resolve_actor_name(root, namespace, cls.name_for(root))
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -122,10 +118,6 @@ class Synchronizer(BroadcastRendezvous):
         self._root, self._name = root, name
         write_address(root, name, namespace)
         super().__init__(AsyncVersionRegistry(root, settings.role), namespace, settings)
-        self._refusals = 0
-        """Number of calls of `notify_no_new_model_state_dict`."""
-        self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
-        """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
         self._object_refs = ObjectRefs()
         self._in_background(self._follow_commits())
 
@@ -143,6 +135,9 @@ class Synchronizer(BroadcastRendezvous):
         """Record a version that readers can open.
 
         Superseded versions are ignored. Versions may be published late, or twice.
+
+        Args:
+            version: version in memory or committed.
 
         Returns:
             Whether it is the newest version now.
@@ -174,58 +169,6 @@ class Synchronizer(BroadcastRendezvous):
         self._require_role(version)
         if complete := await self._registry.add_images(version, world_size, timeout_s):
             await self.publish(complete)
-
-    async def set_model_state_dict(
-        self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
-    ) -> None:
-        """Trinity's: record the weights of a step.
-
-        A dict's tensors are put into Ray's object store, one by one. If it holds object references
-        instead, no tensor passes through this process.
-
-        Args:
-            model_state_dict: tensors or object references by name; or the path of a folder with the
-                weights; or None for a commit, or for a broadcast that has ended, whose explorers
-                then serve that version.
-            trainer_step: step of the weights.
-        """
-        await self._registry.refresh()
-        source: Source = "memory"
-        state: dict[str, Any] | str | None = model_state_dict
-        if isinstance(model_state_dict, dict):
-            state = await asyncio.to_thread(_put_tensors, model_state_dict)
-        elif model_state_dict is None:
-            newest = self._registry.versions.newest("checkpoint")
-            source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
-        run = self._registry.versions.run
-        rendezvous = self._last_rendezvous
-        if state is None and rendezvous and rendezvous.version == trainer_step:
-            for explorer in rendezvous.arrived:
-                self._registry.versions.set_serving(
-                    explorer, trainer_step, self._registry.now(), run
-                )
-        version = Version(trainer_step, run, source, self._root, self._settings.role)
-        if await self._registry.record(version):
-            self._state = (trainer_step, state)
-
-    async def set_trainer_status(self, status: Any) -> None:
-        """Trinity's: set the trainer's status; one that stops releases the explorers that wait.
-
-        Args:
-            status: running, require_sync or stopped, as Trinity's enum or its value.
-
-        Raises:
-            ConfigError: there is no such status.
-        """
-        await self._registry.refresh()
-        self._registry.barrier.set_trainer(Status.parse(status))
-        self._in_background(self._record_actor(self._settings.trainer))
-        await self._registry.notify()
-
-    async def notify_no_new_model_state_dict(self) -> None:
-        """Trinity's: release the calls that wait in `wait_new_model_state_dict`."""
-        self._refusals += 1
-        await self._registry.notify()
 
     # Calls of explorers and readers
 
@@ -270,6 +213,9 @@ class Synchronizer(BroadcastRendezvous):
             run: the version's run.
             step: the version's step.
             spans: for each rank, byte ranges of its image that the reader rounds.
+
+        Returns:
+            For each rank a list with the reference of its delta.
 
         Raises:
             VersionUnavailableError: the version is not the newest in memory, or the images of
@@ -317,102 +263,6 @@ class Synchronizer(BroadcastRendezvous):
             lambda: self._registry.versions.newer(than, run, readable=readable), timeout_s
         )
 
-    async def wait_new_model_state_dict(
-        self, current_version: int, no_wait: bool = False, explorer: str | None = None
-    ) -> int:
-        """Trinity's: wait for a version newer than ``current_version``.
-
-        The explorer's status is ``require_sync`` meanwhile. The wait also ends if the trainer stops
-        or dies, calls `notify_no_new_model_state_dict`, or lets ``sync_timeout`` pass.
-
-        Args:
-            current_version: step of the version that the explorer has.
-            no_wait: return at once.
-            explorer: name of the explorer; by default the one in the settings.
-
-        Returns:
-            Step of the newest version, which is ``current_version`` if there is no newer one.
-        """
-        explorer = explorer or self._settings.explorer
-        refusals = self._refusals
-
-        def answer() -> bool | None:
-            stopped = self._registry.barrier.trainer is Status.STOPPED
-            over = (
-                no_wait
-                or stopped
-                or self._refusals != refusals
-                or self._registry.number > current_version
-            )
-            return over or self._registry.versions.newer(current_version) is not None or None
-
-        if answer():
-            return self._registry.number
-        self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
-        watch = self._in_background(self._watch(None, lambda: False))
-        await self._registry.notify()
-        try:
-            await self._registry.until(answer, self._settings.timeout_s)
-        finally:
-            watch.cancel()
-            self._registry.barrier.set_running({explorer})
-        return self._registry.number
-
-    async def get_latest_model_version(self) -> int:
-        """Trinity's: return the step of the newest version; 0, the base model, if there is none."""
-        return self._registry.number
-
-    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Trinity's: return the folder of the newest committed weights; None if there is none.
-
-        Args:
-            use_huggingface: return its ``huggingface`` folder, if it has full weights.
-        """
-        role = self._settings.role
-        path = await asyncio.to_thread(
-            find_model_path, self._root, role, use_huggingface=use_huggingface
-        )
-        return str(path) if path else None
-
-    async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
-        """Trinity's: return what `set_model_state_dict` was given last, and its step.
-
-        Without a state dict, as after a restart, it is None and the step of the newest version,
-        which is then read from memory or from its commit.
-        """
-        step, state = self._state
-        if isinstance(state, dict):
-            values = await asyncio.gather(*state.values())
-            return dict(zip(state, values, strict=True)), step
-        return state, step if state else self._registry.number
-
-    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Trinity's: yield the state dict one tensor at a time, as a stream of Ray references.
-
-        Raises:
-            ConfigError: `set_model_state_dict` was given a path.
-        """
-        state = self._state[1]
-        if isinstance(state, str):
-            raise ConfigError(f"the newest weights are at {state}; load them from there")
-        for name, reference in (state or {}).items():
-            yield name, await reference
-
-    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
-        """Trinity's: return name, dtype (such as "bfloat16") and shape of each tensor.
-
-        Returns:
-            None without a state dict.
-        """
-        state = self._state[1]
-        if not isinstance(state, dict):
-            return None
-        found = []
-        for name, reference in state.items():
-            tensor = await reference
-            found.append((name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)))
-        return found
-
     async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:
         """Record the version that a reader serves.
 
@@ -438,46 +288,9 @@ class Synchronizer(BroadcastRendezvous):
     def _on_newer_commit(self) -> None:
         """Handle a commit that is the newest of the job; subclasses override it."""
 
-    # Status of trainer and explorers
-
-    async def set_explorer_status(
-        self, status: Any, old_status: Any = None, explorer: str | None = None
-    ) -> None:
-        """Trinity's: set the status of an explorer.
-
-        Args:
-            status: running, require_sync or stopped, as Trinity's enum or its value.
-            old_status: not used; a status belongs to the explorer, not to a count.
-            explorer: name of the explorer; by default the one in the settings.
-
-        Raises:
-            ConfigError: there is no such status.
-        """
-        name = explorer or self._settings.explorer
-        self._registry.barrier.set_explorer(name, Status.parse(status))
-        self._in_background(self._record_actor(name))
-        await self._registry.notify()
-
-    async def get_trainer_status(self) -> Status:
-        """Trinity's: return the status of the trainer."""
-        return self._registry.barrier.trainer
-
-    async def get_explorer_status_counts(self) -> dict[Status, int]:
-        """Trinity's: return the number of explorers in each status."""
-        return dict(self._registry.barrier.counts)
-
     async def explorers(self) -> dict[str, Status]:
         """Return the status of each known explorer, by name."""
         return dict(self._registry.barrier.explorers)
-
-    async def trainer_requires_weight_sync(self) -> bool | None:
-        """Trinity's: return whether the trainer requires a sync; None if it has stopped."""
-        trainer = self._registry.barrier.trainer
-        return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
-
-    async def explorer_requires_sync(self) -> bool:
-        """Trinity's: return whether any explorer requires a sync."""
-        return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
 
     async def stop(self) -> None:
         """Stop the actor without a restart; its state stays in ``state.json``."""
@@ -485,55 +298,3 @@ class Synchronizer(BroadcastRendezvous):
 
         await asyncio.to_thread(address_path(self._root).unlink, missing_ok=True)
         ray.actor.exit_actor()
-
-
-def find_synchronizer(root: str | Path) -> Any | None:
-    """Return the Synchronizer of the job at ``root`` if this process is in its Ray cluster."""
-    address = read_address(root) if in_ray_cluster() else None
-    return _get_actor_at(address) if address else None
-
-
-def _put_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    import ray
-
-    return {
-        name: value if isinstance(value, ray.ObjectRef) else ray.put(value)
-        for name, value in state.items()
-    }
-
-
-def _resolve_name(root: str, namespace: str | None, name: str) -> tuple[str, str]:
-    """Return name and namespace of the root's actor, which is unique, running or not."""
-    address = read_address(root)
-    if address is None or _get_actor_at(address) is None:
-        return name, namespace or NAMESPACE
-    if namespace and address.namespace != namespace:
-        raise ConfigError(
-            f"the Synchronizer of {root} is in Ray namespace {address.namespace!r}, not in "
-            f"{namespace!r}; pass that namespace, or none, or stop that Synchronizer"
-        )
-    return address.name, address.namespace
-
-
-def _get_actor_at(address: Address) -> Any | None:
-    import ray
-
-    try:
-        return ray.get_actor(address.name, address.namespace)
-    except ValueError:
-        return None
-
-
-def _get_only_actor(namespace: str) -> Any:
-    import ray
-
-    named = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == namespace and actor["name"].startswith("synchronizer-")
-    ]
-    if len(named) != 1:
-        raise ConfigError(
-            f"namespace {namespace!r} has {len(named)} Synchronizers; pass root, the job's folder"
-        )
-    return ray.get_actor(named[0], namespace=namespace)

@@ -72,7 +72,7 @@ def components(root: Path, step: int) -> list[str]:
     return sorted({f.component for f in manifest.files}) if manifest else []
 
 
-def test_the_first_state_dict_before_any_save_only_announces_its_version(
+def test_the_first_state_dict_before_any_save_only_records_its_version(
     new_run: MakeManager, root: Path
 ) -> None:
     manager = new_run()

@@ -84,7 +84,7 @@ class TrinitySynchronizer(Synchronizer):
         return self._root
 
     async def add_module(self, module_ref: Any) -> None:
-        """Trinity's: keep the actor alive as long as this trainer or explorer."""
+        """Keep the actor alive as long as this trainer or explorer."""
         first = not self._modules
         self._modules.add(module_ref)
         if first:
@@ -116,7 +116,7 @@ class TrinitySynchronizer(Synchronizer):
         return number
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
-        """Trinity's: yield names and full tensors of a version in memory, one at a time.
+        """Yield names and full tensors of a version in memory, one at a time.
 
         It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
         its rollouts, or the newest, if that version was overwritten.

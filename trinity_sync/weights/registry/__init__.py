@@ -1,1 +1,1 @@
-"""The version registry: its rules (`versions`), and its waits and state file (`event_loop`)."""
+"""The version registry: rules (`versions`), waits and state file (`event_loop`), `protocol`."""

@@ -1,0 +1,68 @@
+"""The version registry as a reader uses it: of files, of a Synchronizer, or a user's own."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from trinity_sync.weights.delta import Array
+from trinity_sync.weights.object_store import ImageCopy
+from trinity_sync.weights.rounding import Spans
+from trinity_sync.weights.version import Version
+
+
+class Registry(Protocol):
+    """The version registry, as readers use it."""
+
+    node: str | None
+    """Ray node id (hex) of the reader; None if all images are on its node."""
+
+    def latest(self) -> Version | None:
+        """Return the newest version that can be read; None if there is none."""
+
+    async def wait_newer(
+        self, than: int, timeout_s: float | None, run: int | None
+    ) -> Version | None:
+        """Wait for a newer version that can be read; return None at the time-out.
+
+        Args:
+            than: step that the version has to be beyond.
+            timeout_s: seconds to wait; None waits without limit.
+            run: number of the run that made step ``than``.
+        """
+
+    def set_serving(self, reader: str, step: int, run: int) -> None:
+        """Record the version that a reader serves.
+
+        Args:
+            reader: its name.
+            step: the version's step.
+            run: the version's run.
+        """
+
+    def fetch_images(
+        self, version: Version, ranks: Sequence[int], timeout_s: float
+    ) -> Sequence[ImageCopy]:
+        """Fetch images that are on other nodes.
+
+        Args:
+            version: the newest version in memory.
+            ranks: whose images.
+            timeout_s: seconds to wait for all of them.
+
+        Raises:
+            VersionUnavailableError: an image cannot be fetched.
+        """
+
+    def fetch_deltas(
+        self, base: Version, version: Version, spans: Sequence[Spans], timeout_s: float
+    ) -> Sequence[Array]:
+        """Fetch the delta of each rank's image from ``base``.
+
+        Args:
+            base: version that the reader has.
+            version: the newest version in memory.
+            spans: for each rank, byte ranges of its image that the reader rounds.
+            timeout_s: seconds to wait for all of them.
+
+        Raises:
+            VersionUnavailableError: there is no delta between the two versions.
+        """

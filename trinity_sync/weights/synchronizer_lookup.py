@@ -1,0 +1,68 @@
+"""Look up the Synchronizer of a job, by the address file in its root or by its Ray namespace."""
+
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.ray_cluster import in_ray_cluster
+from trinity_sync.weights.state_files import Address, read_address
+
+NAMESPACE = "trinity_sync"
+"""Ray namespace of Synchronizers, unless Trinity's config or the caller names another."""
+
+
+def find_synchronizer(root: str | Path) -> Any | None:
+    """Return the Synchronizer of the job at ``root`` if this process is in its Ray cluster."""
+    address = read_address(root) if in_ray_cluster() else None
+    return _get_actor_at(address) if address else None
+
+
+def resolve_actor_name(root: str, namespace: str | None, name: str) -> tuple[str, str]:
+    """Return name and Ray namespace of a root's Synchronizer, so that it has one at most.
+
+    Args:
+        root: the job's root.
+        namespace: namespace of a new Synchronizer; None for that of a running one, or `NAMESPACE`.
+        name: name of a new Synchronizer.
+
+    Raises:
+        ConfigError: the root's Synchronizer runs in another namespace.
+    """
+    address = read_address(root)
+    if address is None or _get_actor_at(address) is None:
+        return name, namespace or NAMESPACE
+    if namespace and address.namespace != namespace:
+        raise ConfigError(
+            f"the Synchronizer of {root} is in Ray namespace {address.namespace!r}, not in "
+            f"{namespace!r}; pass that namespace, or none, or stop that Synchronizer"
+        )
+    return address.name, address.namespace
+
+
+def _get_actor_at(address: Address) -> Any | None:
+    import ray
+
+    try:
+        return ray.get_actor(address.name, address.namespace)
+    except ValueError:
+        return None
+
+
+def get_only_actor(namespace: str) -> Any:
+    """Return the only Synchronizer of a Ray namespace.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    import ray
+
+    named = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and actor["name"].startswith("synchronizer-")
+    ]
+    if len(named) != 1:
+        raise ConfigError(
+            f"namespace {namespace!r} has {len(named)} Synchronizers; pass root, the job's folder"
+        )
+    return ray.get_actor(named[0], namespace=namespace)

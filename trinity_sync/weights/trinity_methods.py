@@ -1,0 +1,228 @@
+"""The methods of Trinity-RFT's Synchronizer for state dicts, and for the status of both sides.
+
+Names and meanings are Trinity's. The methods for broadcasts are in ``rendezvous``.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.committed import find_model_path
+from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
+from trinity_sync.weights.rendezvous import BroadcastRendezvous
+from trinity_sync.weights.sync_barrier import Status
+from trinity_sync.weights.sync_settings import SyncSettings
+from trinity_sync.weights.version import Source, Version
+
+
+class TrinityMethods(BroadcastRendezvous):
+    """Methods of Trinity-RFT's Synchronizer.
+
+    Args:
+        registry: versions and members of the job.
+        namespace: Ray namespace of the members.
+        settings: names of the members, and time limits.
+    """
+
+    def __init__(
+        self, registry: AsyncVersionRegistry, namespace: str, settings: SyncSettings
+    ) -> None:
+        super().__init__(registry, namespace, settings)
+        self._refusals = 0
+        """Number of calls of `notify_no_new_model_state_dict`."""
+        self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
+        """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
+
+    async def set_model_state_dict(
+        self, model_state_dict: dict[str, Any] | str | None, trainer_step: int
+    ) -> None:
+        """Record the weights of a step.
+
+        A dict's tensors are put into Ray's object store, one by one. If it holds object references
+        instead, no tensor passes through this process.
+
+        Args:
+            model_state_dict: tensors or object references by name; or the path of a folder with the
+                weights; or None for a commit, or for a broadcast that has ended, whose explorers
+                then serve that version.
+            trainer_step: step of the weights.
+        """
+        await self._registry.refresh()
+        source: Source = "memory"
+        state: dict[str, Any] | str | None = model_state_dict
+        if isinstance(model_state_dict, dict):
+            state = await asyncio.to_thread(_put_tensors, model_state_dict)
+        elif model_state_dict is None:
+            newest = self._registry.versions.newest("checkpoint")
+            source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
+        run = self._registry.versions.run
+        rendezvous = self._last_rendezvous
+        if state is None and rendezvous and rendezvous.version == trainer_step:
+            for explorer in rendezvous.arrived:
+                self._registry.versions.set_serving(
+                    explorer, trainer_step, self._registry.now(), run
+                )
+        version = Version(trainer_step, run, source, self._registry.root, self._settings.role)
+        if await self._registry.record(version):
+            self._state = (trainer_step, state)
+
+    async def get_model_state_dict(self) -> tuple[dict[str, Any] | str | None, int]:
+        """Return what `set_model_state_dict` was given last, and its step.
+
+        Returns:
+            Tensors by name, or a path, and their step. Without any, as after a restart: None and
+            the step of the newest version, which is read from memory or from its commit.
+        """
+        step, state = self._state
+        if isinstance(state, dict):
+            values = await asyncio.gather(*state.values())
+            return dict(zip(state, values, strict=True)), step
+        return state, step if state else self._registry.number
+
+    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
+        """Yield names and tensors of the state dict, one at a time.
+
+        Raises:
+            ConfigError: `set_model_state_dict` was given a path.
+        """
+        state = self._state[1]
+        if isinstance(state, str):
+            raise ConfigError(f"the newest weights are at {state}; load them from there")
+        for name, reference in (state or {}).items():
+            yield name, await reference
+
+    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """Describe the tensors of the state dict.
+
+        Returns:
+            Name, dtype (such as ``bfloat16``) and shape of each tensor; None without a state dict.
+        """
+        state = self._state[1]
+        if not isinstance(state, dict):
+            return None
+        found = []
+        for name, reference in state.items():
+            tensor = await reference
+            found.append((name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)))
+        return found
+
+    async def get_latest_model_version(self) -> int:
+        """Return the step of the newest version; 0, the base model, if there is none."""
+        return self._registry.number
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """Return the folder of the newest committed weights; None if there is none.
+
+        Args:
+            use_huggingface: return its ``huggingface`` folder, if it has full weights.
+        """
+        role = self._settings.role
+        path = await asyncio.to_thread(
+            find_model_path, self._registry.root, role, use_huggingface=use_huggingface
+        )
+        return str(path) if path else None
+
+    async def wait_new_model_state_dict(
+        self, current_version: int, no_wait: bool = False, explorer: str | None = None
+    ) -> int:
+        """Wait for a version newer than ``current_version``.
+
+        The explorer's status is ``require_sync`` meanwhile. The wait also ends if the trainer stops
+        or dies, calls `notify_no_new_model_state_dict`, or lets ``sync_timeout`` pass.
+
+        Args:
+            current_version: step of the version that the explorer has.
+            no_wait: return at once.
+            explorer: name of the explorer; by default the one in the settings.
+
+        Returns:
+            Step of the newest version, which is ``current_version`` if there is no newer one.
+        """
+        explorer = explorer or self._settings.explorer
+        refusals = self._refusals
+
+        def answer() -> bool | None:
+            stopped = self._registry.barrier.trainer is Status.STOPPED
+            over = (
+                no_wait
+                or stopped
+                or self._refusals != refusals
+                or self._registry.number > current_version
+            )
+            return over or self._registry.versions.newer(current_version) is not None or None
+
+        if answer():
+            return self._registry.number
+        self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
+        watch = self._in_background(self._watch(None, lambda: False))
+        await self._registry.notify()
+        try:
+            await self._registry.until(answer, self._settings.timeout_s)
+        finally:
+            watch.cancel()
+            self._registry.barrier.set_running({explorer})
+        return self._registry.number
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """Release the calls that wait in `wait_new_model_state_dict`."""
+        self._refusals += 1
+        await self._registry.notify()
+
+    async def set_trainer_status(self, status: Any) -> None:
+        """Set the trainer's status; one that stops releases the explorers that wait.
+
+        Args:
+            status: running, require_sync or stopped, as Trinity's enum or its value.
+
+        Raises:
+            ConfigError: there is no such status.
+        """
+        await self._registry.refresh()
+        self._registry.barrier.set_trainer(Status.parse(status))
+        self._in_background(self._record_actor(self._settings.trainer))
+        await self._registry.notify()
+
+    async def set_explorer_status(
+        self, status: Any, old_status: Any = None, explorer: str | None = None
+    ) -> None:
+        """Set the status of an explorer.
+
+        Args:
+            status: running, require_sync or stopped, as Trinity's enum or its value.
+            old_status: not used; a status belongs to the explorer, not to a count.
+            explorer: name of the explorer; by default the one in the settings.
+
+        Raises:
+            ConfigError: there is no such status.
+        """
+        name = explorer or self._settings.explorer
+        self._registry.barrier.set_explorer(name, Status.parse(status))
+        self._in_background(self._record_actor(name))
+        await self._registry.notify()
+
+    async def get_trainer_status(self) -> Status:
+        """Return the status of the trainer."""
+        return self._registry.barrier.trainer
+
+    async def get_explorer_status_counts(self) -> dict[Status, int]:
+        """Return the number of explorers in each status."""
+        return dict(self._registry.barrier.counts)
+
+    async def trainer_requires_weight_sync(self) -> bool | None:
+        """Return whether the trainer requires a sync; None if it has stopped."""
+        trainer = self._registry.barrier.trainer
+        return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
+
+    async def explorer_requires_sync(self) -> bool:
+        """Return whether any explorer requires a sync."""
+        return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
+
+
+def _put_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    import ray
+
+    return {
+        name: value if isinstance(value, ray.ObjectRef) else ray.put(value)
+        for name, value in state.items()
+    }
