@@ -37,6 +37,6 @@ def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
     killed_at = require_committed(root, 80)
     assert killed_at.kinds == ("checkpoint", "state_dict")
     assert killed_at.find_file("attachments/explorer.rng") is not None
-    book = read_state(root)
-    assert book is None or book["registry"]["versions"][-1]["step"] == 140
+    state = read_state(root)
+    assert state is None or state["registry"]["versions"][-1]["step"] == 140
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Which committed weights count, and which folder of them is fit to load."""
+"""Committed weights: their versions, and the folders that are safe to load."""
 
 import os
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def write(path: Path, at: float) -> None:
     os.utime(path, (at, at))
 
 
-def test_the_newest_commit_is_a_version_whatever_the_iteration_file_says(
+def test_the_newest_commit_is_a_version_whatever_the_latest_pointer_says(
     tmp_path: Path, commit: Commit
 ) -> None:
     (tmp_path / "latest_state_dict_iteration.txt").write_text("")
@@ -58,7 +58,7 @@ def test_a_folder_that_is_not_committed_is_not_loaded_from(tmp_path: Path, commi
     assert find_model_path(tmp_path, "actor") == whole
 
 
-def test_what_a_later_run_left_behind_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
+def test_a_superseded_commit_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
     open_run(tmp_path, "first", 0)
     kept = commit(3)
     commit(5)

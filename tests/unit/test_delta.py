@@ -64,7 +64,7 @@ def test_nan_payloads_and_negative_zeros_are_bits() -> None:
 
 
 @pytest.mark.parametrize("apart", [1, 255, 256, 510, 511, 65_535, 65_536, 131_071, PIECE])
-def test_changes_at_any_distance_come_over(apart: int) -> None:
+def test_changes_at_any_distance_are_encoded(apart: int) -> None:
     old = np.zeros(PIECE + 7, np.uint16).view(np.uint8)
     new = old.copy()
     new.view(np.uint16)[::apart] = 7
@@ -103,7 +103,7 @@ def test_one_percent_of_bf16_takes_less_than_two_percent_of_the_bytes() -> None:
         (NAMES, 1, "it says {'nbytes': 40}"),
     ],
 )
-def test_a_delta_that_leads_elsewhere_is_refused(
+def test_a_delta_between_other_images_is_refused(
     names: dict[str, str], more: int, said: str
 ) -> None:
     delta = encode_delta(np.zeros(40, np.uint8), np.ones(40, np.uint8), **NAMES)
@@ -114,7 +114,7 @@ def test_a_delta_that_leads_elsewhere_is_refused(
 
 
 @pytest.mark.parametrize("at", [900, PIECE + 900])
-def test_a_base_that_was_altered_is_noticed_wherever_it_was(at: int) -> None:
+def test_an_altered_base_is_noticed_wherever_it_was_altered(at: int) -> None:
     old = np.zeros(2 * PIECE, np.uint8)
     new = old.copy()
     new[5] = 1

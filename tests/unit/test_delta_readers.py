@@ -1,4 +1,4 @@
-"""Readers that keep a base have the trainer's weights bit for bit, by deltas or whole."""
+"""Readers that keep a base have the trainer's weights bit for bit, by deltas or in full."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def require_has(reader: WeightReader, step: int, trained: State, *, by_delta: bo
         assert reader.delta_bytes is None
 
 
-def test_a_reader_that_skipped_versions_takes_one_whole_and_then_deltas(
+def test_a_reader_that_skipped_versions_reads_a_full_version_and_then_deltas(
     versions: VersionFile, trained: State, next_version: Callable[..., Version]
 ) -> None:
     reader = WeightReader(versions, name="explorer", deltas=True)
@@ -87,7 +87,7 @@ def test_a_reader_that_skipped_versions_takes_one_whole_and_then_deltas(
     require_has(reader, 5, trained, by_delta=True)
 
 
-def test_a_bfloat16_reader_of_float32_masters_follows_by_small_deltas(
+def test_a_bfloat16_reader_of_float32_masters_reads_small_deltas(
     job: Job, versions: VersionFile
 ) -> None:
     masters = {"w": torch.randn(300_000), "b": torch.ones(7), "at": torch.tensor([1])}
@@ -106,7 +106,7 @@ def test_a_bfloat16_reader_of_float32_masters_follows_by_small_deltas(
         assert all(torch.equal(given[name], target[name]) for name in masters)
 
 
-def test_a_reader_rounds_only_where_it_is_told_to(job: Job, versions: VersionFile) -> None:
+def test_a_reader_rounds_only_with_a_dtype(job: Job, versions: VersionFile) -> None:
     masters = {"w": torch.randn(5000)}
     versions.tell(upload(job, 1, masters))
     target = {"w": torch.zeros(5000).bfloat16()}
@@ -155,7 +155,7 @@ def test_a_base_that_was_altered_is_not_used(
     require_has(reader, 3, trained, by_delta=True)
 
 
-def test_a_run_that_resumed_is_followed_by_a_delta_from_what_it_left_behind(
+def test_a_resumed_run_is_read_by_a_delta_from_the_superseded_version(
     job: Job, versions: VersionFile, trained: State, next_version: Callable[..., Version]
 ) -> None:
     reader = WeightReader(versions, name="explorer", deltas=True)
@@ -169,7 +169,7 @@ def test_a_run_that_resumed_is_followed_by_a_delta_from_what_it_left_behind(
     assert reader.version.run == 2
 
 
-def test_another_structure_is_taken_whole(
+def test_a_version_of_another_layout_is_read_in_full(
     job: Job, versions: VersionFile, trained: State, next_version: Callable[..., Version]
 ) -> None:
     reader = WeightReader(versions, name="explorer", deltas=True)
@@ -180,7 +180,7 @@ def test_another_structure_is_taken_whole(
     require_has(reader, 2, trained, by_delta=False)
 
 
-def test_what_is_held_does_not_change_when_another_version_is_loaded(
+def test_an_open_version_does_not_change_when_another_is_loaded(
     versions: VersionFile, trained: State, next_version: Callable[..., Version]
 ) -> None:
     reader = WeightReader(versions, name="explorer", deltas=True)
@@ -194,7 +194,7 @@ def test_what_is_held_does_not_change_when_another_version_is_loaded(
     assert digest(target) == before
 
 
-def test_a_trainer_is_not_held_up_by_a_delta_that_is_being_made(
+def test_a_trainer_does_not_wait_for_a_delta_in_progress(
     job: Job, next_version: Callable[..., Version]
 ) -> None:
     """It fills the slot of the base meanwhile, and the delta is given up."""

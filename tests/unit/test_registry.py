@@ -39,7 +39,7 @@ events = st.lists(
 
 
 @given(events)
-def test_the_newest_never_moves_backwards_but_to_leave_what_is_abandoned(
+def test_the_newest_never_moves_backwards_except_from_superseded_versions(
     events: list[tuple[str, int, int]],
 ) -> None:
     registry, before = VersionRegistry(), None
@@ -58,7 +58,7 @@ def test_the_newest_never_moves_backwards_but_to_leave_what_is_abandoned(
 
 
 @given(events)
-def test_a_registry_comes_back_as_it_was(events: list[tuple[str, int, int]]) -> None:
+def test_a_registry_is_restored_from_its_json(events: list[tuple[str, int, int]]) -> None:
     registry = VersionRegistry()
     for now, (what, run, step) in enumerate(events):
         if what == "record":
@@ -73,13 +73,13 @@ def test_a_registry_comes_back_as_it_was(events: list[tuple[str, int, int]]) -> 
     assert again.to_json() == registry.to_json()
 
 
-def test_a_monitor_that_starts_again_does_not_move_the_pointer_backwards() -> None:
+def test_a_restart_does_not_move_the_pointer_backwards() -> None:
     registry = VersionRegistry.from_json(json.loads(json.dumps(registry_of((1, 11)).to_json())))
     assert not registry.record(version(1, 10, "checkpoint"), 5.0)
     assert newest_of(registry) == (1, 11)
 
 
-def test_a_resumed_run_never_publishes_an_abandoned_later_version() -> None:
+def test_a_resumed_run_never_publishes_a_superseded_later_version() -> None:
     registry = registry_of((1, 10), (1, 12))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
     assert newest_of(registry) == (1, 10)
@@ -88,7 +88,7 @@ def test_a_resumed_run_never_publishes_an_abandoned_later_version() -> None:
     assert registry.record(version(2, 11), 9.0)
 
 
-def test_a_rewind_brings_back_what_the_runs_it_annuls_had_left_behind() -> None:
+def test_a_rewind_restores_what_the_runs_it_undoes_had_superseded() -> None:
     registry = registry_of((1, 30), (2, 25))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 20)])
     assert newest_of(registry) == (2, 25)
@@ -113,14 +113,14 @@ def test_a_rewind_brings_back_what_the_runs_it_annuls_had_left_behind() -> None:
         (13, 1, True),
     ],
 )
-def test_what_is_newer_than_what_one_has(than: int, run: int | None, newer: bool) -> None:
+def test_a_version_is_newer_by_run_and_step(than: int, run: int | None, newer: bool) -> None:
     registry = registry_of((1, 10), (1, 13))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
     registry.record(version(2, 11), 5.0)
     assert (registry.newer(than, run) is not None) == newer
 
 
-def test_who_serves_what_was_left_behind_waits_for_the_new_run() -> None:
+def test_a_reader_of_a_superseded_version_waits_for_the_new_run() -> None:
     registry = registry_of((1, 10), (1, 12))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
     assert registry.newer(12) is None
@@ -128,7 +128,7 @@ def test_who_serves_what_was_left_behind_waits_for_the_new_run() -> None:
     assert registry.newer(12) == version(2, 11)
 
 
-def test_a_step_that_is_not_known_yet_waits_for_a_later_one() -> None:
+def test_a_reader_of_an_unknown_step_waits_for_a_later_one() -> None:
     assert registry_of((1, 10)).newer(12) is None
     assert VersionRegistry().newer(-1) is None
 
@@ -145,7 +145,7 @@ def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
     assert registry.newest("checkpoint") == version(1, 5, "checkpoint")
 
 
-def test_what_can_be_read_is_neither_a_broadcast_nor_a_dict() -> None:
+def test_broadcasts_and_dicts_are_not_readable() -> None:
     registry = VersionRegistry()
     dict_of_2 = replace(version(1, 2), images=())
     for each in (version(1, 1), dict_of_2, version(1, 2, "checkpoint"), version(1, 3, "nccl")):
@@ -160,7 +160,7 @@ def test_what_can_be_read_is_neither_a_broadcast_nor_a_dict() -> None:
     assert registry.newer(2, 1, readable=True) == version(1, 3, "checkpoint")
 
 
-def test_old_versions_are_forgotten_but_not_the_newest_commit() -> None:
+def test_old_versions_are_removed_except_the_newest_commit() -> None:
     registry = VersionRegistry()
     registry.record(version(1, 0, "checkpoint"), 0.0)
     for step in range(1, 10 * HISTORY):
@@ -169,7 +169,7 @@ def test_old_versions_are_forgotten_but_not_the_newest_commit() -> None:
     assert registry.newest("checkpoint") == version(1, 0, "checkpoint")
 
 
-def test_a_reader_is_stale_since_there_is_something_newer() -> None:
+def test_a_reader_is_stale_since_the_next_newer_version() -> None:
     registry = VersionRegistry()
     registry.record(version(1, 5), 10.0)
     registry.set_serving("a", 5, 12.0)
@@ -186,7 +186,7 @@ def test_a_reader_is_stale_since_there_is_something_newer() -> None:
 
 
 @pytest.mark.parametrize(("served", "behind"), [((1, 12), 1), ((1, 9), 2), ((2, 11), 0)])
-def test_what_was_left_behind_is_as_old_as_where_training_left_it(
+def test_a_superseded_version_is_as_old_as_the_step_of_the_resume(
     served: tuple[int, int], behind: int
 ) -> None:
     registry = registry_of((1, 9), (1, 12))
@@ -202,7 +202,7 @@ def test_a_reader_that_is_late_from_the_start_is_stale_since_the_newer_one() -> 
     assert registry.readers(11.0)[0].stale_s == 10.0
 
 
-def test_readers_that_came_and_went_do_not_pile_up() -> None:
+def test_the_number_of_readers_is_bounded() -> None:
     registry = registry_of((1, 1))
     for now in range(MOST_READERS + 5):
         registry.set_serving(f"pod-{now}", 1, float(now))

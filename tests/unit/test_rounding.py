@@ -1,4 +1,4 @@
-"""What a bfloat16 reader keeps of float32 weights is what torch makes of them, bit for bit."""
+"""Rounding of float32 weights equals torch's conversion to bfloat16, bit for bit."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_only_the_spans_are_rounded_wherever_an_image_is_cut(found: list[tuple[i
     assert np.array_equal(whole[~inside], image[~inside])
 
 
-def test_a_delta_of_masters_is_of_what_rounding_leaves() -> None:
+def test_a_delta_of_masters_has_the_rounded_elements() -> None:
     random = np.random.default_rng(1)
     old = random.standard_normal(PIECE // 2, np.float32)  # two pieces
     new = old * np.float32(1 + 1e-5)

@@ -54,7 +54,7 @@ def test_when_an_explorer_syncs(style: Any, step: int, other: dict[str, Any], ne
 
 
 @pytest.mark.parametrize(("made_by", "accepted"), [(10, True), (8, True), (7, False), (12, True)])
-def test_a_rollout_may_be_so_old_and_no_older(made_by: int, accepted: bool) -> None:
+def test_a_rollout_may_lag_by_max_lag_steps(made_by: int, accepted: bool) -> None:
     assert RolloutGate(max_lag=2).accepts(made_by, trainer_step=10) is accepted
 
 
@@ -62,7 +62,7 @@ def test_a_rollout_may_be_so_old_and_no_older(made_by: int, accepted: bool) -> N
     ("made_by", "resumed_at", "accepted"),
     [(12, 9, True), (12, 8, True), (12, 7, False), (8, 9, True)],
 )
-def test_a_rollout_of_abandoned_weights_is_as_old_as_the_step_that_training_went_back_to(
+def test_a_rollout_of_superseded_weights_is_as_old_as_the_step_of_the_resume(
     made_by: int, resumed_at: int, accepted: bool
 ) -> None:
     gate = RolloutGate(max_lag=2)
@@ -77,6 +77,6 @@ def test_a_rollout_of_abandoned_weights_is_as_old_as_the_step_that_training_went
         lambda: trainer_needs_sync("fixed", 1, interval=0, last_sync_step=0),
     ],
 )
-def test_what_cannot_be_is_refused(ask: Any) -> None:
+def test_impossible_settings_are_refused(ask: Any) -> None:
     with pytest.raises(ConfigError):
         ask()

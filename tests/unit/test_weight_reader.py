@@ -1,4 +1,4 @@
-"""A reader has the newest version that can be had as a whole, from memory or from a commit."""
+"""A reader opens the newest version that is complete, from memory or from a commit."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def test_the_newest_version_is_loaded(
     assert asyncio.run(reader.wait_newer(timeout_s=0.01)) is None
 
 
-def test_where_a_version_was_overwritten_a_newer_one_is_taken(
+def test_a_newer_version_replaces_an_overwritten_one(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     first, *_, last = [upload(job, step, weights(step)) for step in range(1, 5)]
@@ -76,7 +76,7 @@ def test_where_a_version_was_overwritten_a_newer_one_is_taken(
     assert loaded(reader, first) == (4, 4)
 
 
-def test_where_a_version_was_overwritten_its_commit_is_taken(
+def test_the_commit_replaces_an_overwritten_version(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     job.stage(3, {"model": weights(3)})
@@ -92,7 +92,7 @@ def test_where_a_version_was_overwritten_its_commit_is_taken(
     assert loaded(reader) == (3, 3)
 
 
-def test_an_abandoned_commit_does_not_stand_in_for_what_was_overwritten(
+def test_a_superseded_commit_does_not_replace_an_overwritten_version(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     open_run(job.root, "first", 0)
@@ -104,7 +104,7 @@ def test_an_abandoned_commit_does_not_stand_in_for_what_was_overwritten(
     assert loaded(reader) == (10, 10)
 
 
-def test_a_commit_without_the_weights_of_the_role_does_not_stand_in_either(
+def test_a_commit_without_the_weights_of_the_role_does_not_replace_it_either(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     job.stage(1, {"model": weights(1)})
@@ -140,7 +140,7 @@ def test_a_reader_never_has_parts_of_two_runs(
     assert have == [record.digest for record in manifest.files]
 
 
-def test_what_a_reader_holds_stays_as_it_is_when_its_step_is_replaced(
+def test_an_open_version_is_unchanged_when_its_step_is_replaced(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     for run in (1, 2):
@@ -155,7 +155,7 @@ def test_what_a_reader_holds_stays_as_it_is_when_its_step_is_replaced(
     assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
 
 
-def test_what_a_slow_reader_holds_outlasts_retention(
+def test_an_open_version_outlasts_retention(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     def prune() -> list[int]:
@@ -204,7 +204,7 @@ def test_a_root_that_may_only_be_read_is_read_without_a_lease(
     assert "(Read-only file system): do not remove it" in done.stderr
 
 
-def test_an_older_version_is_never_taken(
+def test_an_older_version_is_never_read(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     job.stage(1, {"model": weights(1)})
@@ -291,7 +291,7 @@ def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
     dist.destroy_process_group()
 
 
-def test_what_has_no_place_for_every_element_is_refused_before_anything_is_loaded(
+def test_a_target_without_memory_for_every_element_is_refused_before_loading(
     job: Job, versions: VersionFile, reader: WeightReader, sharded: torch.Tensor
 ) -> None:
     versions.tell(upload(job, 1, weights(1)))
@@ -308,7 +308,7 @@ def test_what_has_no_place_for_every_element_is_refused_before_anything_is_loade
         assert target["b"].tolist() == [-1.0] * 3
 
 
-def test_whatever_has_memory_is_loaded_into(
+def test_any_target_with_memory_is_loaded_into(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     state = {"w": torch.arange(6000.0).reshape(60, 100), "t": torch.arange(8.0).reshape(2, 4)}
@@ -324,7 +324,7 @@ def test_whatever_has_memory_is_loaded_into(
         assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-def test_what_an_image_says_is_not_run(
+def test_code_in_an_image_is_not_executed(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": Path("/")}))
@@ -332,6 +332,6 @@ def test_what_an_image_says_is_not_run(
         loaded(reader)
 
 
-def test_a_reader_without_any_version_says_what_to_look_at(reader: WeightReader) -> None:
+def test_a_reader_without_any_version_says_what_to_check(reader: WeightReader) -> None:
     with pytest.raises(WeightSyncError, match=r"nothing was published.*Does the trainer run"):
         reader.load_into({})

@@ -117,7 +117,7 @@ def test_a_version_counts_once_the_images_of_all_ranks_are_here(
     assert newest(registry) == (1, 1, "memory")
 
 
-def test_ranks_that_upload_within_a_tick_of_the_clock_wake_who_waits(
+def test_ranks_that_upload_within_a_tick_of_the_clock_wake_a_wait(
     job: Job, settings: Settings
 ) -> None:
     """The folder has the same time after the second rank's note as after the first one's."""
@@ -146,7 +146,7 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_who_waits(
     assert found(asyncio.run(story())) == (1, 1, "memory")
 
 
-def test_a_step_of_which_images_are_on_another_node_is_had_from_its_commit(
+def test_a_step_with_images_on_another_node_is_read_from_its_commit(
     job: Job, registry: FileRegistry
 ) -> None:
     job.world_size = 2
@@ -159,7 +159,7 @@ def test_a_step_of_which_images_are_on_another_node_is_had_from_its_commit(
         assert dict(reader.iter_weights()).keys() == {"of_rank0", "of_rank1"}
 
 
-def test_what_a_later_run_has_superseded_is_not_read(job: Job, registry: FileRegistry) -> None:
+def test_a_superseded_version_is_not_read(job: Job, registry: FileRegistry) -> None:
     save(job, 4, weights(4))
     save(job, 8, weights(8))
     upload(job, 9, weights(9))
@@ -183,7 +183,7 @@ def test_images_that_outlived_their_root_are_not_read(job: Job, registry: FileRe
     assert newest(registry) == (1, 1, "memory")
 
 
-def test_a_version_that_goes_with_its_trainer_is_read_from_its_commit(
+def test_a_version_removed_with_its_trainer_is_read_from_its_commit(
     job: Job, registry: FileRegistry
 ) -> None:
     save(job, 3, weights(3))
@@ -204,7 +204,7 @@ def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
     assert asyncio.run(reader.wait_newer(timeout_s=0.05)) is None
 
 
-def test_a_reader_may_begin_before_the_job(tmp_path: Path, settings: Settings) -> None:
+def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -> None:
     root = tmp_path / "later"
     registry = FileRegistry(root, settings=settings)
     assert registry.latest() is None
@@ -245,7 +245,7 @@ def test_a_pointer_that_names_no_commit_does_not_hide_one(job: Job, content: str
     assert found(notification.find_newest([])) == (1, 3, "checkpoint")
 
 
-def test_weights_that_come_to_a_step_after_the_pointer_are_noticed(job: Job) -> None:
+def test_weights_committed_to_a_step_after_the_pointer_are_noticed(job: Job) -> None:
     """A role of its own commits the step first, and the pointer does not move again."""
     notification = CommitNotification(job.root, "actor")
     job.roles = ("critic",)
@@ -271,12 +271,12 @@ def test_a_commit_that_died_before_the_pointer_is_found_by_a_scan(job: Job) -> N
     assert found(notification.find_newest([], scan=True)) == (1, 3, "checkpoint")
 
 
-def test_a_reader_of_no_job_is_refused() -> None:
+def test_a_reader_without_a_job_is_refused() -> None:
     with pytest.raises(ConfigError, match="reader explorer has to know the job; pass root"):
         WeightReader(name="explorer")
 
 
-def test_what_needs_ray_says_so_where_ray_is_missing(job: Job) -> None:
+def test_calls_that_need_ray_say_so_without_it(job: Job) -> None:
     script = """
 import sys
 sys.modules["ray"] = None

@@ -1,4 +1,4 @@
-"""Versions of weights without Ray: published by real stagers, told of by a file."""
+"""Versions of weights without Ray: published by real stagers, with a file as the registry."""
 
 import asyncio
 import json

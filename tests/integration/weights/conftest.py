@@ -1,4 +1,4 @@
-"""One small Ray node for the tests of handing weights over."""
+"""A small Ray node for the tests of weight sync."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -189,7 +189,7 @@ def _into_more(group: WeightGroup) -> Any:
         (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'b' first"),
     ],
 )
-def test_a_reader_that_cannot_use_them_tells_the_trainer_why(
+def test_a_reader_that_cannot_use_the_weights_sends_the_trainer_its_reason(
     members: Any, program: Program, sent: dict[str, torch.Tensor], why: str
 ) -> None:
     group, (reader,) = members(program)
@@ -212,7 +212,7 @@ def _altered(group: WeightGroup) -> Any:
     return [name for name, _ in receive_weights(group)]
 
 
-def test_what_is_altered_on_its_way_is_not_taken(members: Any) -> None:
+def test_a_bucket_that_is_altered_in_transit_is_refused(members: Any) -> None:
     group, (reader,) = members(_altered)
     with pytest.raises(WeightSyncError, match="rank 1 gave up: a bucket was altered in transit"):
         send_weights([("w", torch.zeros(4 * BUCKET))], group, version=3, checksum=True)
@@ -240,13 +240,13 @@ def test_a_reader_killed_in_mid_broadcast_is_named_on_all_sides(
     assert f"pid {pid})" in str(readers[1].answer())
 
 
-def test_a_trainer_that_is_gone_ends_its_readers_wait(members: Any) -> None:
+def test_a_dead_trainer_ends_the_wait_of_its_readers(members: Any) -> None:
     group, (reader,) = members(_take)
     group.close()
     assert "rank 0, the trainer's, is gone" in str(reader.answer())
 
 
-def test_the_port_that_receivers_are_told_cannot_be_taken_before_the_trainer_joins() -> None:
+def test_the_port_of_a_host_cannot_be_taken_before_the_trainer_joins() -> None:
     host = WeightGroupHost(address="127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", host.port))
@@ -269,13 +269,13 @@ def test_the_port_that_receivers_are_told_cannot_be_taken_before_the_trainer_joi
     group.close()
 
 
-def test_who_never_joins_is_named() -> None:
+def test_members_that_never_join_are_named() -> None:
     host = WeightGroupHost()
     with pytest.raises(WeightSyncError, match=r"ranks \[1, 2\] of 3 have not joined .* 1 s"):
         host.join(world_size=3, timeout_s=1)
 
 
-def test_a_reader_without_a_trainer_gives_up() -> None:
+def test_a_join_without_a_trainer_times_out() -> None:
     port = free_port()
     with pytest.raises(
         WeightSyncError, match=r"rank 1 found no rank 0 on 127.0.0.1:\d+ within 1 s"
@@ -283,7 +283,7 @@ def test_a_reader_without_a_trainer_gives_up() -> None:
         join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=1)
 
 
-def test_what_goes_wrong_at_the_trainer_is_told_to_the_readers(members: Any) -> None:
+def test_an_error_of_the_trainer_reaches_its_readers(members: Any) -> None:
     group, (reader,) = members(_take)
 
     def torn() -> Iterator[tuple[str, torch.Tensor]]:
@@ -295,7 +295,7 @@ def test_what_goes_wrong_at_the_trainer_is_told_to_the_readers(members: Any) -> 
     assert "ZeroDivisionError('no such weight')" in str(reader.answer())
 
 
-def test_a_tensor_that_changes_before_it_is_sent_is_refused_and_told(members: Any) -> None:
+def test_a_tensor_that_changes_before_it_is_sent_is_refused_on_all_sides(members: Any) -> None:
     group, (reader,) = members(_take)
 
     def in_one_memory() -> Iterator[tuple[str, torch.Tensor]]:
@@ -308,7 +308,7 @@ def test_a_tensor_that_changes_before_it_is_sent_is_refused_and_told(members: An
     assert isinstance(reader.answer(), WeightSyncError)
 
 
-def test_tensors_that_were_sent_are_let_go_of(members: Any) -> None:
+def test_tensors_that_were_sent_are_freed(members: Any) -> None:
     group, (reader,) = members(_take)
     made: list[weakref.ref[torch.Tensor]] = []
     alive = []
@@ -335,7 +335,7 @@ def _version(group: WeightGroup) -> int:
     return receive_into({"w": torch.zeros(3)}, group)
 
 
-def test_what_goes_wrong_before_the_first_message_is_told_to_the_readers_too(members: Any) -> None:
+def test_an_error_before_the_first_message_reaches_the_readers(members: Any) -> None:
     group, (reader,) = members(_take)
     with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
         send_weights([], group, version="3")  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def _into_overlapping(group: WeightGroup) -> Any:
         (_into_overlapping, "it could not take a tensor: RuntimeError"),
     ],
 )
-def test_a_reader_that_takes_nothing_holds_nobody_up(
+def test_a_reader_that_takes_no_tensor_fails_the_broadcast(
     members: Any, program: Program, why: str
 ) -> None:
     group, (reader,) = members(program)
@@ -399,7 +399,7 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(
     reader.answer()
 
 
-def test_what_is_no_broadcast_of_weights_is_refused_and_told(members: Any) -> None:
+def test_other_data_than_a_broadcast_is_refused_on_all_sides(members: Any) -> None:
     group, (reader,) = members(_take)
     group.wait([group.broadcast(torch.zeros(MESSAGE_BYTES, dtype=torch.uint8))])
     error = group.fail("it has sent something else")
@@ -407,7 +407,7 @@ def test_what_is_no_broadcast_of_weights_is_refused_and_told(members: Any) -> No
     assert "use the group for nothing else" in str(reader.answer())
 
 
-def test_a_trainer_whose_weights_cannot_be_had_says_so_at_once(members: Any) -> None:
+def test_a_trainer_that_cannot_gather_its_weights_raises_at_once(members: Any) -> None:
     group, (reader,) = members(_take)
 
     def absent() -> Iterator[tuple[str, torch.Tensor]]:
@@ -432,7 +432,7 @@ def _plain(group: WeightGroup) -> dist.ProcessGroup:
     return made
 
 
-def test_torchs_own_groups_carry_them_too(members: Any) -> None:
+def test_torchs_own_groups_carry_a_broadcast(members: Any) -> None:
     group, (reader,) = members(_plain_group)
     plain, sent = _plain(group), weights()
     for version in (7, 8):
@@ -464,7 +464,7 @@ def _give_up_in_words(group: WeightGroup) -> str:
     return group._store.get("gave up/0").decode()
 
 
-def test_over_nccl_a_member_that_gave_up_is_heard_of_by_its_word(members: Any) -> None:
+def test_over_nccl_a_failed_member_is_noticed_through_the_store(members: Any) -> None:
     group, (reader,) = members(_give_up_in_words)
     group._watched = True  # what join_weight_group does for NCCL
     with pytest.raises(WeightSyncError, match="another member gave up; rank 1 gave up: its disk"):
@@ -472,7 +472,7 @@ def test_over_nccl_a_member_that_gave_up_is_heard_of_by_its_word(members: Any) -
     assert reader.answer() == "another member gave up"
 
 
-def test_a_watched_group_carries_them_too(members: Any) -> None:
+def test_a_watched_group_carries_a_broadcast(members: Any) -> None:
     group, (reader,) = members(_take_all)
     group._watched = True
     for version in (7, 8):
@@ -480,7 +480,7 @@ def test_a_watched_group_carries_them_too(members: Any) -> None:
     assert [version for version, _ in reader.answer()] == [7, 8]
 
 
-def test_what_is_set_for_a_group_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_a_group_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SYNC_SET", "before")
     monkeypatch.delenv("TRINITY_SYNC_UNSET", raising=False)
     with _environment({"TRINITY_SYNC_SET": "1", "TRINITY_SYNC_UNSET": "1"}):
@@ -497,7 +497,7 @@ def _gone_once_connected(port: int) -> None:
     _create_backend("gloo", dist.PrefixStore("gloo", store), 1, 2, limit)
 
 
-def test_a_member_that_goes_before_all_are_connected_is_named_at_the_join() -> None:
+def test_a_member_that_dies_before_all_are_connected_is_named_at_the_join() -> None:
     host = WeightGroupHost(address="127.0.0.1")
     with ThreadPoolExecutor() as aside:
         aside.submit(_gone_once_connected, host.port)
@@ -505,7 +505,7 @@ def test_a_member_that_goes_before_all_are_connected_is_named_at_the_join() -> N
             host.join(world_size=2, timeout_s=TIMEOUT_S)
 
 
-def test_what_cannot_work_is_refused_at_once() -> None:
+def test_arguments_that_cannot_work_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         join_weight_group("127.0.0.1", 1, rank=2, world_size=2, timeout_s=1)
     with pytest.raises(ConfigError, match=r"rank 0 .* WeightGroupHost"):

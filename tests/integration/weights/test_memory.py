@@ -1,4 +1,4 @@
-"""A version in shared memory is published when all ranks have offered their images."""
+"""A version in shared memory is published when all ranks have added their images."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ def state(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {f"of_rank{rank}": torch.full((1000,), float(step))}
 
 
-def note_of(job: Job, step: int, rank: int = 0) -> VersionTag:
-    """Stage what a rank has at a step, as an upload does."""
+def stage_image(job: Job, step: int, rank: int = 0) -> VersionTag:
+    """Stage a rank's image of a step, as an upload does; return its version tag."""
     stager, origin = job.stager(rank), job.origin(step, rank=rank)
     stager.stage(origin, {"model": state(rank, step)}, seals=False).result()
     published = stager.publish(origin, "model")
@@ -46,9 +46,9 @@ def note_of(job: Job, step: int, rank: int = 0) -> VersionTag:
 
 def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchronizer: Any) -> None:
     publishers = [Publisher(synchronizer, job.root, job.spool) for _ in range(2)]
-    publishers[0].publish(note_of(job, 7, rank=0))
+    publishers[0].publish(stage_image(job, 7, rank=0))
     assert ray.get(synchronizer.latest.remote()) is None
-    publishers[1].publish(note_of(job, 7, rank=1))
+    publishers[1].publish(stage_image(job, 7, rank=1))
     for publisher in publishers:
         publisher.wait(30)
     reader = WeightReader(synchronizer, name="explorer-0")
@@ -102,7 +102,7 @@ def test_a_reader_in_a_cluster_without_a_synchronizer_reads_by_files(
     assert WeightReader(root=job.root, name="explorer-0").load_into(state(0, 0)) == 1
 
 
-def test_a_reader_turns_to_the_synchronizer_that_takes_the_place_of_a_stopped_one(
+def test_a_reader_switches_to_the_synchronizer_that_replaces_a_stopped_one(
     job: Job, ray_node: None, namespace: str
 ) -> None:
     def publish(synchronizer: Any, step: int) -> None:
@@ -131,29 +131,27 @@ def test_a_reader_turns_to_the_synchronizer_that_takes_the_place_of_a_stopped_on
 
 def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.05)
-    publisher.publish(note_of(job, 7))
+    publisher.publish(stage_image(job, 7))
     with pytest.raises(WeightSyncError, match=r"version 7 .* ranks \[1\] did not upload step 7"):
         publisher.wait(30)
     publisher.wait(0)  # each failure is raised once
 
 
-def test_a_version_that_the_trainer_has_left_behind_is_left_out(
-    job: Job, synchronizer: Any
-) -> None:
+def test_an_incomplete_version_is_dropped_for_a_newer_one(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool)
-    publisher.publish(note_of(job, 1))  # whose rank 1 never comes
+    publisher.publish(stage_image(job, 1))  # whose rank 1 never comes
     for rank in (0, 1):
-        publisher.publish(note_of(job, 2, rank))
+        publisher.publish(stage_image(job, 2, rank))
     publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 2
 
 
-def test_what_was_offered_outlives_a_killed_synchronizer(job: Job, synchronizer: Any) -> None:
+def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool)
-    publisher.publish(note_of(job, 3))
+    publisher.publish(stage_image(job, 3))
     ray.get(synchronizer.latest.remote())
     ray.kill(synchronizer, no_restart=False)
-    publisher.publish(note_of(job, 3, rank=1))
+    publisher.publish(stage_image(job, 3, rank=1))
     publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 3
 

@@ -13,7 +13,7 @@ from trinity_sync.weights.registry.event_loop import AsyncVersionRegistry
 from trinity_sync.weights.version import Version
 
 
-def test_nobody_is_told_of_what_a_restart_would_not_know(
+def test_waits_return_only_what_a_restart_would_know(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> list[int]:
@@ -46,7 +46,7 @@ def test_nobody_is_told_of_what_a_restart_would_not_know(
     assert asyncio.run(story()) == [7, 7]
 
 
-def test_who_waits_hears_of_a_commit(root: Path, commit_step: CommitStep) -> None:
+def test_a_commit_wakes_a_wait(root: Path, commit_step: CommitStep) -> None:
     async def story() -> Version | None:
         registry = AsyncVersionRegistry(str(root), "actor")
         commits = asyncio.create_task(anext(registry.commits()))

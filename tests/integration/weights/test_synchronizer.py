@@ -78,7 +78,7 @@ class Member:
         return self.seen
 
 
-def test_all_who_ask_at_once_get_the_same_one(ray_node: None, root: Path, namespace: str) -> None:
+def test_concurrent_callers_get_the_same_actor(ray_node: None, root: Path, namespace: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(
             pool.map(lambda _: Synchronizer.get_actor(namespace=namespace, root=root), range(8))
@@ -99,7 +99,7 @@ def test_a_trinity_config_names_the_job(ray_node: None, root: Path, namespace: s
     ray.kill(actor)
 
 
-def test_there_are_not_two_in_different_namespaces(
+def test_a_root_has_no_two_synchronizers_in_different_namespaces(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
     assert Synchronizer.get_actor(root=root)._actor_id == synchronizer._actor_id
@@ -107,7 +107,9 @@ def test_there_are_not_two_in_different_namespaces(
         Synchronizer.get_actor(root=root, namespace="other")
 
 
-def test_one_that_is_stopped_stays_away(ray_node: None, root: Path, namespace: str) -> None:
+def test_a_stopped_synchronizer_is_not_restarted(
+    ray_node: None, root: Path, namespace: str
+) -> None:
     actor = Synchronizer.get_actor(namespace=namespace, root=root)
     assert ask(actor.latest.remote()) is None
     with pytest.raises(ray.exceptions.RayActorError):
@@ -116,12 +118,12 @@ def test_one_that_is_stopped_stays_away(ray_node: None, root: Path, namespace: s
     assert read_address(root) is None
 
 
-def test_without_a_root_there_must_be_exactly_one(ray_node: None, namespace: str) -> None:
+def test_without_a_root_the_namespace_must_have_exactly_one(ray_node: None, namespace: str) -> None:
     with pytest.raises(ConfigError, match="pass root"):
         Synchronizer.get_actor(namespace=namespace)
 
 
-def test_who_waits_is_woken_by_the_publish(synchronizer: Any, root: Path) -> None:
+def test_a_publish_wakes_a_wait(synchronizer: Any, root: Path) -> None:
     waiting = [synchronizer.wait_newer.remote(0, None) for _ in range(20)]
     published = version(root, 5, images=(ImageRef("node", "/slot", "abc", 0, 10),))
     assert ask(synchronizer.publish.remote(published)) is True
@@ -129,7 +131,7 @@ def test_who_waits_is_woken_by_the_publish(synchronizer: Any, root: Path) -> Non
     assert ask(synchronizer.latest.remote()) == published
 
 
-def test_who_waits_is_woken_by_a_commit(
+def test_a_commit_wakes_a_wait_of_the_synchronizer(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     waiting = synchronizer.wait_newer.remote(0, None)
@@ -201,7 +203,7 @@ def test_a_wait_that_times_out_leaves_the_status_counts_straight(
     ray.kill(actor)
 
 
-def test_an_explorer_that_waits_requires_a_sync_until_it_has_one(
+def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
     synchronizer: Any, root: Path
 ) -> None:
     ask(synchronizer.set_trainer_status.remote("running"))
@@ -214,7 +216,7 @@ def test_an_explorer_that_waits_requires_a_sync_until_it_has_one(
 
 
 @pytest.mark.parametrize("ending", ["no new one", "stopped"])
-def test_an_explorer_is_let_go_by_a_trainer_that_has_nothing(
+def test_an_explorer_is_released_by_a_trainer_without_a_new_version(
     synchronizer: Any, ending: str
 ) -> None:
     ask(synchronizer.set_trainer_status.remote("running"))
@@ -228,7 +230,7 @@ def test_an_explorer_is_let_go_by_a_trainer_that_has_nothing(
     assert ask(synchronizer.explorers.remote()) == {"explorer": "running"}
 
 
-def test_a_synchronizer_killed_in_mid_run_comes_back_with_the_right_version(
+def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     commit_step(3, kind="state_dict")
@@ -255,7 +257,7 @@ def test_a_restart_does_not_move_the_version_backwards(
     assert ask(synchronizer.latest.remote()) == version(root, 11)
 
 
-def test_a_resumed_run_never_publishes_an_abandoned_later_version(
+def test_a_resumed_run_never_publishes_a_superseded_later_version(
     synchronizer: Any, root: Path
 ) -> None:
     open_run(root, "first", 0)
@@ -270,7 +272,7 @@ def test_a_resumed_run_never_publishes_an_abandoned_later_version(
     assert ask(waiting) == version(root, 11, run=2)
 
 
-def test_a_root_that_is_begun_anew_has_none_of_the_old_versions(
+def test_a_recreated_root_has_none_of_the_old_versions(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
     ask(synchronizer.publish.remote(version(root, 11)))
@@ -282,7 +284,7 @@ def test_a_root_that_is_begun_anew_has_none_of_the_old_versions(
     assert ask(synchronizer.publish.remote(version(root, 1))) is True
 
 
-def test_an_empty_iteration_file_holds_nothing_up(
+def test_an_empty_latest_pointer_delays_nothing(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     commit_step(2, kind="state_dict")
@@ -316,7 +318,7 @@ def test_a_failed_nccl_rendezvous_does_not_advance_the_version(synchronizer: Any
     assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False
 
 
-def test_a_dead_explorer_ends_the_rendezvous_and_is_counted_out(
+def test_a_dead_explorer_ends_the_rendezvous_and_counts_as_stopped(
     synchronizer: Any, namespace: str
 ) -> None:
     explorers = {
@@ -339,7 +341,7 @@ def test_a_dead_explorer_ends_the_rendezvous_and_is_counted_out(
     ray.kill(explorers["a"])
 
 
-def test_an_explorer_that_died_while_the_synchronizer_was_away_is_counted_out(
+def test_an_explorer_that_died_while_the_synchronizer_was_down_counts_as_stopped(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
     explorer = Member.options(name="b", namespace=namespace).remote()
@@ -356,7 +358,7 @@ def test_an_explorer_that_died_while_the_synchronizer_was_away_is_counted_out(
     assert ask([synchronizer.ready_to_nccl_sync.remote("trainer", 6), first]) == [6, 6]
 
 
-def test_a_dead_trainer_lets_go_who_waits_for_it(synchronizer: Any, namespace: str) -> None:
+def test_a_dead_trainer_releases_the_explorers_that_wait(synchronizer: Any, namespace: str) -> None:
     trainer = Member.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
     ask(synchronizer.set_trainer_status.remote("running"))
@@ -389,7 +391,7 @@ def test_the_group_of_a_broadcast_is_formed_and_left(synchronizer: Any, namespac
         ray.kill(actor)
 
 
-def test_a_group_that_lacks_an_explorer_is_refused_with_a_way_out(
+def test_a_group_without_an_explorer_is_refused_with_a_remedy(
     synchronizer: Any, namespace: str
 ) -> None:
     trainer = Member.options(name="trainer", namespace=namespace).remote()
@@ -420,13 +422,13 @@ def test_references_pass_the_synchronizer_as_references(synchronizer: Any) -> No
     assert torch.equal(found["w"], torch.ones(3))
 
 
-def test_late_weights_do_not_take_the_place_of_newer_ones(synchronizer: Any) -> None:
+def test_late_weights_do_not_replace_newer_weights(synchronizer: Any) -> None:
     ask(synchronizer.set_model_state_dict.remote("s3://new", 4))
     ask(synchronizer.set_model_state_dict.remote("s3://old", 3))
     assert ask(synchronizer.get_model_state_dict.remote()) == ("s3://new", 4)
 
 
-def test_what_it_knows_can_be_read_without_ray(synchronizer: Any, root: Path) -> None:
+def test_its_state_can_be_read_without_ray(synchronizer: Any, root: Path) -> None:
     ask(synchronizer.publish.remote(version(root, 5)))
     ask(synchronizer.set_serving.remote("rollout-0", 5))
     state = read_state(root)

@@ -42,7 +42,7 @@ def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
     ray.kill(actor)
 
 
-def test_what_an_explorer_was_told_of_stays_until_it_asks_again(
+def test_a_returned_commit_is_leased_until_the_explorers_next_call(
     synchronizer: Any, root: Path, commit_step: CommitStep
 ) -> None:
     def commit(*steps: int) -> None:
@@ -61,7 +61,7 @@ def test_what_an_explorer_was_told_of_stays_until_it_asks_again(
     until(lambda: steps_on_disk(root) == [4, 6, 7], "steps 1, 3 and 5 to go", ASK_S)
 
 
-def test_an_explorer_gets_the_version_that_it_was_told_of_while_that_is_there(
+def test_an_explorer_gets_the_returned_version_while_it_is_available(
     synchronizer: Any, job: Job
 ) -> None:
     node, state = ray.get_runtime_context().get_node_id(), first()

@@ -1,4 +1,4 @@
-"""Who serves which version, as people see it; and a commit that tells the Synchronizer."""
+"""Reports of the versions that readers serve; and a commit that the Synchronizer notices."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ ray.kill(synchronizer)
 """
 
 
-def test_a_commit_of_the_flow_wakes_who_waits_for_weights(
+def test_a_commit_of_the_flow_wakes_a_wait_for_weights(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> None:
     done = subprocess.run(
@@ -70,7 +70,7 @@ def serve_version_5_to_one_reader(root: Path) -> None:
     asyncio.run(work())
 
 
-def test_between_commits_the_table_is_renewed_as_long_as_the_synchronizer_lives(
+def test_between_commits_the_table_is_updated_while_the_synchronizer_runs(
     root: Path, api: Api
 ) -> None:
     serve_version_5_to_one_reader(root)
@@ -88,7 +88,7 @@ def test_between_commits_the_table_is_renewed_as_long_as_the_synchronizer_lives(
     assert tables() == []
 
 
-def test_who_serves_what_is_shown_without_ray(root: Path) -> None:
+def test_the_versions_that_readers_serve_are_shown_without_ray(root: Path) -> None:
     serve_version_5_to_one_reader(root)
     done = run("weights", root)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_who_serves_what_is_shown_without_ray(root: Path) -> None:
     assert "Synchronizer: runs" in done.stdout
 
 
-def test_a_program_reads_the_same(root: Path) -> None:
+def test_the_json_output_has_the_same_report(root: Path) -> None:
     serve_version_5_to_one_reader(root)
     shown = json.loads(run("weights", root, "--json").stdout)
     assert shown["newest"]["step"] == 7
@@ -106,12 +106,12 @@ def test_a_program_reads_the_same(root: Path) -> None:
     assert shown["lives"] is True
 
 
-def test_a_synchronizer_that_is_gone_is_said_to_be(root: Path) -> None:
+def test_a_dead_synchronizer_is_reported(root: Path) -> None:
     serve_version_5_to_one_reader(root)
     (root / ".trinity_sync/weights/synchronizer.json").unlink()
     assert "not reachable" in run("weights", root).stdout
 
 
-def test_a_job_without_a_synchronizer_says_so(root: Path) -> None:
+def test_a_job_without_a_synchronizer_is_reported(root: Path) -> None:
     assert "no Synchronizer" in run("weights", root).stdout
     assert run("weights", root, "--json").stdout.strip() == "null"
