@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2ForCausalLM
 
-from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
+from grpo_copy.task import ANSWER_LENGTH, Batch, compute_reward, draw_prompts
 from trinity_sync import WeightReader
 from trinity_sync.weights.broadcast import receive_into
 from trinity_sync.weights.process_group import join_weight_group
@@ -99,7 +99,7 @@ class Explorer:
             prompts=prompts,
             answers=answers,
             log_probs=torch.cat(log_probs, dim=1),
-            rewards=reward(prompts, answers),
+            rewards=compute_reward(prompts, answers),
             groups=groups,
             version=self.version,
         )

@@ -14,7 +14,7 @@ VOCABULARY = (PAD, BOS, EOS, COPY, *LETTERS)
 FIRST_LETTER = VOCABULARY.index(LETTERS[0])
 
 
-def create(folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
+def create_model(folder: Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
     """Write a randomly initialised model and tokenizer to ``folder`` and return it.
 
     Args:

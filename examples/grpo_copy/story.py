@@ -185,7 +185,7 @@ def run(output: Path, sync: Sync = "checkpoint") -> bool:
     )
     # a new name each time, since the root is the identity of a job
     root = output / f"job-{time.strftime('%H%M%S')}"
-    untrained = model.create(output / "model")
+    untrained = model.create_model(output / "model")
     recording = Recording(output / "batches")
     synchronizer = Synchronizer.get_actor(root=root)
     history, fingerprints = run_job(output, root, untrained, recording, sync)

@@ -49,7 +49,7 @@ def draw_prompts(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor
     )
 
 
-def reward(prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+def compute_reward(prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Return the share of answer tokens that equal the prompt's letter: float32, B.
 
     Args:

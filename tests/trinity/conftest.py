@@ -43,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Qwen2."""
     from grpo_copy import model
 
-    return model.create(tmp_path_factory.mktemp("model") / "tiny")
+    return model.create_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -18,18 +18,18 @@ def test_a_transformers_model_answers_with_the_weights_of_each_version(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    from grpo_copy.model import create  # type: ignore[import-not-found]
+    from grpo_copy.model import create_model  # type: ignore[import-not-found]
     from serve_transformers import generate_answers  # type: ignore[import-not-found]
 
     versions = VersionFile(tmp_path / "version.json")
-    served = AutoModelForCausalLM.from_pretrained(create(tmp_path / "model")).eval()
+    served = AutoModelForCausalLM.from_pretrained(create_model(tmp_path / "model")).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
 
     async def follow() -> None:
         with WeightReader(versions, name="test", timeout_s=5) as reader:
             said = generate_answers(reader, served, tokenizer, "<bos> a <copy>")
             for step in (1, 2):
-                folder = create(tmp_path / f"trained-{step}", seed=step)
+                folder = create_model(tmp_path / f"trained-{step}", seed=step)
                 trained = AutoModelForCausalLM.from_pretrained(folder).eval()
                 versions.tell(upload(job, step, trained.state_dict()))
                 found, answer = await anext(said)

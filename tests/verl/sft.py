@@ -26,7 +26,7 @@ def make_world(folder: Path) -> None:
     import pandas
     from grpo_copy import model
 
-    (model.create(folder / "tiny") / "chat_template.jinja").write_text(CHAT)
+    (model.create_model(folder / "tiny") / "chat_template.jinja").write_text(CHAT)
     letters = "abcdefghijkl"
     rows = [
         [

@@ -1,5 +1,6 @@
-"""From the trainer to the rollout workers: versions of the weights, and the ways to get them.
+"""Weight sync from the trainer to rollout workers.
 
-A version is the trainer's step. The Synchronizer knows which version is where; it never holds
-tensors. Readers take them from the trainer's shared memory, from a commit, or from a broadcast.
+A version of the weights is a step of the trainer. Readers load it from the trainer's shared memory,
+from a commit, or receive it by broadcast. A registry, of files or in the Synchronizer, tells where
+each version is; it never holds tensors.
 """

@@ -31,7 +31,7 @@ PACKED_FRACTION = 64
 of its own, which wakes four threads."""
 ALIGNMENT = 16
 MESSAGE_BYTES = 8192
-"""Bytes of a message; longer ones, for buckets of very many tensors, continue in a second one."""
+"""Bytes of a message; the rest of a longer message, for very many tensors, follows it."""
 BEGIN, BUCKET, END, ABORT = 0x7269_6E39, 0x7269_6E3A, 0x7269_6E3B, 0x7269_6E3C
 
 Named = tuple[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Ray, where weights need it: for the Synchronizer's actor, and for images of other nodes."""
+"""Optional use of Ray: for the Synchronizer's actor, and for images of other nodes."""
 
 import sys
 from types import ModuleType
@@ -7,23 +7,26 @@ from trinity_sync.errors import StackError
 
 
 def in_ray_cluster() -> bool:
-    """Return whether this process has joined a Ray cluster; Ray is not imported for that."""
+    """Return whether this process has joined a Ray cluster, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def require_ray(why: str) -> ModuleType:
-    """Return Ray.
+    """Import and return Ray.
+
+    Args:
+        why: reason that Ray is needed, with which the message of the error begins.
 
     Raises:
-        StackError: it is not installed; the message begins with ``why`` it is needed.
+        StackError: Ray is not installed.
     """
     try:
         import ray
     except ImportError as error:
         raise StackError(
             f"{why}, and Ray is not installed in this environment. Install the version that your "
-            "cluster runs (pip install ray), or read by files: WeightReader(root=...) needs no Ray "
-            "on the trainer's node, nor for commits."
+            "cluster runs (pip install ray), or read from files: WeightReader(root=...) needs no "
+            "Ray on the trainer's node, nor for commits."
         ) from error
     return ray

@@ -171,7 +171,7 @@ class WeightGroup:
             self._backend = None
 
     def _roll_call(self, reason: str) -> str:
-        """Write the reason to the store; return those of other members, or name the silent ones."""
+        """Write the reason to the store; return other members' reasons, or name silent members."""
         if self._store is None:
             return ""
         others = [rank for rank in range(self.world_size) if rank != self.rank]

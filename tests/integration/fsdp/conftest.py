@@ -33,4 +33,4 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Qwen2."""
     from grpo_copy import model
 
-    return model.create(tmp_path_factory.mktemp("model") / "tiny", hidden=128)
+    return model.create_model(tmp_path_factory.mktemp("model") / "tiny", hidden=128)

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from grpo_copy.policy import Policy
-from grpo_copy.task import ANSWER_LENGTH, Batch, draw_prompts, reward
+from grpo_copy.task import ANSWER_LENGTH, Batch, compute_reward, draw_prompts
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
@@ -62,7 +62,7 @@ def batch() -> Batch:
     prompts, groups = draw_prompts(torch.Generator().manual_seed(0))
     answers = torch.randint(4, 16, (len(prompts), ANSWER_LENGTH))
     log_probs = torch.full(answers.shape, -2.5)
-    return Batch(prompts, answers, log_probs, reward(prompts, answers), groups, version=0)
+    return Batch(prompts, answers, log_probs, compute_reward(prompts, answers), groups, version=0)
 
 
 def test_verls_engine_saves_and_loads_through_the_manager(

@@ -55,8 +55,8 @@ class Job:
             position=str(root / f"{trainer.name}_meta.json"),
         )
 
-    def coordinator(self) -> CheckpointCoordinator:
-        """Return this rank's coordinator; collective on the default process group."""
+    def make_coordinator(self) -> CheckpointCoordinator:
+        """Make this rank's coordinator; collective on the default process group."""
         settings = Settings().model_copy(update={"save_strategy": self.save_strategy})
         return CheckpointCoordinator.of_process_group(
             self.root, run_key=self.run_key, roles=self.roles, settings=settings

@@ -23,7 +23,7 @@ class ActorWorker(TrinityActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_trinity_sync(self, job: Job) -> None:
         """Make the engine save and load through trinity_sync."""
-        self._job, self._coordinator = job, job.coordinator()
+        self._job, self._coordinator = job, job.make_coordinator()
         self._manager = use_trinity_sync(self.actor.engine, self._coordinator)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -80,7 +80,7 @@ class CriticWorker(TrinityCriticWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_trinity_sync(self, job: Job) -> None:
         """Make the engine save and load through trinity_sync."""
-        self._manager = use_trinity_sync(self.engine, job.coordinator())
+        self._manager = use_trinity_sync(self.engine, job.make_coordinator())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:

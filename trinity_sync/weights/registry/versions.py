@@ -69,7 +69,7 @@ class VersionRegistry:
         """Record a version, or another source of it.
 
         Args:
-            version: superseded ones are ignored.
+            version: version to record; ignored if superseded.
             now: seconds since the epoch.
 
         Returns:
