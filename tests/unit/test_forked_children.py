@@ -177,7 +177,9 @@ def test_a_coordinator_works_in_the_process_that_made_it_alone(
     before = sorted(job.spool.folder.rglob("*"))
 
     def refused() -> None:
-        with pytest.raises(ConfigError, match=r"made by process \d+, and this is process \d+"):
+        with pytest.raises(
+            ConfigError, match=r"process \d+ created this coordinator, and this is process \d+"
+        ):
             CALLS[call](saves)
 
     assert end_of(refused) == 0

@@ -389,7 +389,7 @@ def test_a_rank_0_that_cannot_write_lets_the_other_ranks_ask(
     path.unlink()
     path.mkdir()
     log.append({"one": Outcome("failed")})
-    assert "They ask the Prefect server themselves" in caplog.text
+    assert "They query the Prefect server themselves" in caplog.text
     path.rmdir()
     log.append({"two": Outcome("pending")})
     logs.read()

@@ -50,7 +50,7 @@ def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
     second = coordinator_of(run_key="second")
     second.load(40)
     assert second.load(40)["model"]["w"][0] == 40
-    with pytest.raises(ConfigError, match="began at step 40 and cannot begin again at 30"):
+    with pytest.raises(ConfigError, match="began at step 40 and cannot begin again at step 30"):
         second.load(30)
 
 

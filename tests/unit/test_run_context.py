@@ -24,7 +24,7 @@ def test_a_run_that_begins_anew_where_steps_are_is_told_once(
     assert caplog.text == ""
     forgot = RunContext(job.root, "third")
     assert forgot.get().number == forgot.get().number == 3
-    assert caplog.text.count("RUN 3 BEGINS AT STEP 0") == 1
+    assert caplog.text.count("Run 3 begins at step 0") == 1
     assert "load step 10 first" in caplog.text
 
 

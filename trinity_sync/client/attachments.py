@@ -1,8 +1,8 @@
 """Small files that are committed with a step: the position of a dataloader, an explorer's state.
 
-They are kept in memory until the step is submitted and staged with its states: then they are
-committed with the step or not at all, and outlive the trainer. A save that fails leaves them here
-for the next attempt.
+They stay in memory until the step is saved, and are then staged with its states: they are committed
+with the step or not at all, also if the trainer dies. After a save that fails they are kept for the
+next attempt.
 """
 
 import re
@@ -16,7 +16,12 @@ _NAME = re.compile(r"(?!rank_\d+$)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Attachments:
-    """The attachments of one rank of the job at ``root``."""
+    """The attachments of one rank.
+
+    Args:
+        root: the job's root.
+        rank: rank of this process.
+    """
 
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
@@ -25,10 +30,15 @@ class Attachments:
         self._newest_taken = -1
 
     def add(self, step: int, name: str, content: str | Path | bytes) -> None:
-        """Keep a copy of what belongs to a step that is yet to be saved.
+        """Keep a copy of a small file for a step that is not saved yet.
+
+        Args:
+            step: training step.
+            name: file name.
+            content: bytes, or the path of a file.
 
         Raises:
-            ConfigError: the name or the path cannot be used, or it comes too late for the step.
+            ConfigError: the name or the path is invalid, or the step was submitted already.
         """
         path = _path(name, self._rank)
         if step <= self._newest_taken:
@@ -52,7 +62,7 @@ class Attachments:
         return pack(mine) if mine else None
 
     def discard(self, step: int) -> None:
-        """Delete what was taken for a step that is submitted, and what belongs to earlier steps."""
+        """Delete the attachments of a step that is submitted, and of earlier steps."""
         for other in list(self._pending):  # in place: a trainer attaches while a thread stages
             if other <= step:
                 del self._pending[other]
@@ -60,9 +70,14 @@ class Attachments:
     def read(self, step: int, name: str, rank: int) -> bytes:
         """Return what a rank attached to a committed step.
 
+        Args:
+            step: training step.
+            name: file name.
+            rank: rank that attached it.
+
         Raises:
-            CommitError: the step is not committed or corrupted, or has no such attachment.
-            ConfigError: the name cannot be used.
+            CommitError: the step is not committed, is corrupted, or has no such attachment.
+            ConfigError: the name is invalid.
         """
         return load_bytes(self._root, step, _path(name, rank))
 

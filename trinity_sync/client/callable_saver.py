@@ -1,7 +1,7 @@
-"""Saves by a user's own function (Megatron, adapters, ``save_pretrained``), in threads.
+"""Run save functions of the user (Megatron, adapters, ``save_pretrained``), in threads.
 
-The function writes where it likes below the step's folder; a receipt in the spool tells the step's
-flow when it has ended, what it wrote, or why it failed.
+A function writes anywhere below the step's folder. A status file in the spool tells the step's flow
+run when the function has ended, which files it wrote, or why it failed.
 """
 
 import logging
@@ -24,7 +24,12 @@ OWN_FILES = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 
 
 class CallableSaver:
-    """Runs the save functions of one process, for the job at ``root``."""
+    """Runs the save functions of one process.
+
+    Args:
+        root: the job's root.
+        spool: the job's folder on this node.
+    """
 
     def __init__(self, root: Path, spool: JobSpool) -> None:
         self._root = root
@@ -32,31 +37,45 @@ class CallableSaver:
         self._threads: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
 
-    def start(self, name: str, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
-        """Run ``save_fn`` in a thread, after an earlier one of the same name."""
-        write_status(self._spool, receipt)
+    def start(self, name: str, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        """Run a save function in a thread, after an earlier one of the same name.
+
+        Args:
+            name: name of the save.
+            save_fn: called without arguments.
+            status: its status before the call.
+        """
+        write_status(self._spool, status)
         previous = self._threads.get(name)
 
         def run() -> None:
             if previous:
                 previous.join()
             try:
-                self._run(save_fn, receipt)
+                self._run(save_fn, status)
             except Exception as error:
-                self._failures.append(f"save {name!r} of step {receipt.step}: {error!r}")
-                logger.exception("save %r of step %d failed", name, receipt.step)
+                self._failures.append(f"save {name!r} of step {status.step}: {error!r}")
+                logger.exception("save %r of step %d failed", name, status.step)
 
-        thread = threading.Thread(target=run, name=f"save-{name}-step{receipt.step}")
+        thread = threading.Thread(target=run, name=f"save-{name}-step{status.step}")
         self._threads[name] = thread
         thread.start()
 
-    def call(self, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
-        """Run ``save_fn`` in the calling thread; its errors are the caller's, too."""
-        write_status(self._spool, receipt)
-        self._run(save_fn, receipt)
+    def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        """Run a save function in the calling thread, and raise its errors.
+
+        Args:
+            save_fn: called without arguments.
+            status: its status before the call.
+        """
+        write_status(self._spool, status)
+        self._run(save_fn, status)
 
     def wait(self, deadline: float | None) -> list[str]:
-        """Join all threads until ``deadline`` (monotonic); returns what failed since the last call.
+        """Join all threads; return the failures since the last call.
+
+        Args:
+            deadline: when to stop waiting (monotonic seconds); None for no limit.
 
         Raises:
             SaveTimeoutError: a function still runs.
@@ -71,8 +90,8 @@ class CallableSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def _run(self, save_fn: Callable[[], Any], receipt: CallableStatus) -> None:
-        folder = step_folder(self._root, receipt.step)
+    def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+        folder = step_folder(self._root, status.step)
         try:
             before = _files_below(folder)
             start = time.monotonic()
@@ -80,15 +99,15 @@ class CallableSaver:
             seconds = time.monotonic() - start
             after = _files_below(folder)
             changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
-            finished = replace(receipt, state="finished", seconds=seconds, files=changed)
+            finished = replace(status, state="finished", seconds=seconds, files=changed)
             write_status(self._spool, finished)
         except BaseException as error:
-            write_status(self._spool, replace(receipt, state="failed", error=repr(error)))
+            write_status(self._spool, replace(status, state="failed", error=repr(error)))
             raise
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """What tells one content of each file from another; not the project's own files."""
+    """Return inode, size and time in ns of each file by path, without files of trinity_sync."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in folder.rglob("*"):
         own = path.name in OWN_FILES or path.suffix == TEMPORARY_SUFFIX

@@ -1,7 +1,7 @@
-"""Work that succeeds on all ranks of the default process group, or raises on all of them.
+"""Run work that succeeds on all ranks of the default process group, or raises on all of them.
 
-A rank that reads a corrupted file must not be the only one to know, while the others wait in the
-next collective. So the ranks tell each other how it went, and all raise or none does.
+If only the rank that reads a corrupted file raised, the others would hang in the next collective.
+So the ranks exchange their errors, and all of them raise or none does.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,18 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank, to find or to load a checkpoint; a collective call.
+    """Run a function on every rank, to find or load a checkpoint; a collective call.
 
     Args:
-        what: what is loaded, for messages.
-        work: must not call collectives that other ranks do not reach when it fails.
+        what: path that is loaded, for messages.
+        work: the function. After an error it must not leave other ranks in a collective.
+
+    Returns:
+        What the function returns on this rank.
 
     Raises:
         TrinitySyncError: on all ranks: the error of the first rank on which it failed.
-        CommitError: likewise, where that was no `TrinitySyncError`.
+        CommitError: likewise, if that error is not a `TrinitySyncError`.
     """
     mine: TrinitySyncError | None = None
     cause: Exception | None = None
@@ -48,7 +51,15 @@ def run_on_all_ranks(what: Path, work: Callable[[], T]) -> T:
 
 
 def broadcast_from_rank_0(what: Path, work: Callable[[], T]) -> T:
-    """Return on every rank what ``work`` returns on rank 0; raises as `run_on_all_ranks`."""
+    """Return on every rank what a function returns on rank 0; a collective call.
+
+    Args:
+        what: path that is loaded, for messages.
+        work: the function, called on rank 0 only.
+
+    Raises:
+        TrinitySyncError: as in `run_on_all_ranks`.
+    """
     found = run_on_all_ranks(what, lambda: work() if dist.get_rank() == 0 else None)
     result = [found]
     dist.broadcast_object_list(result, src=0)

@@ -1,4 +1,4 @@
-"""A trainer's saves: submit a step, continue training, be told of every failure."""
+"""`CheckpointCoordinator`, which a trainer saves and loads with."""
 
 import asyncio
 import os
@@ -49,29 +49,44 @@ from trinity_sync.storage.placement import NodeRanks, group_by_node
 class CheckpointCoordinator:
     """Saves and loads the steps of a job; each rank has one coordinator.
 
-    A save costs the caller one copy into shared memory. Rank 0 requests a Prefect flow run for each
-    save, which writes and commits it. In a child that is forked, `close` and leaving the ``with``
-    block do nothing, and every method that would save, load or wait raises `ConfigError`.
+    A save costs the training loop one copy into shared memory. Rank 0 then requests a Prefect flow
+    run, which writes the files and commits them. The methods, in the order of their use:
+
+    1. The constructor in a job of one process, `of_process_group` on each rank of several.
+    2. To resume: `latest_step` and `load`. Where other code loads the step (veRL): `check_resume`
+       before it and `resumed_from` after it.
+    3. `prewarm`, so that the first save is as fast as the others; `wait_staged_before`, once, if
+       saves overlap with training.
+    4. At each step to save: `attach` and `record_metrics` where needed, then `save`; `upload` for
+       weights that are only synced to rollout workers.
+    5. `wait_all`, which raises every failure, and `close`; the ``with`` block calls both.
+
+    `on_preemption`, `any_preempted` and `emergency_save` save a last step before the scheduler ends
+    the process. `save_async`, `save_sync` and `register_and_monitor` commit what a function of the
+    user writes, with the signatures of Trinity's trainer.
+
+    In a forked child, `close` and leaving the ``with`` block do nothing, and methods that save, load
+    or wait raise `ConfigError`.
 
     Args:
         root: the job's folder (Trinity's ``checkpoint_job_dir``); steps go to
-            ``root/global_step_{N}/{role}/``. Made if it is missing.
+            ``root/global_step_{N}/{role}/``. It is created if it is missing.
         rank: rank of this process.
-        world_size: ranks that save together.
-        places: nodes of the ranks; all of them on this node by default. A caller that passes them
+        world_size: number of ranks that save together.
+        places: ranks of each node; by default all ranks are on this node. A caller that passes them
             has opened the root, as `of_process_group` does.
-        run_key: key that all processes of this run share and no other run of the job has. By
-            default ``TRINITY_SYNC_RUN``, otherwise a random one. Roles that save from separate
-            process groups need it.
-        roles: roles that make one checkpoint together; from the settings by default.
-        settings: from the environment by default.
+        run_key: key that all processes of this run share and no other run of the job has; by
+            default ``TRINITY_SYNC_RUN``, or a random key. Roles that save from separate process
+            groups need it.
+        roles: roles that make one checkpoint together; by default those of the settings.
+        settings: by default read from the environment.
         trigger: requests the flow runs; by default from the Prefect server that ``PREFECT_API_URL``
-            or the local stack's state file names. Where neither does, rank 0 logs a warning.
-        require_stack: ask that server first, and raise where it cannot take saves.
+            or the local stack's state file names. If neither names one, rank 0 logs a warning.
+        require_stack: query that server first, and raise if it cannot take saves.
 
     Raises:
-        ConfigError: an argument cannot work.
-        RootError: the file system of the root lacks what a commit needs.
+        ConfigError: an argument is invalid.
+        RootError: the root's file system lacks an operation that a commit needs.
         SpoolError: the spool folder cannot be used.
         PrefectApiError: with ``require_stack``: no server is known, or it does not answer within 5
             seconds, refuses the password or has no deployment of saves.
@@ -163,18 +178,19 @@ class CheckpointCoordinator:
         trigger: SaveTrigger | None = None,
         require_stack: bool = False,
     ) -> "CheckpointCoordinator":
-        """Make the coordinator of each rank of the default process group; a collective call.
+        """Create a coordinator on each rank of the default process group; a collective call.
 
-        Ranks tell each other their nodes, and take rank 0's run key.
+        The ranks exchange their nodes, and use rank 0's run key. `latest_step` and `load` of these
+        coordinators are collective calls, too.
 
         Args:
-            root, run_key, roles, settings, trigger, require_stack: as the constructor's.
+            root, run_key, roles, settings, trigger, require_stack: as in the constructor.
 
         Raises:
-            RootError: on all ranks: the root lacks what a commit needs, or the nodes do not share
-                it.
-            ConfigError, RemoteError, PrefectApiError: on all ranks: as the constructor's, on rank
-                0.
+            RootError: on all ranks: the root's file system lacks an operation that a commit needs,
+                or the nodes do not share the root.
+            ConfigError, RemoteError, PrefectApiError: on all ranks: what rank 0's constructor
+                raises.
         """
         settings = settings or Settings()
         check = (trigger or SaveTrigger(settings)).require_stack if require_stack else None
@@ -196,25 +212,23 @@ class CheckpointCoordinator:
     # ------------------------------------------------------------ resuming
 
     def latest_step(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> int | None:
-        """Return the number of the newest committed step of ``kind``, or None if there is none.
+        """Return the number of the newest committed step, or None if there is none.
 
-        A collective call where `of_process_group` made the coordinator: all ranks get the step that
-        rank 0 finds, or the same error.
+        A collective call after `of_process_group`: all ranks get the step that rank 0 finds, or the
+        same error.
 
         Args:
             kind: ``checkpoint`` for a step to resume from, ``state_dict`` for weights.
-            settle_s: seconds to wait first for saves that an earlier run submitted on the nodes of
-                these ranks, and that are still in flight; resuming from an older step would
-                supersede them.
+            settle_s: seconds to wait first for saves of an earlier run that are in flight on the
+                nodes of these ranks; resuming from an older step would supersede them.
 
         Raises:
-            FormatError: the newest step was committed by another release.
+            FormatError: another release has committed the newest step.
         """
-
         return self._loader.latest_step(kind, settle_s)
 
     def latest(self, kind: Kind = "checkpoint", *, settle_s: float = 0.0) -> Path | None:
-        """Return the folder of the newest committed step, or None; collective as `latest_step`.
+        """Return the folder of the newest committed step, or None; otherwise as `latest_step`.
 
         Args:
             kind, settle_s: as in `latest_step`.
@@ -223,45 +237,48 @@ class CheckpointCoordinator:
         return None if step is None else step_folder(self.root, step)
 
     def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
-        """Load this rank's states of a committed step; this run resumes from the step.
+        """Load this rank's states of a committed step, from which this run then resumes.
 
-        They are read from the spool if this node still holds them, otherwise from disk; the log
-        says which. After a failure this run has not resumed, so another step may be tried. A
-        collective call where `of_process_group` made the coordinator: if one rank cannot load the
-        step, all raise its error.
+        The states are read from the spool if this node still holds them, otherwise from disk; the
+        log says which. After an error the run has not resumed, so another step may be loaded. A
+        collective call after `of_process_group`: if one rank cannot load the step, all ranks raise
+        its error.
 
         Args:
             step: training step.
-            role: folder below the step's.
+            role: role whose states are loaded.
 
         Returns:
-            State by component. Tensors are on the CPU.
+            State by component (``model``, ``optim``, ``extra_state``), as ``torch.load`` returns
+            it: tensors on the CPU with the shapes and dtypes that this rank saved.
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is corrupted.
-            ConfigError: as `check_resume`.
+            ConfigError: as in `check_resume`.
         """
         step = check_number("step", step)
         return self._loader.load(step, role, check=lambda: self.check_resume(step))
 
     def check_resume(self, step: int) -> None:
-        """Check, before a step is loaded, that this run can resume from it; `load` does it as well.
+        """Check that this run can resume from a step, before other code loads it.
+
+        `load` includes this check.
 
         Raises:
-            ConfigError: this run has begun already, at another step; or its key is that of a run
-                that is not new.
+            ConfigError: this run has already begun at another step, or its key was used by an
+                earlier run.
         """
         step = check_number("step", step)
         self.wait_staged()  # what is loaded next must not reach an image
         self._run.require_can_begin_at(step)
 
     def resumed_from(self, step: int) -> None:
-        """Begin this run at a step that was loaded by other means than `load`.
+        """Record that this run resumes from a step that other code than `load` has loaded.
 
         Saves of earlier runs beyond the step that are not committed yet are superseded.
 
         Raises:
-            ConfigError: as `check_resume`.
+            ConfigError: as in `check_resume`.
         """
         step = check_number("step", step)
         self.wait_staged()
@@ -272,15 +289,45 @@ class CheckpointCoordinator:
 
         Args:
             step: training step.
-            name: of the attachment.
-            rank: the rank that attached it; this one by default.
+            name: name of the attachment.
+            rank: rank that attached it; by default this rank.
 
         Raises:
-            CommitError: the step is not committed or corrupted, or has no such attachment.
-            ConfigError: the name cannot be used.
+            CommitError: the step is not committed, is corrupted, or has no such attachment.
+            ConfigError: the name is invalid.
         """
         rank = self.rank if rank is None else check_number("rank", rank)
         return self._attachments.read(check_number("step", step), name, rank)
+
+    # ------------------------------------------------------------ shared memory
+
+    def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
+        """Map and touch the slots before the first save, which is then as fast as later ones.
+
+        Args:
+            nbytes: size of this rank's image in bytes, by component.
+            role: role of the images.
+
+        Raises:
+            SpoolFullError: the spool is too small; the message says how many bytes are needed.
+        """
+        self._require_own_process()
+        self.require_room(sum(nbytes.values()))
+        for component, size in nbytes.items():
+            self._stager.prewarm(role, component, self.rank, size)
+
+    def require_room(self, nbytes: int) -> None:
+        """Check that all slots of this node's ranks fit into the spool.
+
+        Args:
+            nbytes: bytes of one image of each component of a rank, in total.
+
+        Raises:
+            SpoolFullError: they do not fit; the message says how many bytes are needed.
+        """
+        here = [place for place in self._places if place.node == self.settings.node]
+        ranks = sum(len(place.ranks) for place in here)
+        self.spool.check_room(self.settings.slots * nbytes * ranks)
 
     # ------------------------------------------------------------ saving
 
@@ -296,38 +343,39 @@ class CheckpointCoordinator:
         keep: int = 0,
         export: Export = "",
     ) -> Staged:
-        """Submit the state of one step; it commits even if this process dies right afterwards.
+        """Submit the states of a step; the save commits even if this process then dies.
 
         Every rank calls it, for every role, with the same ``step`` and ``kind``. A component that
         was submitted at this step before (the model, for a sync) is not copied again, unless it has
-        changed since; then this save fails, as `wait_all` raises.
+        changed since; then the save fails, which `wait_all` raises.
 
         Args:
-            step: training step, a whole number from 0 on of any integral type.
-            components: state by component: ``model``, ``optim``, ``extra_state``. Anything that
-                ``torch.save`` accepts.
-            role: folder below the step's.
-            kind: ``state_dict`` for the weights of a sync, ``checkpoint`` for all components.
-            metadata: folder of small files to commit next to the shards; only rank 0's is used. It
-                is read once: pass a new folder when its content has changed.
-            overlap: return before large tensors are copied, and copy them while the next forward
-                and backward pass runs. They must not change before `wait_staged`, which
-                `wait_staged_before` calls for you. Until then the save is not submitted. A change
-                that is noticed fails the save; ``TRINITY_SYNC_CHECK_OVERLAP`` notices all of them.
-            keep: checkpoints that are left once this one is committed, older ones being removed
-                after it and never before; 0 leaves all. See `retention.prune`.
-            export: also write the FSDP shards of the model as a Hugging Face model into
-                ``<role>/huggingface/``, once the step is committed. `wait_all` waits for it.
+            step: training step, from 0 on, of any integral type.
+            components: this rank's state by component (``model``, ``optim``, ``extra_state``):
+                anything that ``torch.save`` accepts, with tensors of any shape, dtype and device
+                and DTensors.
+            role: role of the states; they become files in ``global_step_{step}/{role}/``.
+            kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
+            metadata: folder of small files to commit with the shards; only rank 0's is used. It is
+                read once: pass a new folder when its content has changed.
+            overlap: return before large tensors are copied; a thread copies them during the next
+                forward and backward pass. They must not change before `wait_staged`, which
+                `wait_staged_before` calls, and the save is not submitted until then. A detected
+                change fails the save; ``TRINITY_SYNC_CHECK_OVERLAP`` detects all changes.
+            keep: number of checkpoints to keep once this one is committed, this one included; 0 for
+                all. Older ones are removed after the commit, never before.
+            export: once the step is committed, also write the model's FSDP shards as a Hugging Face
+                model into ``<role>/huggingface/``. `wait_all` waits for it.
 
         Returns:
-            What was copied, and the seconds for which it stalled the caller.
+            The staged components and bytes, and the seconds for which the caller was stalled.
 
         Raises:
-            ConfigError: an argument cannot work.
-            SpoolError: the very first save cannot be written into the spool.
-            ImageError: the very first save cannot be pickled or copied; the message names the key.
-                A later save that cannot be submitted does not stop the training: `wait_all` raises
-                its error.
+            ConfigError: an argument is invalid.
+            SpoolError: the first save of this process cannot be written into the spool.
+            ImageError: the first save of this process cannot be pickled or copied; the message
+                names the key. Errors of later saves do not stop the training: `wait_all` raises
+                them.
         """
         self._require_own_process()
         step = check_number("step", step)
@@ -342,27 +390,27 @@ class CheckpointCoordinator:
         attached = None
         if kind == "checkpoint":
             self._run.require_new_step(step)
-            self.wait_staged()  # until then it is open whether it took the attachments along
+            self.wait_staged()  # the save in flight may still fail and leave its attachments
             attached = self._attachments.take(step)
         return self._states.save(
             origin, components, metadata=metadata, attachments=attached, overlap=overlap
         )
 
     def wait_staged(self) -> float:
-        """Wait until an overlapped save is staged; from then on the state may change.
+        """Wait until an overlapped save is staged; after that the states may change.
 
         Returns:
-            Seconds for which it stalled the caller.
+            Seconds for which the caller was stalled.
 
         Raises:
-            SpoolFullError, ImageError: as `save`; the state changed before it was copied.
-            ConfigError: this is not the process that made the coordinator.
+            SpoolError, ImageError: as in `save`, or a tensor changed before it was copied.
+            ConfigError: this process is a forked child.
         """
         self._require_own_process()
         return self._states.wait_staged()
 
     def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Call `wait_staged` before every ``optimizer.step()``; returns the hook's handle."""
+        """Call `wait_staged` before every ``optimizer.step()``; return the hook's handle."""
 
         def wait(*_: Any) -> None:
             if self._is_own:  # a forked child has a copy of the memory
@@ -371,21 +419,21 @@ class CheckpointCoordinator:
         return optimizer.register_step_pre_hook(wait)
 
     def attach(self, name: str, content: str | Path | bytes, *, step: int) -> None:
-        """Commit a small file with the checkpoint of a step, such as a dataloader's position.
+        """Attach a small file to the checkpoint of a step, such as a dataloader's position.
 
         Call it before `save` of that step (or the engine's ``save_checkpoint``), which stages it
-        with the states; it becomes ``global_step_{N}/attachments/{name}``, and
-        ``attachments/rank_{R}/{name}`` for a rank other than 0. If any rank attaches, rank 0 has to
-        attach as well. With several roles, it goes with the one that is saved first.
+        with the states. It becomes ``global_step_{N}/attachments/{name}``, and
+        ``attachments/rank_{R}/{name}`` for a rank other than 0. If any rank attaches a file, rank 0
+        has to attach one as well. With several roles, the role that is saved first takes it.
 
         Args:
-            name: of the file; a second call with it for the same step replaces the content.
-            content: bytes, or the path of a file, which is read by this call.
+            name: file name; a second call with the same name and step replaces the content.
+            content: bytes, or the path of a file, which this call reads.
             step: training step.
 
         Raises:
-            ConfigError: the name or the path cannot be used, or this step or a later one is being
-                saved already.
+            ConfigError: the name or the path is invalid, or this step or a later one has been
+                submitted already.
         """
         self._require_own_process()
         self._attachments.add(check_number("step", step), name, content)
@@ -393,15 +441,15 @@ class CheckpointCoordinator:
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, for policies such as ``best=2:reward:max``.
 
-        It may be called before the step's commit or after it, on any rank; later calls add to the
-        metrics of the step. A thread writes them to a small file, and logs it if it cannot.
+        Any rank may call it, before or after the step's commit; later calls add to the step's
+        metrics. A thread writes them to a small file, and logs an error if it cannot.
 
         Args:
             step: training step.
-            metrics: numbers by name; a tensor of one element counts as a number.
+            metrics: numbers by name; a tensor of one element is a number.
 
         Raises:
-            ConfigError: a value is no number, or a name is empty or holds ``:``, ``=`` or a comma.
+            ConfigError: a value is not a number, or a name is empty or has ``:``, ``=`` or a comma.
         """
         self._require_own_process()
         step = check_number("step", step)
@@ -410,69 +458,42 @@ class CheckpointCoordinator:
     def upload(
         self, step: int, collect: Callable[[], Any], *, role: str = "actor"
     ) -> tuple[VersionTag | None, Staged]:
-        """Publish the model of a step to readers on this node, in shared memory; nothing is saved.
+        """Publish the weights of a step to readers on this node, without saving them.
 
-        Every rank calls it with the same ``step``. Where the step was saved before, readers get its
-        image, and nothing is copied; a save that follows takes the image over.
+        Every rank calls it with the same ``step``. If the step was staged before, readers get that
+        image and nothing is copied; a later save of the step uses the image as well.
 
         Args:
-            step: training step, the version of the weights.
-            collect: returns the model's state; called only if it has to be staged.
+            step: training step, which is the version of the weights.
+            collect: returns the model's state dict; called only if it has to be staged.
             role: role whose weights these are.
 
         Returns:
-            The published version, or None where it could not be staged, which `wait_all` raises;
-            and what staging cost the caller.
+            The tag of the published version, or None if it could not be staged (`wait_all` raises
+            why); and what staging cost the caller.
 
         Raises:
-            ConfigError: an argument cannot work.
-            SpoolError, ImageError: the very first image cannot be staged, as in `save`.
+            ConfigError: an argument is invalid.
+            SpoolError, ImageError: as in `save`, for the first image of this process.
         """
         self._require_own_process()
         origin = self._submitter.origin(check_number("step", step), role, "state_dict")
         return self._states.upload(origin, collect)
 
-    def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
-        """Map and touch the slots before the first save, which is then as fast as the next.
-
-        Args:
-            nbytes: bytes of this rank's image, by component.
-            role: role of the images.
-
-        Raises:
-            SpoolFullError: the spool is too small for them; the message says what is needed.
-        """
-        self._require_own_process()
-        self.require_room(sum(nbytes.values()))
-        for component, size in nbytes.items():
-            self._stager.prewarm(role, component, self.rank, size)
-
-    def require_room(self, nbytes: int) -> None:
-        """Require at the start that all slots of this node's ranks fit into the spool.
-
-        Args:
-            nbytes: bytes of one image of each component of a rank, together.
-
-        Raises:
-            SpoolFullError: they do not fit; the message says what is needed.
-        """
-        here = [place for place in self._places if place.node == self.settings.node]
-        ranks = sum(len(place.ranks) for place in here)
-        self.spool.check_room(self.settings.slots * nbytes * ranks)
-
     # ------------------------------------------------------------ outcomes
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """Wait until all that this process submitted is committed, or has failed.
+        """Wait until every save that this process submitted is committed or has failed.
 
         Args:
-            timeout: seconds; by default there is no limit, also while the Prefect server is away.
+            timeout: seconds; None for no limit, also while the Prefect server does not answer.
 
         Raises:
-            SaveFailedError: a save was not committed; the message says which, why and where to
+            SaveFailedError: saves were not committed; the message says which, why and where to
                 look. Each failure is raised once.
-            SaveTimeoutError: the time is over, or this was closed; the saves may still commit.
-            ConfigError: this is not the process that made the coordinator.
+            SaveTimeoutError: the time is over, or the coordinator was closed; the saves may still
+                commit.
+            ConfigError: this process is a forked child.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self.wait_staged()
@@ -484,21 +505,21 @@ class CheckpointCoordinator:
 
     @property
     def commit_seconds(self) -> Mapping[str, float]:
-        """Seconds from submission to commit, by request key, of this process's committed saves.
+        """Seconds from submission to commit of this process's committed saves, by request key.
 
-        Ranks other than 0 learn of commits in `wait_all`, and take the time from the manifest: by
-        the clock of the node that committed, against their own.
+        Ranks other than 0 learn of commits in `wait_all` and take the time from the manifest, so
+        the clocks of two nodes decide.
         """
         return self._watcher.commit_seconds
 
     def close(self, timeout: float = 10.0) -> None:
         """Release all resources. Saves already submitted continue without this process.
 
-        Signals that `on_preemption` took get their earlier handlers back.
+        Earlier handlers of the signals of `on_preemption` are restored.
 
         Args:
-            timeout: seconds to send requests that Prefect has not taken yet. After that the worker
-                of this node finds their images by itself.
+            timeout: seconds in which to send requests that the Prefect server has not taken yet.
+                After that the worker of this node finds their images by itself.
         """
         if not self._is_own:
             return
@@ -507,7 +528,7 @@ class CheckpointCoordinator:
         finally:
             self._metrics.close()
             self._watcher.close(timeout)
-            self._preemption.forget()
+            self._preemption.restore_handlers()
         self.spool.remove_if_unused()
 
     def __enter__(self) -> "CheckpointCoordinator":
@@ -520,9 +541,9 @@ class CheckpointCoordinator:
         trace: TracebackType | None,
     ) -> None:
         if not self._is_own:
-            return  # a child that was forked in the block leaves it
+            return  # a child that was forked within the block
         try:
-            if error is None and not self.preempted:  # then emergency_save has waited
+            if error is None and not self.preempted:  # emergency_save has waited otherwise
                 self.wait_all()
         finally:
             self.close()
@@ -536,28 +557,30 @@ class CheckpointCoordinator:
         global_step: int,
         is_state_dict: bool = False,
     ) -> None:
-        """Run ``save_fn`` in a background thread; the step's flow waits for it to end.
+        """Run a save function in a background thread; the step's flow run waits for it.
 
-        It follows Trinity's method. Saves of the same name run one after the other. The files
-        below the step's folder that change while it runs enter the manifest. Call it before `save`
-        of the same step, or `register_and_monitor` after it: those request the flow run.
+        It follows Trinity's method of this name. Saves of the same name run one after the other.
+        Files below the step's folder that change during the call become part of the commit. Call
+        `save` of the same step or `register_and_monitor` afterwards, which request the flow run.
 
         Args:
             name: name of the save, unique within a step and rank.
-            save_fn: called without arguments. Its failure fails the step's flow and is raised by
+            save_fn: called without arguments. Its error fails the step's flow run and is raised by
                 `wait_all`; later saves are unaffected.
             global_step: training step.
-            is_state_dict: whether it belongs to the sync of the step or to its checkpoint.
+            is_state_dict: True for the sync of the step, False for its checkpoint.
         """
         self._callables.start(name, save_fn, self._status_of(name, global_step, is_state_dict))
 
     def save_sync(
         self, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
     ) -> None:
-        """Run ``save_fn`` in the calling thread, e.g. because it calls collectives.
+        """Run a save function in the calling thread, for one that calls collectives.
+
+        It follows Trinity's method of this name, and raises the function's error.
 
         Args:
-            save_fn, global_step, is_state_dict: as in `save_async`. Its error is raised here, too.
+            save_fn, global_step, is_state_dict: as in `save_async`.
         """
         name = f"sync-{uuid.uuid4().hex[:8]}"
         self._callables.call(save_fn, self._status_of(name, global_step, is_state_dict))
@@ -569,19 +592,19 @@ class CheckpointCoordinator:
         state_dict_thread_count: int = 0,
         checkpoint_thread_count: int = 0,
     ) -> None:
-        """Request the flow run of a step whose saves were dispatched; it does not wait for them.
+        """Request the flow run of a step whose save functions were started; do not wait for them.
 
-        It follows Trinity's method. A step whose ranks have asked already gets no second run. Other
-        coroutines run meanwhile, also while an overlapped save is staged.
+        It follows Trinity's method of this name. A step gets one flow run, however often it is
+        requested. Other coroutines run meanwhile.
 
         Args:
             global_step: training step.
-            is_state_dict: whether the sync or the checkpoint of the step is meant.
-            state_dict_thread_count: saves of model weights to expect at least.
-            checkpoint_thread_count: other saves to expect at least.
+            is_state_dict: True for the sync of the step, False for its checkpoint.
+            state_dict_thread_count: least number of saves of model weights to expect.
+            checkpoint_thread_count: least number of other saves to expect.
 
         Raises:
-            ConfigError: the step or a count is no whole number, or negative.
+            ConfigError: the step or a count is not a whole number, or is negative.
         """
         step = check_number("step", global_step)
         expected = check_number("state_dict_thread_count", state_dict_thread_count)
@@ -597,29 +620,29 @@ class CheckpointCoordinator:
     # ------------------------------------------------------------ preemption
 
     def on_preemption(self, signum: int = signal.SIGTERM, *, grace_s: float = 30.0) -> None:
-        """Take ``signum`` as the notice that this process ends soon, instead of ending at it.
+        """Treat a signal as the notice that this process ends soon, instead of ending at it.
 
-        The handler only records the time; ask `preempted` between two steps. In processes that this
-        one forks (a DataLoader's workers) the signal does what it did before.
+        The handler records the time; check `preempted` or `any_preempted` between two steps. Forked
+        children, such as a DataLoader's workers, handle the signal as before.
 
         Args:
-            signum: what the scheduler sends: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
+            signum: signal of the scheduler: SIGTERM in Kubernetes, that of ``--signal`` in Slurm.
             grace_s: seconds from the signal until the process is killed.
 
         Raises:
-            ConfigError: this is not the main thread, or the signal cannot be caught; or this is not
-                the process that made the coordinator.
+            ConfigError: this is not the main thread, the signal cannot be caught, or this process
+                is a forked child.
         """
         self._require_own_process()
         self._preemption.notice(signum, grace_s)
 
     @property
     def preempted(self) -> bool:
-        """Whether this process was told to end; ranks are told at different times."""
+        """Whether the signal of `on_preemption` has come; ranks get it at different times."""
         return self._preemption.noticed
 
     def any_preempted(self) -> bool:
-        """Whether any rank of the default process group was told to end; a collective call."""
+        """Return whether `preempted` is True on any rank; a collective call."""
         return noticed_by_any(self.preempted)
 
     def emergency_save(
@@ -631,15 +654,18 @@ class CheckpointCoordinator:
         metadata: str | Path | None = None,
         deadline_s: float | None = None,
     ) -> EmergencySave:
-        """Save a last step within a deadline: the weights first, the rest after them.
+        """Save a last step within a deadline: the weights first, then the other components.
 
-        Every rank calls it at the same step. It raises nothing: the result and the log say what
-        was not done. Copying a component is not interrupted, so the last copy may end after the
+        Every rank calls it at the same step. It raises no error: the result and the log say what
+        was not done. The copy of a component is not interrupted, so the last one may end after the
         deadline; leave some seconds for it.
 
         Args:
             step, components, role, metadata: as in `save`.
-            deadline_s: seconds for all of it; by default the rest of ``grace_s``.
+            deadline_s: seconds for all of it; by default what is left of ``grace_s``.
+
+        Returns:
+            What was submitted, what is committed, and what was not done.
         """
         with suppress(ConfigError):  # save raises it again
             step = check_number("step", step)
@@ -649,7 +675,7 @@ class CheckpointCoordinator:
         def save(kind: Kind, states: Mapping[str, Any]) -> Sequence[str]:
             try:
                 self.wait_staged()
-            except Exception as error:  # of an earlier step, and no reason to lose this one
+            except Exception as error:  # an earlier step's, which must not fail this one
                 self._failures.append(str(error))
             self._failures += self._states.take_failures()
             staged = self.save(step, states, role=role, kind=kind, metadata=metadata)
@@ -675,16 +701,16 @@ class CheckpointCoordinator:
 
     @property
     def _is_own(self) -> bool:
-        """Whether this process made the coordinator, and did not inherit it in a fork."""
+        """Whether this process created the coordinator and is not a forked child."""
         return self._process == os.getpid()
 
     def _require_own_process(self) -> None:
         if not self._is_own:
             raise ConfigError(
-                f"rank {self.rank} of {self.root}: this coordinator was made by process "
-                f"{self._process}, and this is process {os.getpid()}, which was forked from it; "
-                "its slots, threads and saves stay there. Call it in that process, or make a "
-                "coordinator of its own here, with another root."
+                f"rank {self.rank} of {self.root}: process {self._process} created this "
+                f"coordinator, and this is process {os.getpid()}, a forked child without its "
+                "slots, threads and saves. Call it in the parent process, or create a coordinator "
+                "with another root here."
             )
 
     def _status_of(self, name: str, step: int, is_state_dict: bool) -> CallableStatus:

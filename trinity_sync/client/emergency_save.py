@@ -1,7 +1,7 @@
-"""A save within the seconds that a preempted process has left.
+"""Save a step within the seconds that a preempted process has left.
 
-The weights go first, as a sync of their own, and the rest after them: the two add up to one
-checkpoint, and if time runs out in between, the weights are what is left.
+The weights are saved first, as a sync of the step, and the other components after them. Together
+they are one checkpoint; if time runs out in between, the weights are saved.
 """
 
 import logging
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EmergencySave:
-    """What became of the save of a process that is about to end."""
+    """The result of an emergency save."""
 
     step: int
     submitted: tuple[str, ...]
-    """Components that are sealed in the spool; they survive the process, not the machine."""
+    """Components that are sealed in the spool; they survive the process, but not the machine."""
     committed: tuple[Kind, ...]
-    """What the step is good for now: nothing, the weights (``state_dict``), or all of it."""
+    """Kinds that are committed: none, the weights (``state_dict``), or ``checkpoint`` as well."""
     undone: tuple[str, ...]
-    """A sentence for all that was not done, and for earlier saves that have failed."""
+    """A sentence for each component that was not saved and each earlier save that failed."""
 
 
 def run_emergency_save(
@@ -40,17 +40,17 @@ def run_emergency_save(
     failures: Callable[[], Sequence[str]],
     committed: Callable[[], tuple[Kind, ...]],
 ) -> EmergencySave:
-    """Submit what fits into ``deadline_s`` seconds, and wait for its commit with what is left.
+    """Submit what fits into the time that is left, then wait for the commit until the deadline.
 
     Args:
         step: training step.
         components: state by component.
-        deadline_s: seconds for all of it.
-        kinds: saves of the step, in their order.
-        save: stages and submits; returns the components that are sealed, or raises.
-        wait: waits so many seconds for all saves, and raises what `wait_all` does.
-        failures: earlier saves that failed and that ``wait``, out of time, did not raise.
-        committed: what is committed of the step.
+        deadline_s: seconds for staging and commit together.
+        kinds: kinds to save, in this order.
+        save: stages and submits; returns the sealed components, or raises.
+        wait: waits for all saves, at most the given seconds; raises as `wait_all`.
+        failures: returns failures of earlier saves that ``wait`` has not raised.
+        committed: returns the kinds that are committed of the step.
     """
     deadline = time.monotonic() + deadline_s
     weights = {name: state for name, state in components.items() if name == "model"}

@@ -1,9 +1,9 @@
-"""What becomes of a root when a job begins, before anything is trained or loaded.
+"""Check and open the root of a job, before a step is loaded or trained.
 
-Rank 0 tries out what the file system can do, and fetches the newest step of a store. Ranks on other
-nodes then see whether theirs is the same: a file that rank 0 has made and locked must be there, and
-locked. Whatever is wrong is raised on all ranks alike, so none of them waits for one that has gone;
-and they meet again and again while rank 0 is at it, so none waits for longer than a collective may.
+Rank 0 probes the capabilities of the file system, and fetches the newest step of a required remote.
+One rank of each other node then checks that its root is the same: a file that rank 0 has created
+and locked has to exist there, and to be locked. All ranks raise the same error. While rank 0 works,
+the ranks run a collective every minute, so none of them exceeds a collective's time-out.
 """
 
 import time
@@ -28,57 +28,64 @@ from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.required_remote import read_required_remote
 
 VISIBLE_S = 30.0
-"""Seconds within which a node has to see what another has made: NFS may keep an old listing for as
-long by default (``acdirmin``)."""
+"""Seconds within which a node has to see a file that another has created: by default, NFS may keep
+an old listing for as long (``acdirmin``)."""
 
 
 ROUND_S = 60.0
-"""Seconds after which ranks meet again while rank 0 fetches a step, which may take longer than the
+"""Seconds between two collectives while rank 0 fetches a step, which may take longer than the
 time-out of a collective."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank tells the others of itself."""
+    """What each rank sends to the others."""
 
     root: str
     node: str
     spool: str
     key: str
     proof: Path | None
-    """Of rank 0: the file that the other nodes look for."""
+    """The file of rank 0 that the other nodes look for; None on other ranks."""
 
 
 def resolve_root(root: str | Path) -> Path:
-    """The full path of a job's root, made if it is missing.
+    """Return the full path of a job's root, and create the folder if it is missing.
 
     Raises:
-        ConfigError: it is a URL, or cannot be made.
+        ConfigError: it is a URL, or cannot be created.
     """
     refuse_url(root)
     folder = Path(root).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the job's root {folder}: {error.strerror}") from error
+        raise ConfigError(f"cannot create the job's root {folder}: {error.strerror}") from error
     return folder
 
 
 def open_root(root: str | Path, settings: Settings) -> Path:
-    """Have a root that a job can begin with; one process of the job does it.
+    """Create and check a job's root; one process of the job calls it.
 
-    Where a remote is required, its newest step is here afterwards.
+    With a required remote, the remote's newest step is in the root afterwards.
+
+    Args:
+        root: the job's root.
+        settings: settings of this process.
+
+    Returns:
+        The full path of the root.
 
     Raises:
-        ConfigError: it is a URL, or cannot be made; or the store's URL cannot be used.
-        RootError: its file system lacks what a commit needs.
-        RemoteError: the store cannot be read and written.
-        CommitError: another step has the place of the store's newest.
+        ConfigError: the root is a URL or cannot be created, or the remote's URL is invalid.
+        RootError: the file system lacks an operation that a commit needs.
+        RemoteError: the remote cannot be read or written.
+        CommitError: the root has another step of the number of the remote's newest.
     """
     folder = resolve_root(root)
     require_capabilities(folder)
     if url := settings.remote_of(folder) * settings.remote_required or read_required_remote(folder):
-        from trinity_sync.remote.required import init_required_remote  # fsspec, for who needs it
+        from trinity_sync.remote.required import init_required_remote  # imports fsspec
 
         init_required_remote(folder, url)
     return folder
@@ -87,20 +94,21 @@ def open_root(root: str | Path, settings: Settings) -> Path:
 def open_together(
     root: str | Path, settings: Settings, key: str, *, check: Callable[[], None] | None = None
 ) -> tuple[tuple[NodeRanks, ...], str]:
-    """As `open_root`, by all ranks of the default process group.
+    """Open a job's root on all ranks of the default process group; a collective call.
 
     Args:
-        root: of the job.
-        settings: of this process.
-        key: of the run, if this is rank 0.
+        root: the job's root.
+        settings: settings of this process.
+        key: run key of this process; rank 0's is used.
         check: called on rank 0 first.
 
     Returns:
-        On which nodes the ranks are, and rank 0's key.
+        The ranks of each node, and rank 0's run key.
 
     Raises:
-        RootError: the ranks do not name, or their nodes do not see, one and the same root.
-        TrinitySyncError: what ``check`` or `open_root` has raised on rank 0.
+        RootError: on all ranks: the ranks name different roots, or their nodes do not share the
+            root.
+        TrinitySyncError: on all ranks: what ``check`` or `open_root` has raised on rank 0.
     """
     rank = dist.get_rank()
 
@@ -120,8 +128,8 @@ def open_together(
         for other, each in enumerate(everyone):
             if each.root != first.root:
                 raise RootError(
-                    f"rank {other} on node {each.node} names {each.root} as the root of its job, "
-                    f"and rank 0 names {first.root}; give all ranks the same full path"
+                    f"rank {other} on node {each.node} has the root {each.root}, and rank 0 has "
+                    f"{first.root}; pass the same full path on all ranks"
                 )
         places = group_by_node([(each.node, each.spool) for each in everyone])
         if len(places) > 1 and first.proof:
@@ -143,7 +151,7 @@ def _from_all(mine: Any) -> list[Any]:
 def _introduction(
     root: str | Path, settings: Settings, key: str, opened: Future[Path] | None, held: ExitStack
 ) -> _Rank | TrinitySyncError:
-    """What this rank tells the others; whatever goes wrong, they wait to hear of it."""
+    """Return what this rank sends to the others: its error as well, since they wait for it."""
     try:
         refuse_url(root)
         spool = (settings.spool / job_id(root)).absolute()
@@ -157,7 +165,7 @@ def _introduction(
 
 @contextmanager
 def _proof(root: Path) -> Iterator[Path]:
-    """A file that is there and locked within the block."""
+    """Yield the path of a file that exists and is locked within the block."""
     path = root / f".meeting.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         with acquire_file_lock(path):
@@ -167,7 +175,7 @@ def _proof(root: Path) -> Iterator[Path]:
 
 
 def _why_another(proof: Path, theirs: str, mine: str) -> str:
-    """Why the root of this node is not that of rank 0's; empty if it is. Never raises."""
+    """Return why this node's root is not that of rank 0; empty if it is. It raises nothing."""
     try:
         if why := (
             _why_not_seen(proof, theirs, mine)
@@ -184,8 +192,8 @@ def _why_another(proof: Path, theirs: str, mine: str) -> str:
 def _why_late(root: Path, mine: str) -> str:
     if late := (mount := find_mount(root)).weak_consistency_option:
         return (
-            f"node {mine} has mounted {mount.point} with the option {late}, and so would see "
-            "late what other nodes commit and remove; mount it without"
+            f"node {mine} has mounted {mount.point} with the option {late}, so it would see "
+            "commits and removals of other nodes late; mount it without the option"
         )
     return ""
 
@@ -198,9 +206,8 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
         if time.monotonic() > deadline:
             return (
                 f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has written "
-                f"there on node {theirs}. The root has to be one folder on a file system that all "
-                "nodes share; with disks of their own, run each job on one node and copy its steps "
-                "(TRINITY_SYNC_REMOTE)"
+                f"there on node {theirs}. The root has to be on a file system that all nodes "
+                "share; otherwise run the job on one node and copy its steps (TRINITY_SYNC_REMOTE)"
             )
         time.sleep(0.05)
     return ""
@@ -215,9 +222,9 @@ def _why_not_locked(proof: Path, theirs: str, mine: str) -> str:
                 f" with the option {mount.local_lock_option}" if mount.local_lock_option else ""
             )
             return (
-                f"node {mine} was given a lock in {root} that node {theirs} has: locks of this "
+                f"node {mine} acquired a lock in {root} that node {theirs} holds: locks of this "
                 f"file system ({mount}{option}) do not reach other nodes, and two commits could "
-                "cross. Mount it so that they do (NFS: without nolock and local_lock, Lustre: with "
-                "flock), or take another file system"
+                "collide. Mount it with such locks (NFS: without nolock and local_lock, Lustre: "
+                "with flock), or use another file system"
             )
     return ""

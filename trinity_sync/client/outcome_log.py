@@ -1,4 +1,4 @@
-"""What rank 0 learns of a run's saves, for the other ranks: they ask no server.
+"""Share what rank 0 learns of a run's saves with the other ranks, which query no server.
 
 ::
 
@@ -8,10 +8,10 @@
         {"key": "...step40/checkpoint", "state": "failed", "message": "...", "url": "..."}
 
 The rank 0 of each process group has a file of its own, and holds its lock while it follows saves. A
-pending line says that it asks the server about a save, the next one how that ended. The lines save
-calls and decide nothing: they are not synced, a line that is cut off is ignored, and a rank that
-finds no living rank 0 asks the server itself. The newest run removes the files of earlier ones that
-no process holds.
+pending line says that rank 0 queries the server about a save, the next line how the save ended. The
+lines save calls and decide nothing: they are not synced, a truncated line is ignored, and a rank
+that finds no living rank 0 queries the server itself. The newest run removes the files of earlier
+runs that no process holds.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ from trinity_sync.snapshot.safe_load import open_no_follow
 logger = logging.getLogger(__name__)
 
 UNANNOUNCED_S = 60.0
-"""Seconds within which rank 0 submits a save that another rank has submitted; a flow waits as long
-for its ranks by default (``gather_s``)."""
+"""Seconds within which rank 0 submits a save that another rank has submitted; by default a flow
+waits as long for its ranks (``gather_s``)."""
 _REMEMBERED = 1024
-"""Saves of each file that a reader knows the outcome of."""
+"""Number of saves of each file whose outcome a reader keeps."""
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -58,10 +58,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class OutcomeLog:
-    """The file of this process, which is a rank 0.
+    """The file that this process, a rank 0, writes.
 
     Args:
-        request: any save of the run.
+        request: request of any save of the run.
     """
 
     def __init__(self, request: SaveRequest) -> None:
@@ -70,21 +70,21 @@ class OutcomeLog:
         self._lock: LockFile | None = None
 
     def append(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Add lines. If that fails, give up the file, so that other ranks ask for themselves."""
+        """Append outcomes by request key; on an error close the file, so that other ranks query."""
         lines = [
             msgspec.json.encode(_Line(key, each.state, each.message, each.url))
             for key, each in outcomes.items()
         ]
         try:
-            if self._lock is None or not self._path.exists():  # or somebody has removed it
+            if self._lock is None or not self._path.exists():  # it may have been removed
                 self.close()
                 self._begin()
-            # closing a file is what lets other NFS clients see what it holds
+            # other NFS clients see the content of a file once it is closed
             with self._path.open("ab") as file:
                 file.write(b"".join(line + b"\n" for line in lines))
         except OSError as error:
             logger.warning(
-                "rank 0 cannot tell the other ranks what becomes of %s: %s. They ask the Prefect "
+                "Cannot write the outcome of %s for the other ranks: %s. They query the Prefect "
                 "server themselves",
                 ", ".join(outcomes),
                 error,
@@ -92,7 +92,7 @@ class OutcomeLog:
             self.close()
 
     def close(self) -> None:
-        """Release the lock: this process follows no save any longer."""
+        """Release the lock: this process no longer follows saves."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
@@ -102,11 +102,11 @@ class OutcomeLog:
         make_folder(folder)
         for path in folder.glob("run*.jsonl"):
             number = parse_number(path.name.removeprefix("run").partition("-")[0])
-            with suppress(OSError):  # it is another user's, say
+            with suppress(OSError):  # such as another user's file
                 if number is not None and number < self._request.run and not is_locked(path):
                     path.unlink(missing_ok=True)
         self._path = folder / f"{_prefix(self._request)}.{uuid.uuid4().hex[:8]}.jsonl"
-        # locked before it has its name, so nobody finds it without a lock
+        # locked before it gets its name, so no rank finds it unlocked
         temporary = folder / f".{self._path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
@@ -122,20 +122,20 @@ class OutcomeLog:
 
 @dataclass
 class _File:
-    """What was read of one file."""
+    """What a reader knows of one file."""
 
     offset: int = 0
     format: int | None = None
-    """What its first line names; None before that is read."""
+    """Format in its first line; None before that is read."""
     said: dict[str, Outcome] = field(default_factory=dict)
     """The newest line of each save."""
 
 
 class OutcomeLogs:
-    """The files of a run, as another rank reads them.
+    """The files of a run, as the other ranks read them.
 
     Args:
-        request: any save of the run.
+        request: request of any save of the run.
     """
 
     def __init__(self, request: SaveRequest) -> None:
@@ -156,23 +156,23 @@ class OutcomeLogs:
                     file.seek(seen.offset)
                     whole = file.read().rpartition(b"\n")[0]
             except OSError:
-                continue  # a later run has removed it, say
+                continue  # such as removed by a later run
             if whole:
                 self._take(path, seen, whole.split(b"\n"))
                 seen.offset += len(whole) + 1
 
     def outcome(self, key: str) -> Outcome | None:
-        """How a save ended; None if no rank 0 has said it."""
+        """Return the outcome of a save by its request key; None if no rank 0 has written it."""
         said = [each.said[key] for each in self._files.values() if key in each.said]
         ended = [each for each in said if each.state in ("completed", "failed")]
         return ended[0] if ended else None
 
     def is_followed(self, key: str, age_s: float) -> bool:
-        """Whether a living rank 0 follows a save, or is about to.
+        """Return whether a living rank 0 follows a save, or may still begin to.
 
         Args:
-            key: of the save.
-            age_s: seconds since this process has submitted it.
+            key: request key of the save.
+            age_s: seconds since this process submitted it.
 
         Raises:
             OSError: the root cannot be read.
@@ -192,8 +192,8 @@ class OutcomeLogs:
                     seen.format = msgspec.json.decode(line, type=_Header).format
                     if seen.format != ROOT_FORMAT:
                         logger.warning(
-                            "%s is of another release, and is not read: this rank asks the Prefect "
-                            "server itself. Install one release on all ranks",
+                            "Not reading %s, which another release has written: this rank queries "
+                            "the Prefect server itself. Install one release on all ranks",
                             path,
                         )
                     continue
@@ -201,7 +201,7 @@ class OutcomeLogs:
                     return
                 read = msgspec.json.decode(line, type=_Line)
             except ValueError:
-                continue  # cut off when its writer died
+                continue  # truncated when its writer died
             seen.said.pop(read.key, None)
             seen.said[read.key] = Outcome(read.state, read.message, read.url)
             if len(seen.said) > _REMEMBERED:

@@ -1,6 +1,6 @@
-"""The signal that announces the end of a trainer's process.
+"""Handle the signal by which a scheduler announces the end of a trainer's process.
 
-The handler records the time and nothing else; the training loop asks between two steps.
+The handler only records the time; the training loop checks it between two steps.
 """
 
 import os
@@ -19,7 +19,7 @@ from trinity_sync.errors import ConfigError
 
 
 class Preemption:
-    """Whether, and since when, this process is to end."""
+    """Whether and when this process received the signal."""
 
     def __init__(self) -> None:
         self._noticed_at: float | None = None
@@ -28,19 +28,23 @@ class Preemption:
 
     @property
     def noticed(self) -> bool:
-        """Whether the signal has come."""
+        """Whether this process has received the signal."""
         return self._noticed_at is not None
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the time that the signal gave."""
+        """Seconds left until the process is killed."""
         since = 0.0 if self._noticed_at is None else time.monotonic() - self._noticed_at
         return max(0.0, self._grace_s - since)
 
     def notice(self, signum: int, grace_s: float) -> None:
-        """Take note of a signal from now on, in the place of what was done at it before.
+        """Install a handler that records a signal, in the place of the earlier handler.
 
-        Only this process does: in a child that it forks the signal does what it did before.
+        In forked children, the earlier handler is called.
+
+        Args:
+            signum: number of the signal.
+            grace_s: seconds from the signal until the process is killed.
 
         Raises:
             ConfigError: this is not the main thread, or the signal cannot be caught.
@@ -53,14 +57,14 @@ class Preemption:
             handler = _Handler(signum, note)
         except (ValueError, OSError) as error:
             raise ConfigError(
-                f"signal {signum} cannot be noticed here: {error}. Call on_preemption in the main "
+                f"cannot handle signal {signum} here: {error}. Call on_preemption in the main "
                 "thread, with a signal that can be caught, such as SIGTERM or SIGUSR1."
             ) from error
         self._grace_s = grace_s
         self._handlers.append(handler)
 
-    def forget(self) -> None:
-        """Have the signals do again what they did before, but where others handle them by now."""
+    def restore_handlers(self) -> None:
+        """Restore the earlier handlers of signals that still have this one's."""
         while self._handlers:
             handler = self._handlers.pop()
             handler.ended = True
@@ -69,18 +73,18 @@ class Preemption:
 
 
 class _Handler:
-    """Takes the place of what is done at a signal, until it has ended.
+    """A signal handler that takes the place of the earlier one until it has ended.
 
     Args:
-        signum: of the signal.
-        note: called when it comes.
+        signum: number of the signal.
+        note: called at the signal.
 
     Raises:
-        ValueError, OSError: as ``signal.signal``.
+        ValueError, OSError: as in ``signal.signal``.
     """
 
-    taken: ClassVar[set[int]] = set()
-    """Signals of which there was ever one in this process."""
+    installed: ClassVar[set[int]] = set()
+    """Signals for which this process has ever installed a handler."""
 
     def __init__(self, signum: int, note: Callable[[], None]) -> None:
         self.signum = signum
@@ -89,11 +93,11 @@ class _Handler:
         self._process = os.getpid()
         self.before = signal.getsignal(signum)
         signal.signal(signum, self)
-        self.taken.add(signum)
+        self.installed.add(signum)
 
     @property
     def alive(self) -> bool:
-        """Whether it is to note the signal: not in a child that was forked."""
+        """Whether it handles the signal: it has not ended, and this is not a forked child."""
         return not self.ended and self._process == os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -101,14 +105,14 @@ class _Handler:
             self._note()
         elif callable(before := _Handler.first_alive(self.before)):
             before(signum, frame)
-        elif before != signal.SIG_IGN:  # called by a handler that has come since, and stays
+        elif before != signal.SIG_IGN:  # called by a later handler, which stays installed
             now = signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
             signal.signal(signum, now)
 
     @staticmethod
     def first_alive(handler: Any) -> Any:
-        """What is done at a signal once those that have ended are passed over."""
+        """Return the newest handler in the chain that has not ended."""
         while isinstance(handler, _Handler) and not handler.alive:
             handler = handler.before
         return signal.SIG_DFL if handler is None else handler
@@ -123,30 +127,30 @@ def _restore(signum: int) -> None:
 _forking = threading.local()
 
 
-def _hold_signals_back() -> None:
-    """Let none come in a child before it is dealt with as it was before."""
-    taken = _Handler.taken
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken) if taken else None
+def _block_signals() -> None:
+    """Block the signals, so that a child gets none before its handlers are restored."""
+    signals = _Handler.installed
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals) if signals else None
 
 
-def _let_signals_come() -> None:
+def _unblock_signals() -> None:
     if _forking.mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _restore_in_child() -> None:
-    for signum in _Handler.taken:
+    for signum in _Handler.installed:
         _restore(signum)
-    _let_signals_come()
+    _unblock_signals()
 
 
 os.register_at_fork(
-    before=_hold_signals_back, after_in_parent=_let_signals_come, after_in_child=_restore_in_child
+    before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child
 )
 
 
 def noticed_by_any(noticed: bool) -> bool:
-    """Whether any rank of the default process group was told to end; all ask together."""
+    """Return whether any rank of the default process group has received the signal; collective."""
     if not dist.is_initialized():
         return noticed
     on_cpu = "gloo" in dist.get_backend_config()

@@ -1,14 +1,14 @@
-"""Every call that a trainer makes to a Prefect server, over REST.
+"""Call the REST API of a Prefect server from a trainer.
 
 Importing Prefect would cost each trainer 2 CPU seconds and 70 MB, and Prefect cannot be installed
 next to vLLM. httpx is imported by the thread that makes the first call.
 
 The server, the password and the certificates come from the variables that Prefect's own client
-reads, and are used as it uses them: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
+reads, and have the same meaning: ``PREFECT_API_URL``, ``PREFECT_API_AUTH_STRING`` before
 ``PREFECT_API_KEY``, ``PREFECT_API_SSL_CERT_FILE``, ``PREFECT_API_TLS_INSECURE_SKIP_VERIFY`` and
-``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike there, no redirect to another host is followed, and no
-proxy is asked for this node. Prefect's profiles are not read. Without ``PREFECT_API_URL`` the state
-file of this user's local stack says where the server is.
+``PREFECT_CLIENT_CUSTOM_HEADERS``. Unlike Prefect's client, this one follows no redirect to another
+host, uses no proxy for this node and reads no profiles. Without ``PREFECT_API_URL``, the state file
+of this user's local stack names the server.
 """
 
 import asyncio
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 STACK_FILE = "stack.json"
 """State file of the local stack, in ``settings.home``."""
 CONNECT_S = 5.0
-"""Seconds for a connection: a host that is up accepts one within a round trip."""
+"""Seconds to wait for a connection: a host that is up accepts it within a round trip."""
 ANSWER_S = 20.0
-"""Seconds for a whole answer. A busy server on SQLite takes a second or two. One that takes longer
-may still have created the flow run, so the next attempt finds it by its idempotency key."""
+"""Seconds to wait for an answer. A busy server on SQLite takes a second or two. A server that takes
+longer may still create the flow run; the next attempt finds it by its idempotency key."""
 BUSY_WAITS_S = 0.01, 0.02, 0.05, 0.1, 0.2
-"""Seconds between attempts while the server answers 503: on SQLite, two writes have met, and it is
-free again milliseconds later."""
+"""Seconds between attempts while the server answers 503: on SQLite two writes collided, and the
+database is free again milliseconds later."""
 KEEP_ALIVE_S = 3.0
-"""Seconds for which an idle connection is used again; uvicorn closes it after five."""
+"""Seconds for which an idle connection is reused; uvicorn closes it after five."""
 KEYS_PER_CALL = 100
-"""Prefect returns 200 flow runs of a call by default."""
+"""Flow runs that one call reads; by default Prefect returns at most 200."""
 
 _PROTECTED = {"user-agent", "prefect-csrf-token", "prefect-csrf-client"}
-"""Headers that Prefect does not let ``PREFECT_CLIENT_CUSTOM_HEADERS`` set."""
+"""Headers that ``PREFECT_CLIENT_CUSTOM_HEADERS`` cannot set, as in Prefect."""
 
 _THIS_NODE = "localhost", "127.0.0.1", "[::1]"
 
 
 @dataclass(frozen=True)
 class FlowRun:
-    """A flow run, as far as a trainer needs to know it."""
+    """The state of a flow run."""
 
     id: uuid.UUID
     state: str
@@ -72,7 +72,7 @@ class FlowRun:
 
 @dataclass(frozen=True)
 class _Server:
-    """Where the API is, and how it is reached."""
+    """URL of the API, and how to connect to it."""
 
     url: str
     headers: tuple[tuple[str, str], ...]
@@ -86,15 +86,15 @@ class _Server:
 
 
 class PrefectApi:
-    """The API of one Prefect server; it belongs to one event loop at a time.
+    """The API of a Prefect server; an instance belongs to one event loop at a time.
 
-    The server is looked up before each call, so one that was restarted on another port is found.
+    The URL is looked up before each call, so a server that restarts on another port is found.
 
     Args:
-        settings: say where the state file of the local stack is.
+        settings: name the folder of the local stack's state file.
         api_url: URL of the API, which ends with ``/api``; by default ``PREFECT_API_URL``, or that
             of the local stack.
-        answer_s: seconds for a whole answer.
+        answer_s: seconds to wait for an answer.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class PrefectApi:
         self._deployment_id = ""
 
     def find_server(self) -> None:
-        """Look for the server in the environment and in the local stack's state file; ask nothing.
+        """Require that the environment or the local stack's state file names a server; no call.
 
         Raises:
-            PrefectApiError: no server is named; the message says where it was looked for.
+            PrefectApiError: neither does; the message says where it was looked for.
         """
         _find_server(self._home, self._given_url)
 
@@ -120,7 +120,7 @@ class PrefectApi:
         """Require that the server answers, accepts the password and has the deployment of saves.
 
         Raises:
-            PrefectApiError: it does not; the message says what to do.
+            PrefectApiError: one of these fails; the message says what to do.
         """
         if not self._deployment_id:
             found = await self._call("GET", f"/deployments/name/{SAVE_DEPLOYMENT}")
@@ -128,18 +128,18 @@ class PrefectApi:
                 self._deployment_id = str(uuid.UUID(found["id"]))
 
     async def create_flow_run(self, fields: Mapping[str, Any]) -> None:
-        """Create the flow run of a save, due at once, unless its idempotency key has one.
+        """Create the flow run of a save, to start at once, unless its idempotency key has one.
 
         Args:
-            fields: of the flow run: ``parameters``, ``idempotency_key``, ``name``, ...
+            fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
 
         Raises:
-            RequestRefusedError: the server will never accept it.
-            PrefectApiError: the server cannot be asked; the message says what to do.
+            RequestRefusedError: the server will never accept the request.
+            PrefectApiError: the server does not answer as it should; the message says what to do.
         """
         try:
             await self.require_deployment()
-            # without a time, which the server adds: the clock of this node may be off
+            # the server adds the time: the clock of this node may be off
             body = {**fields, "state": {"type": "SCHEDULED"}}
             await self._call("POST", f"/deployments/{self._deployment_id}/create_flow_run", body)
         except PrefectApiError:
@@ -147,10 +147,10 @@ class PrefectApi:
             raise
 
     async def flow_runs(self, keys: Sequence[str]) -> dict[str, FlowRun]:
-        """Read the flow runs that exist, by idempotency key; one call for 100 of them.
+        """Return the flow runs that exist, by idempotency key; one call for 100 keys.
 
         Raises:
-            PrefectApiError: the server cannot be asked; the message says what to do.
+            PrefectApiError: the server does not answer as it should; the message says what to do.
         """
         found = {}
         for batch in (keys[at : at + KEYS_PER_CALL] for at in range(0, len(keys), KEYS_PER_CALL)):
@@ -168,7 +168,7 @@ class PrefectApi:
             await client.aclose()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The content of the answer to a request."""
+        """Return the content of the answer to a request."""
         server = _find_server(self._home, self._given_url)
         if server != self._connected_to:
             await self.close()
@@ -176,21 +176,21 @@ class PrefectApi:
         with self._translated():
             self._client = self._client or _connect(server)
             answer = await asyncio.wait_for(
-                self._insist(self._client, method, path, body), self._answer_s
+                self._send_until_free(self._client, method, path, body), self._answer_s
             )
             answer.raise_for_status()
             return answer.json()
 
-    async def _insist(
+    async def _send_until_free(
         self, client: "httpx.AsyncClient", method: str, path: str, body: Mapping[str, Any] | None
     ) -> "httpx.Response":
-        """Send a request, again while the server is busy; each may safely be sent twice."""
+        """Send a request, and retry while the server is busy; requests may safely be repeated."""
         import httpx
 
         async def send() -> httpx.Response:
             answer = await client.request(method, path, json=body)
             if answer.status_code == 403 and "CSRF" in answer.text:
-                # the token is missing or has expired; most servers want none
+                # the token is missing or has expired; most servers need none
                 token = await client.get("/csrf-token", params={"client": self._csrf_client})
                 token.raise_for_status()
                 client.headers["Prefect-Csrf-Token"] = token.json()["token"]
@@ -223,7 +223,7 @@ class PrefectApi:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what httpx raises, and what is no answer of a Prefect server, into our errors."""
+        """Translate the errors of httpx and of answers in another form into `PrefectApiError`."""
         import httpx
 
         assert self._connected_to is not None
@@ -257,7 +257,7 @@ class PrefectApi:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             # another protocol, no URL, or an answer of another form
             raise _other_server(url, f"{type(error).__name__}: {error}") from error
-        except OSError as error:  # of the file of certificates; httpx raises none of its own
+        except OSError as error:  # of the certificate file; httpx raises none itself
             raise PrefectApiError(
                 f"PREFECT_API_SSL_CERT_FILE, or SSL_CERT_FILE, names {cert_file}, which holds no "
                 f"certificates that can be read ({error}). Correct it",
@@ -266,7 +266,7 @@ class PrefectApi:
 
 
 def _error_of(url: str, answer: "httpx.Response") -> PrefectApiError:
-    """What an answer that is no success means, and what to do."""
+    """Return the error for an answer without success, which says what to do."""
     status = answer.status_code
     if status in (401, 403):
         return PrefectApiError(
@@ -317,7 +317,7 @@ def _is_untrusted(error: BaseException | None) -> bool:
 
 
 async def _refuse_other_hosts(answer: "httpx.Response") -> None:
-    """Follow no redirect to another host, to which secrets in custom headers would go along."""
+    """Raise at a redirect to another host, which would receive secrets in custom headers."""
     if answer.has_redirect_location:
         there = answer.url.join(answer.headers["location"])
         if there.host != answer.url.host:
@@ -344,10 +344,10 @@ def _connect(server: _Server) -> "httpx.AsyncClient":
 
 
 def _find_server(home: Path, given_url: str | None) -> _Server:
-    """The server that is used now.
+    """Return the server that is named now.
 
     Raises:
-        PrefectApiError: none is known, or a variable cannot be used.
+        PrefectApiError: none is named, or a variable is invalid.
     """
     named = os.environ.get
     url, login = given_url or named("PREFECT_API_URL", ""), named("PREFECT_API_AUTH_STRING", "")
@@ -394,7 +394,7 @@ def read_local_stack(home: Path) -> tuple[str, str]:
         home: the stack's folder, `Settings.home`.
 
     Raises:
-        PrefectApiError: its state file cannot be trusted or read.
+        PrefectApiError: the state file is not trusted or cannot be read.
     """
     path = home / STACK_FILE
     try:

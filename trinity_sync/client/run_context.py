@@ -1,9 +1,9 @@
-"""The run of the job that a process takes part in, and the step at which that run begins.
+"""The run of the job that this process is part of, and the step at which that run begins.
 
-All processes of a run share a key, and the first of them opens the run: with the step that it
-loads, or with none where its role has nothing to load. A key that is used again at the next start
-would make that start the same run, and its steps would pass for those of the new start. That is
-refused where it shows.
+All processes of a run share a key, and the first of them opens the run: at the step that it loads,
+or at step 0 if its role has nothing to load. A key that is used again at the next start would make
+that start the same run, and the earlier steps would count as its own. Where that is noticed, it is
+an error.
 """
 
 import logging
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunContext:
-    """The run that this process takes part in.
+    """The run that this process is part of.
 
     Args:
-        root: of the job.
-        key: what all processes of the run have in common and no other run has.
+        root: the job's root.
+        key: key that all processes of the run share and no other run has.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -38,8 +38,8 @@ class RunContext:
         self._has_saved = False
 
     def get(self) -> Run:
-        """Return the run; it begins at step 0 if none of its processes has begun it yet."""
-        with self._opening:  # by threads that stage, too
+        """Return the run; open it at step 0 if none of its processes has opened it yet."""
+        with self._opening:  # threads that stage call it as well
             if self._run is None:
                 before = find_newest_run(self._root)
                 self._run = open_run(self._root, self._key, 0)
@@ -51,27 +51,27 @@ class RunContext:
         """Begin the run at a step that was loaded.
 
         Raises:
-            ConfigError: as `require_can_begin_at`.
+            ConfigError: as in `require_can_begin_at`.
         """
         self.require_can_begin_at(step)
         if self._run is None:
             run = open_run(self._root, self._key, step)
-            if run.resumed_from != step:  # the process that began it had nothing to load
+            if run.resumed_from != step:  # the process that opened it had nothing to load
                 run = record_resume(self._root, run, step)
             self._run = run
 
     def require_can_begin_at(self, step: int) -> None:
-        """See that the run can begin at ``step``, before that is loaded.
+        """Require that the run can begin at a step, before the step is loaded.
 
         Raises:
-            ConfigError: it has begun already, at another step; or the key is that of a run that is
-                not new.
+            ConfigError: the run has already begun at another step, or its key was used by an
+                earlier run.
         """
         if self._run:
             if self._run.resumed_from != step:
                 raise ConfigError(
-                    f"this run began at step {self._run.resumed_from} and cannot begin again at "
-                    f"{step}; load before the first save"
+                    f"this run of {self._root} began at step {self._run.resumed_from} and cannot "
+                    f"begin again at step {step}; load before the first save"
                 )
             return
         joined = find_newest_run(self._root)
@@ -86,34 +86,34 @@ class RunContext:
 
     @property
     def resumed_from(self) -> int:
-        """Step that the run began at; 0 if it has not begun, or began without one."""
+        """Step that the run resumed from; 0 if it has not begun, or has loaded no step."""
         return self._run.resumed_from if self._run else 0
 
     def require_new_step(self, step: int) -> None:
-        """See at the first checkpoint that the run has not committed it; it would not be saved.
+        """Require at the first checkpoint that the run has not committed it before.
 
-        But for the step that it began at, whose checkpoint a sync may have taken over.
+        The step that the run resumed from is exempt.
 
         Raises:
-            ConfigError: it has, and so the key is that of an earlier start.
+            ConfigError: it has, so the key was used by an earlier start.
         """
         if self._has_saved:
             return
         run = self.get()
         if step != run.resumed_from and is_committed(self._root, run.number, step, "checkpoint"):
             raise ConfigError(
-                f"step {step} of {self._root} was committed before by run {run.number}, whose key "
-                f"{run.key!r} this one has; give TRINITY_SYNC_RUN a new value at each start"
+                f"step {step} of {self._root} was committed before by run {run.number}, which has "
+                f"the same key {run.key!r}; give TRINITY_SYNC_RUN a new value at each start"
             )
         self._has_saved = True
 
     def _warn_of_earlier_steps(self, run: Run) -> None:
         if found := find_newest(self._root):
             logger.warning(
-                "RUN %d BEGINS AT STEP 0 in %s, which has steps of earlier runs, the newest is %d. "
-                "From this run's first commit on, that is what a resume finds; what it replaces is "
-                "kept in %s. If you meant to go on, stop and load step %d first "
-                "(coordinator.latest and load); a training of another kind wants another root.",
+                "Run %d begins at step 0 in %s, which has steps of earlier runs up to %d. After "
+                "this run's first commit, a resume finds that commit; steps that it replaces are "
+                "kept in %s. To continue the earlier training, stop and load step %d first "
+                "(coordinator.latest_step and load); for another training, use another root.",
                 run.number,
                 self._root,
                 found.step,
@@ -128,5 +128,5 @@ class RunContext:
 
 
 def own_run_key() -> str:
-    """Return ``TRINITY_SYNC_RUN``, or a random key where it is not set."""
+    """Return ``TRINITY_SYNC_RUN``, or a random key if it is not set."""
     return os.environ.get("TRINITY_SYNC_RUN") or uuid.uuid4().hex

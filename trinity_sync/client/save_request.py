@@ -1,4 +1,4 @@
-"""What a trainer asks of the ``save-step`` flow: small, typed, the same at any scale."""
+"""The parameters of the ``save-step`` flow."""
 
 import hashlib
 from pathlib import Path
@@ -12,30 +12,30 @@ from trinity_sync.snapshot.save_id import SaveId
 
 SAVE_DEPLOYMENT = "save-step/save-step"
 QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
-"""Work queues of the pool that saves wait in; explorers wait for a sync, so it goes first."""
+"""Work queues of saves, by kind; rollout workers wait for syncs, so these have priority."""
 
 
 class SaveRequest(BaseModel):
-    """One step's save: what must be among it.
+    """The request to persist and commit one save.
 
     It carries no state and names no nodes or ranks: the tickets in the nodes' memory and the
-    placements in the root do (see ``storage.placement``). So it is the same whoever asks, and as
-    small for thousands of ranks as for one.
+    placements in the root do (see ``storage.placement``). So every rank and worker makes the same
+    request, which is as small for thousands of ranks as for one.
 
     Raises:
-        FormatError: a trainer of another release has made it, whatever else is in it.
+        FormatError: another release has made the request.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = Field(
-        default=SPOOL_FORMAT, description="Of the request and of the images that it is about."
+        default=SPOOL_FORMAT, description="Format of the request and of its images."
     )
     root: str = Field(description="The job's root folder (Trinity's checkpoint_job_dir), absolute.")
-    step: int = Field(ge=0, description="Training step that is saved.")
-    run: int = Field(ge=1, description="Which run of the job: 1 for the first, a resume adds one.")
+    step: int = Field(ge=0, description="Training step.")
+    run: int = Field(ge=1, description="Number of the run: 1 for the first, a resume adds one.")
     run_key: str = Field(
-        default="", description="What tells this run from one of the same number in an older root."
+        default="", description="Distinguishes the run from one of the same number in an old root."
     )
     kind: Kind = Field(
         default="checkpoint",
@@ -46,17 +46,19 @@ class SaveRequest(BaseModel):
     )
     components: tuple[Component, ...] = Field(
         default=("model", "optim", "extra_state", "metadata"),
-        description="What is to be written; a role need not have them all. Empty where all that "
-        "the step saves comes from the user's own functions.",
+        description="Components to write; a role need not have all of them. Empty if only save "
+        "functions of the user write files.",
     )
     expected: int = Field(
-        default=0, ge=0, description="At least so many images and receipts (0: what was staged)."
+        default=0,
+        ge=0,
+        description="Least number of images and save functions to wait for (0: what was staged).",
     )
     keep: int = Field(
         default=0,
         ge=0,
-        description="Checkpoints that are left after the commit, this one included (0: all). "
-        "Pinned, leased and pointed-at steps stay besides.",
+        description="Number of checkpoints to keep after the commit, this one included (0: all). "
+        "Steps that are pinned, leased or named by a latest pointer stay as well.",
     )
 
     @model_validator(mode="before")
@@ -92,12 +94,12 @@ class SaveRequest(BaseModel):
 
     @property
     def job(self) -> str:
-        """Name of the job, derived from its root."""
+        """Identifier of the job, derived from its root."""
         return job_id(self.root)
 
     @property
     def key(self) -> str:
-        """Idempotency key: one flow run a save, however often triggered; a sync is of one role."""
+        """Idempotency key: a save has one flow run, however often it is requested."""
         run = f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
         roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
         return f"{self.job}/{run}/step{self.step}/{self.kind}{roles}"
@@ -115,7 +117,7 @@ class SaveRequest(BaseModel):
 
     @property
     def flow_run(self) -> dict[str, Any]:
-        """What the save's flow run is created with, by whomever."""
+        """Fields with which the save's flow run is created."""
         return {
             "parameters": {"request": self.model_dump(mode="json")},
             "name": self.run_name,

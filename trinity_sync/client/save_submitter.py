@@ -1,4 +1,4 @@
-"""From a staged step to the request for its flow run."""
+"""Name the saves of a rank, and submit them to the commit watcher."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,16 +28,16 @@ class SaveSubmitter:
     """Names the saves of one rank, and submits them to the commit watcher.
 
     Args:
-        root: of the job.
-        spool: of the job on this node.
-        run: the run of the job.
-        watcher: requests the flow runs and follows them.
-        attachments: of this rank; deleted once their step is submitted.
-        rank: of this process.
-        world_size: ranks that save together.
+        root: the job's root.
+        spool: the job's folder on this node.
+        run: this process's run of the job.
+        watcher: requests and follows the flow runs.
+        attachments: this rank's attachments, deleted once their step is submitted.
+        rank: rank of this process.
+        world_size: number of ranks that save together.
         roles: roles that make one checkpoint together.
-        places: nodes of the ranks.
-        strategy: how saves share the stack.
+        places: ranks of each node.
+        strategy: write concurrency of the job.
     """
 
     def __init__(
@@ -72,7 +72,18 @@ class SaveSubmitter:
     def origin(
         self, step: int, role: str, kind: Kind, *, keep: int = 0, export: Export = ""
     ) -> Origin:
-        """Return what the tickets of this rank's images say of a save."""
+        """Return the origin of this rank's images of a save.
+
+        Args:
+            step: training step.
+            role: role of the images.
+            kind: the sync or the checkpoint of the step.
+            keep: number of checkpoints to keep after the commit; 0 for all.
+            export: whether to export the role's model after the commit.
+
+        Raises:
+            ConfigError: the role cannot be part of a file name.
+        """
         roles = self._roles if kind == "checkpoint" else (role,)
         return Origin(
             **vars(self._save_id(step, kind, roles)),
@@ -85,7 +96,7 @@ class SaveSubmitter:
         )
 
     def write_placement(self, role: str) -> None:
-        """Write the nodes of a role's ranks into the root, once a run and before it saves."""
+        """Write the placement of a role's ranks into the root, once a run and before it saves."""
         if role not in self._placed:
             run = self._run.get()
             write_placement(self._root, run.number, run.key, role, self._places)
@@ -94,16 +105,22 @@ class SaveSubmitter:
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind
     ) -> None:
-        """Check the states that `CheckpointCoordinator.save` is given.
+        """Check the arguments of `CheckpointCoordinator.save`.
+
+        Args:
+            step: training step, for messages.
+            components: state by component.
+            role: role of the states.
+            kind: the sync or the checkpoint of the step.
 
         Raises:
-            ConfigError: there are none or unknown ones, or the role is none of the job's.
+            ConfigError: there is no component or an unknown one, or the role is not the job's.
         """
         unknown = set(components) - (set(COMPONENTS) - set(FOLDERS))
         if unknown or not components:
             raise ConfigError(
-                f"step {step}: components {sorted(map(str, components))}; known are model, optim, "
-                "extra_state: put everything else into extra_state"
+                f"step {step}: got the components {sorted(map(str, components))}; pass model, "
+                "optim or extra_state, and put everything else into extra_state"
             )
         if kind == "checkpoint" and role not in self._roles:
             raise ConfigError(
@@ -112,10 +129,14 @@ class SaveSubmitter:
             )
 
     def require_not_monitored(self, step: int, kind: Kind) -> None:
-        """Require that `submit_callables` has not submitted the save.
+        """Require that `submit_callables` has not submitted a save.
+
+        Args:
+            step: training step.
+            kind: the sync or the checkpoint of the step.
 
         Raises:
-            ConfigError: it has, and the save may be committed.
+            ConfigError: it has, and the save may be committed already.
         """
         if (step, kind) in self._monitored:
             raise ConfigError(
@@ -124,11 +145,16 @@ class SaveSubmitter:
             )
 
     def submit_states(self, origin: Origin, staged: Staged) -> None:
-        """Submit a save whose images are sealed."""
+        """Submit a save whose images are sealed.
+
+        Args:
+            origin: save, role and rank of the images.
+            staged: what was staged.
+        """
         components: Sequence[str] = staged.components
         if origin.kind == "checkpoint":
             self._attachments.discard(origin.step)
-        if len(origin.roles) > 1:  # the first role's request counts, and others may have more
+        if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
             components = COMPONENTS
         request = _request(origin.save, components, keep=origin.keep)
         self._watcher.follow(
@@ -139,12 +165,12 @@ class SaveSubmitter:
         )
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
-        """Submit a step with save functions, and with the states that are staged for it.
+        """Submit a step of save functions, with the states that are staged for it.
 
         Args:
             step: training step.
             kind: the sync or the checkpoint of the step.
-            expected: save functions and images of all ranks to expect at least.
+            expected: least number of save functions and images of all ranks to expect.
         """
         self._monitored = {each for each in self._monitored if each[0] == step}
         self._monitored.add((step, kind))

@@ -1,8 +1,8 @@
-"""The trainer's request for a flow run, off the training thread.
+"""Request the flow runs of saves, and query their states, off the training thread.
 
-A request that cannot reach the server loses nothing: the sealed images wait in the spool, it is
-sent again, and the node's worker looks for them too. One idempotency key a save makes all of these
-the same flow run. A save whose images were evicted meanwhile gets no flow run: it has failed.
+While the server cannot be reached, the sealed images wait in the spool, the request is retried, and
+the node's worker looks for the images as well. The idempotency key of a save makes all of these
+requests one flow run. A save whose images were evicted meanwhile gets no flow run: it has failed.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from trinity_sync.storage.placement import read_placement
 logger = logging.getLogger(__name__)
 
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds between attempts to request a flow run; the last one for all that follow."""
+"""Seconds between attempts to request a flow run; the last value repeats."""
 CHECK_S = 5.0
-"""Seconds for the server's answer before training begins."""
+"""Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
 CRASH_GRACE_S = 30.0
-"""Seconds for which a crashed run may still be taken up again by a worker, from when this process
-has heard of it: the clock of the server may be another."""
+"""Seconds for which a worker may still retry a crashed run, from when this process has heard of the
+crash: the server's clock may differ."""
 
 State = Literal["unknown", "pending", "running", "completed", "failed"]
 
@@ -58,14 +58,13 @@ NOT_REQUESTED = Outcome("pending", "its flow run has not been requested yet")
 
 
 class SaveTrigger:
-    """Requests flow runs of saves, and asks what became of them.
+    """Requests the flow runs of saves, and queries their states.
 
-    `submit` may be called by any thread. The rest belongs to the event loop of the thread that
-    follows the saves: requests and questions are separate tasks there, so a server that hangs while
-    it is asked holds up no request.
+    `submit` may be called by any thread. The coroutines run in the event loop of `CommitWatcher`,
+    where requests and queries are separate tasks: a query that hangs delays no request.
 
     Args:
-        settings: say where the local stack is, and the node's spool.
+        settings: name the local stack's folder and the node's spool.
         api_url: URL of the Prefect API; by default that of the environment or the local stack.
     """
 
@@ -77,14 +76,14 @@ class SaveTrigger:
         self._away = False
         self._refused: dict[str, str] = {}
         self._crashed: dict[tuple[uuid.UUID, float], float] = {}
-        """When it was heard (monotonic) that a run has crashed at some time of the server."""
+        """When this process heard of a crash (monotonic), by run and the server's time of it."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
-        """Log a warning if no server is named; look at the environment and the local stack's file.
+        """Log a warning if neither the environment nor the local stack names a server.
 
         Args:
-            root: of the job.
-            spool: folder in which its saves wait.
+            root: the job's root, for the message.
+            spool: folder in which its saves wait, for the message.
         """
         try:
             self._api.find_server()
@@ -94,7 +93,7 @@ class SaveTrigger:
             )
 
     def require_stack(self) -> None:
-        """Ask the server once whether it can take saves; wait at most `CHECK_S` seconds.
+        """Require that the server can take saves; query it once, for at most `CHECK_S` seconds.
 
         Raises:
             PrefectApiError: it cannot; the message says what to do.
@@ -111,17 +110,17 @@ class SaveTrigger:
             thread.submit(asyncio.run, ask()).result()
 
     def submit(self, request: SaveRequest) -> None:
-        """Have the flow run of a save requested by the next `send`."""
-        self._refused.pop(request.key, None)  # by a stack that may have been upgraded since
+        """Queue the request of a save for the next `send`."""
+        self._refused.pop(request.key, None)  # the stack may have been upgraded since
         self._unsent.append((request, time.monotonic()))
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there are requests that the server has not answered."""
+        """Whether there are requests that the server has not taken yet."""
         return bool(self._unsent)
 
     async def send(self) -> None:
-        """Request the flow runs of all that was submitted, each until the server has taken it."""
+        """Request the flow runs of all submitted saves; retry each until the server takes it."""
         while self._unsent:
             request, since = self._unsent[0]
             for attempt in itertools.count():
@@ -132,21 +131,21 @@ class SaveTrigger:
                 except RequestRefusedError as error:
                     self._refused[request.key] = str(error)
                     break
-                except Exception as error:  # whatever is wrong over there, training goes on
+                except Exception as error:  # whatever is wrong there, training continues
                     self._warn(request, error)
                     await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
                 else:
                     if self._away:
-                        logger.warning("the Prefect server answers again; waiting saves continue")
+                        logger.warning("The Prefect server answers again; waiting saves continue")
                     self._away = False
                     break
             self._unsent.popleft()
 
     async def outcomes(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """What became of the flow runs of some saves, whoever requested them.
+        """Query the states of the flow runs of saves.
 
         Returns:
-            The outcome of each save by its request's key.
+            The outcome of each save, by request key.
         """
         found = {key: Outcome("failed", why) for key, why in self._refused.items()}
         wanted = [request.key for request in requests if request.key not in found]
@@ -174,17 +173,17 @@ class SaveTrigger:
             if time.monotonic() - heard <= CRASH_GRACE_S:
                 return Outcome("pending", message, run.page)
             with try_run_lock(self._settings.spool, run.id) as ended:
-                # of a server that was away: the run goes on here, and ends as what it reports
+                # a run that continues on this node lost its server; it ends as what it reports
                 return Outcome("failed" if ended else "running", message, run.page)
         if run.state in ("FAILED", "CANCELLED", "CANCELLING"):
             return Outcome("failed", f"{run.name}: {message}", run.page)
         return Outcome("running" if run.state == "RUNNING" else "pending", message, run.page)
 
     def _evicted(self, requests: Sequence[SaveRequest]) -> dict[str, Outcome]:
-        """The saves that no flow run could commit: their images on this node were evicted.
+        """Return the failures of saves whose images on this node were evicted, by request key.
 
-        A save without components has no images. Nothing is said of what cannot be read, nor of a
-        save of several nodes: its flow run fails at once, and that is what the other ranks hear.
+        A save without components has no images. Saves whose images or manifest cannot be read are
+        left out, and saves of several nodes, whose flow run fails at once for all ranks.
         """
         jobs: dict[str, tuple[list[SealedImage], list[TicketError | FormatError]]] = {}
         found = {}
@@ -203,7 +202,7 @@ class SaveTrigger:
                 )
                 if waits or unreadable or not request.components or _on_several_nodes(request):
                     continue
-                # after the spool: a commit frees its slots once the manifest is there
+                # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(request.root, step)
             except (OSError, TrinitySyncError):
                 continue
@@ -220,8 +219,8 @@ class SaveTrigger:
         if not self._away:
             self._away = True
             logger.warning(
-                "%s of %s waits in the spool, and its flow run is requested again until the server "
-                "takes it: %s",
+                "%s of %s waits in the spool; retrying the request of its flow run until the "
+                "server takes it: %s",
                 request.run_name,
                 request.root,
                 error,
@@ -229,10 +228,10 @@ class SaveTrigger:
 
 
 def _on_several_nodes(request: SaveRequest) -> bool:
-    """Whether ranks of a save are on other nodes than this one.
+    """Return whether the ranks of a save are on more than one node.
 
     Raises:
-        OSError, CommitError: the root cannot tell.
+        OSError, CommitError: the placements cannot be read.
     """
     found = [read_placement(request.root, request.run, request.run_key, r) for r in request.roles]
     return len({place.node for places in found for place in places or ()}) > 1

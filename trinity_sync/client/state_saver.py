@@ -1,7 +1,7 @@
-"""Saves of states: what a process has staged and submitted, and what still overlaps.
+"""Stage the states of a process, and submit each save once its last image is sealed.
 
-A save is staged in the calling thread, or, overlapped, in one of its own while training goes on;
-either way it is submitted the moment its last image is sealed.
+A save is staged in the calling thread or, overlapped, in a thread of its own while training
+continues.
 """
 
 import logging
@@ -35,9 +35,9 @@ class StateSaver:
     """Stages and submits the states of one process.
 
     Args:
-        stager: copies them.
-        submit: called with the save and what was staged, once its images are sealed.
-        check_overlap: compare what was staged while training went on with a digest of the state.
+        stager: copies the states into slots.
+        submit: called with the origin of the images and what was staged, once they are sealed.
+        check_overlap: compare overlapped images with a digest taken at the call.
     """
 
     def __init__(
@@ -66,14 +66,24 @@ class StateSaver:
         attachments: bytes | None = None,
         overlap: bool = False,
     ) -> Staged:
-        """Stage what was not staged at this step before, or has changed since, and submit it.
+        """Stage the components that are new at this step or have changed, and submit the save.
 
-        What has changed is compared with the step when that is committed: this save fails then.
+        The commit compares changed components with what was staged before, and fails this save.
+
+        Args:
+            origin: save, role and rank that the images belong to.
+            components: state by component.
+            metadata: folder of small files; ignored on other ranks than 0.
+            attachments: packed attachments of the step; None if there are none.
+            overlap: copy large tensors in a thread while training continues.
+
+        Returns:
+            What was staged; with ``overlap``, what will be.
 
         Raises:
             ConfigError: components come after the save was submitted.
-            SpoolError, ImageError: the very first save cannot be staged. A later one that cannot
-                is among the failures, and training goes on.
+            SpoolError, ImageError: the first save of the process cannot be staged. The error of a
+                later save is one of `take_failures`, and training continues.
         """
         self.wait_staged()
         role, step, kind = origin.role, origin.step, origin.kind
@@ -85,9 +95,9 @@ class StateSaver:
         states = {name: state for name, state in components.items() if name not in earlier}
         was_submitted = (role, step, kind) in self._submitted
         if not states and attachments is None:
-            if was_submitted or kind == "state_dict":  # a checkpoint serves as the step's sync, too
+            if was_submitted or kind == "state_dict":  # a checkpoint also serves as a sync
                 return NOTHING_STAGED
-            states = dict(components)  # all of it went with the sync: the checkpoint has its own
+            states = dict(components)  # all went with the sync; the checkpoint needs its own images
         late = [name for name in states if name not in self._staged.get((role, step), [])]
         if was_submitted and (late or attachments is not None):
             raise ConfigError(
@@ -119,13 +129,17 @@ class StateSaver:
     def upload(
         self, origin: Origin, collect: Callable[[], Any]
     ) -> tuple[VersionTag | None, Staged]:
-        """Stage the model, unless the step's save did, and let readers have it; save nothing.
+        """Stage the model, unless the step's save did, and publish it to readers; save nothing.
+
+        Args:
+            origin: step, role and rank of the weights.
+            collect: returns the model's state; called only if it has to be staged.
 
         Returns:
-            What readers may read, None where it could not be staged; and what staging cost.
+            The tag of the published version, None if it could not be staged; and what staging cost.
 
         Raises:
-            SpoolError, ImageError: as `save`. And whatever ``collect`` raises.
+            SpoolError, ImageError: as in `save`; also any error of ``collect``.
         """
         self.wait_staged()
         began = time.perf_counter()
@@ -144,43 +158,43 @@ class StateSaver:
         return published, staged
 
     def wait_staged(self) -> float:
-        """Wait until an overlapped save is submitted; returns the seconds that it took.
+        """Wait until an overlapped save is submitted; return the seconds that it took.
 
         Raises:
-            SpoolError, ImageError: as `save`.
+            SpoolError, ImageError: as in `save`.
         """
         overlapping = self._overlapping
         if overlapping is None:
             return 0.0
         start = time.perf_counter()
-        wait([overlapping])  # before it is forgotten: another thread may wait, too
+        wait([overlapping])  # before it is reset: another thread may wait as well
         if self._overlapping is overlapping:
             self._overlapping = None
             overlapping.result()
         return time.perf_counter() - start
 
     def take_failures(self) -> list[str]:
-        """Return what could not be staged since the last call."""
+        """Return the errors of saves that could not be staged since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def close(self) -> None:
-        """Wait for the save that overlaps, and release the slots."""
+        """Wait for an overlapped save, and release the slots."""
         try:
             self.wait_staged()
         finally:
             self._stager.close()
 
     def _is_staged(self, origin: Origin, component: str, state: Any, overlap: bool) -> bool:
-        """Whether a state has not changed since it was staged at this step, as far as is known."""
-        with suppress(Exception):  # a state that cannot be read is staged, which says why it fails
+        """Return whether a state is staged at this step and has not changed since."""
+        with suppress(Exception):  # staging a state that cannot be read raises why
             return self._stager.holds(origin, component, state, overlap=overlap)
         return False
 
     def _submit_once_sealed(self, handle: StagingHandle) -> Future[Staged]:
-        """Submit a save in the thread that seals it; returns what is done afterwards.
+        """Submit a save in the thread that seals it; return a future that is done afterwards.
 
-        A waiter for ``sealed`` itself may go on before the save is submitted.
+        A waiter for ``handle.sealed`` may continue before the save is submitted.
         """
         submitted: Future[Staged] = Future()
 
@@ -206,7 +220,7 @@ class StateSaver:
         return staged
 
     def _failed(self, origin: Origin, error: Exception) -> Staged:
-        if not isinstance(error, TrinitySyncError):  # of torch, of the system, of a state's object
+        if not isinstance(error, TrinitySyncError):  # of torch, the system or a user's object
             cause = error
             error = ImageError(
                 f"step {origin.step}, role {origin.role}, rank {origin.rank}: nothing was "
@@ -216,5 +230,5 @@ class StateSaver:
         if not (self._staged or self._uploaded):
             raise error
         self._failures.append(str(error))
-        logger.error("Step %d is not saved, training goes on: %s", origin.step, error)
+        logger.error("Step %d is not saved, training continues: %s", origin.step, error)
         return NOTHING_STAGED

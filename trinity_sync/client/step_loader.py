@@ -1,4 +1,4 @@
-"""The step that a run resumes from, found and loaded by one rank or by all ranks together."""
+"""Find and load the step that a run resumes from, by one rank or by all ranks together."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
 POLL_S = 0.05
-"""Seconds between two looks at the spool for saves in flight."""
+"""Seconds between two reads of the spool for saves in flight."""
 
 
 class StepLoader:
     """Finds and loads the committed steps of a job for one rank.
 
     Args:
-        root: of the job.
-        spool: of the job on this node.
-        run: the run of the job.
-        rank: of this process.
-        world_size: ranks that load together.
-        places: nodes of the ranks.
+        root: the job's root.
+        spool: the job's folder on this node.
+        run: this process's run of the job.
+        rank: rank of this process.
+        world_size: number of ranks that load together.
+        places: ranks of each node.
     """
 
     def __init__(
@@ -53,7 +53,12 @@ class StepLoader:
         """Whether all ranks of the default process group call `latest_step` and `load` together."""
 
     def latest_step(self, kind: Kind, settle_s: float) -> int | None:
-        """Return the newest committed step; see `CheckpointCoordinator.latest_step`."""
+        """Return the newest committed step; see `CheckpointCoordinator.latest_step`.
+
+        Args:
+            kind: ``checkpoint`` or ``state_dict``.
+            settle_s: seconds to wait first for saves in flight.
+        """
 
         def find() -> int | None:
             manifest = find_newest(self._root, kind)
@@ -70,8 +75,8 @@ class StepLoader:
 
         Args:
             step: training step.
-            role: folder below the step's.
-            check: called first; raises where this run cannot resume from the step.
+            role: role whose states are loaded.
+            check: called first; raises if this run cannot resume from the step.
         """
         with ExitStack() as lease:
 
@@ -98,7 +103,7 @@ class StepLoader:
         return self.is_collective and dist.is_initialized()
 
     def _settle(self, seconds: float) -> None:
-        """Wait until no image of this node's spool is in flight."""
+        """Wait until no image in this node's spool is in flight, at most some seconds."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if all(sealed.failed for sealed in self._spool.tickets()[0]):
