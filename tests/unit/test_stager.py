@@ -208,7 +208,7 @@ def test_an_image_that_is_being_written_never_gives_way(job: Job) -> None:
 
 
 def test_a_slot_that_is_being_filled_keeps_its_lock_while_slots_are_prewarmed(job: Job) -> None:
-    slot = job.stager()._slots.of("actor", "model", 0)[0]
+    slot = job.stager()._slots.list_slots("actor", "model", 0)[0]
     assert slot.try_lock()
     job.stager().prewarm("actor", "model", 0, 1 << 20)
     other = Slot(slot.path)
@@ -225,7 +225,7 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     slot = job.spool.tickets()[0][0].slot
     with lock_slot(slot) as content:
         view = content[:10]
-    assert job.stager()._slots.of("actor", "model", 0)[0].try_lock()
+    assert job.stager()._slots.list_slots("actor", "model", 0)[0].try_lock()
     assert len(view) == 10
 
 

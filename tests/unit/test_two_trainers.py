@@ -242,7 +242,7 @@ def test_two_processes_that_save_in_turn_save_their_own_states(
 def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Trainer]) -> None:
     parent, other = trainers
     parent.upload(5)
-    (slot,) = parent.stager._slots.of("actor", "model", 0)
+    (slot,) = parent.stager._slots.list_slots("actor", "model", 0)
     assert slot.try_lock()
     child = os.fork()
     if not child:
@@ -253,7 +253,7 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    (same_slot,) = other.stager._slots.of("actor", "model", 0)
+    (same_slot,) = other.stager._slots.list_slots("actor", "model", 0)
     assert not same_slot.try_lock()
     slot.unlock()
     assert parent.publish(5)

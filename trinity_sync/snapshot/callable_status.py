@@ -1,8 +1,8 @@
-"""What a save by a user's own function leaves in the spool, for the step's flow to wait for.
+"""The status of a user's save function, a small file in the spool that the step's flow waits for.
 
-A receipt is *started* before the function runs, and ends as *finished* with the files that it
-wrote, or as *failed* with its error. A process that dies in between leaves a started receipt whose
-process is gone, which counts as failed.
+It is *started* before the function runs, and becomes *finished*, with the files that the function
+wrote, or *failed*, with its error. If the process dies in between, a started status remains whose
+process is gone; it counts as failed.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ State = Literal["started", "finished", "failed"]
 
 @dataclass(frozen=True)
 class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
-    """One call of a save function, by name, for one step."""
+    """A call of a save function for a step."""
 
     name: str
     run: Count
@@ -39,48 +39,66 @@ class CallableStatus(Record, format=SPOOL_FORMAT, writer=TRAINER):
 
     @property
     def settled(self) -> "CallableStatus":
-        """This receipt, failed if it was started by a process that is gone."""
+        """This status, or a failed one if its process is gone before it has ended."""
         if self.state == "started" and not is_process_alive(self.process):
             return replace(self, state="failed", error="the process died before it had ended")
         return self
 
 
-def write_status(spool: JobSpool, receipt: CallableStatus) -> None:
-    """Put the receipt into the spool, in the place of an earlier state of it."""
+def write_status(spool: JobSpool, status: CallableStatus) -> None:
+    """Write a status, in the place of an earlier one of the same call.
+
+    Args:
+        spool: the job's folder on this node.
+        status: the status.
+    """
     spool.make()
     spool.receipts.mkdir(mode=0o700, exist_ok=True)
-    replace_file(_path(spool, receipt), encode_record(receipt), sync=False)
+    replace_file(_path(spool, status), encode_record(status), sync=False)
 
 
 def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
-    """The receipts of one save, settled.
+    """Yield the statuses of a save's functions; those of processes that are gone are failed.
+
+    Args:
+        spool: the job's folder on this node.
+        run: number of the run.
+        step: training step.
+        kind: the sync or the checkpoint of the step.
 
     Raises:
-        SpoolError: one of them is torn.
-        FormatError: another release has written one of them.
+        SpoolError: a file is torn.
+        FormatError: another release has written a file.
     """
     for path in sorted(spool.receipts.glob(f"{run}.{step}.{kind}.*.json")):
         try:
-            receipt = decode_record(CallableStatus, path.read_bytes(), path)
-            if path != _path(spool, receipt):
-                raise ValueError("it is that of another save")
+            status = decode_record(CallableStatus, path.read_bytes(), path)
+            if path != _path(spool, status):
+                raise ValueError("it belongs to another save")
         except FileNotFoundError:
-            continue  # forgotten meanwhile
+            continue  # removed meanwhile
         except ValueError as error:
             raise SpoolError(
-                f"receipt {path} of step {step} is torn, so nobody can tell how that save function "
-                "ended. Remove it; the step is not committed, the next save goes on."
+                f"receipt {path} of step {step} is torn, so the result of its save function is "
+                "unknown and the step is not committed. Remove it; later saves are unaffected."
             ) from error
-        yield receipt.settled
+        yield status.settled
 
 
 def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
-    """Remove the receipts of a save whose commit lists them."""
+    """Remove the statuses of a save whose commit lists them.
+
+    Args:
+        spool: the job's folder on this node.
+        run: number of the run.
+        step: training step.
+        kind: the sync or the checkpoint of the step.
+    """
     for path in spool.receipts.glob(f"{run}.{step}.{kind}.*.json"):
         path.unlink(missing_ok=True)
 
 
-def _path(spool: JobSpool, receipt: CallableStatus) -> Path:
-    name = check_name("name of a save", receipt.name)
-    save = f"{receipt.run}.{receipt.step}.{receipt.kind}"
-    return spool.receipts / f"{save}.{name}.rank{receipt.rank}.json"
+def _path(spool: JobSpool, status: CallableStatus) -> Path:
+    name = check_name("name of a save", status.name)
+    save = f"{status.run}.{status.step}.{status.kind}"
+    return spool.receipts / f"{save}.{name}.rank{status.rank}.json"

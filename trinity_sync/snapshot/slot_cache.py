@@ -1,9 +1,9 @@
-"""A note beside a free slot: which committed file its bytes still are.
+"""The record of which committed file the bytes of a free slot still are.
 
-A commit frees a slot, and the image in it stays until the slot is filled again. The note, which the
-commit leaves and the next filling removes before it writes the first byte, lets a trainer that is
-started again find the image. It only says where to look: whoever reads such a slot holds its lock
-and compares the digest of the bytes with the one in the step's manifest.
+A commit frees a slot, and the image stays in it until the slot is filled again. The commit leaves a
+record beside the slot, by which a restarted trainer finds the image; the next filling removes the
+record before it writes the first byte. The record only says where to look: a reader holds the
+slot's lock and compares the digest of the bytes with the one in the step's manifest.
 """
 
 from dataclasses import dataclass
@@ -18,28 +18,33 @@ KEPT_SUFFIX = ".kept"
 
 @dataclass(frozen=True)
 class CachedFile(Record, format=SPOOL_FORMAT, writer=STACK):
-    """What the bytes of a free slot are."""
+    """A committed file that a free slot still holds."""
 
     step: Count
     path: str
     """File below the step's folder."""
     nbytes: Count
     file_digest: str
-    """As in the step's manifest."""
+    """Digest of the file, as in the step's manifest."""
 
 
 def cached_file_path(slot: Path) -> Path:
-    """Where the note of ``slot`` is, or will be."""
+    """Return the path of the record of ``slot``, which may not exist."""
     return slot.with_name(slot.name + KEPT_SUFFIX)
 
 
 def write_cached_file(slot: Path, kept: CachedFile) -> None:
-    """Leave the note; call it under the slot's lock."""
+    """Write the record of a slot; call it under the slot's lock.
+
+    Args:
+        slot: path of the slot.
+        kept: the file that the slot holds.
+    """
     replace_file(cached_file_path(slot), encode_record(kept), sync=False, own_name=False)
 
 
 def read_cached_file(slot: Path) -> CachedFile | None:
-    """What the slot's note says; None without one, and with one that is torn or altered.
+    """Return the record of a slot; None if it is missing, torn or altered.
 
     Raises:
         FormatError: another release has written it.
@@ -48,5 +53,5 @@ def read_cached_file(slot: Path) -> CachedFile | None:
 
 
 def remove_cached_file(slot: Path) -> None:
-    """Remove the note; call it under the slot's lock, before the bytes change."""
+    """Remove the record; call it under the slot's lock, before the bytes change."""
     cached_file_path(slot).unlink(missing_ok=True)

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class SlotPool:
-    """The slots of one process, by role, component and rank; kept mapped between saves.
+    """The slots of one process, by role, component and rank; they stay mapped between saves.
 
     Args:
         spool: the job's folder on this node.
-        count: slots of a component; slow readers may add to it.
-        wait_s: as ``slot_wait_s`` of the `Stager`.
-        clock: as of the `Stager`.
+        count: slots of a component; slots are added while slow readers hold them all.
+        wait_s: as ``slot_wait_s`` of `Stager`, in seconds.
+        clock: as in `Stager`.
     """
 
     def __init__(
@@ -52,8 +52,14 @@ class SlotPool:
                 slot.close(remove=True)
         self._slots.clear()
 
-    def of(self, role: str, component: str, rank: int) -> list[Slot]:
-        """Return the slots of a rank's component, with those that an earlier process added."""
+    def list_slots(self, role: str, component: str, rank: int) -> list[Slot]:
+        """Return the slots of a rank's component, with those that an earlier process added.
+
+        Args:
+            role: role of the component.
+            component: name of the component.
+            rank: rank of the shards.
+        """
         self._spool.make()
         key = (role, component, rank)
         if key not in self._slots:
@@ -69,7 +75,12 @@ class SlotPool:
     def hold_image(self, origin: Origin, component: str) -> Slot | None:
         """Return the slot with the image that this process staged at this step, locked for reading.
 
-        None if there is none, or if another trainer has overwritten it.
+        Args:
+            origin: step, role and rank of the image.
+            component: name of the component.
+
+        Returns:
+            The slot; None if there is none, or if another trainer has overwritten the image.
         """
         for slot in self._slots.get((origin.role, component, origin.rank), ()):
             if _is_of(slot.holds, origin) and slot.try_lock(shared=True):
@@ -81,11 +92,16 @@ class SlotPool:
     def acquire(self, origin: Origin, component: str, nbytes: int) -> tuple[Slot, float]:
         """Return a locked slot without a sealed image, and the seconds spent waiting for it.
 
+        Args:
+            origin: step, role and rank of the next image.
+            component: name of the component.
+            nbytes: size of the next image in bytes.
+
         Raises:
             SpoolError: no slot became free in time.
             FormatError: another release has sealed the images in the slots.
         """
-        slots = self.of(origin.role, component, origin.rank)
+        slots = self.list_slots(origin.role, component, origin.rank)
         start, may_add = time.monotonic(), True
         while True:
             waited = time.monotonic() - start
@@ -124,7 +140,7 @@ class SlotPool:
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
         """Add a slot, locked, because all free slots are in use; None if there is no room."""
-        slots = self.of(origin.role, component, origin.rank)
+        slots = self.list_slots(origin.role, component, origin.rank)
         path = self._spool.slot(origin.role, component, origin.rank, len(slots))
         slot = Slot(path)
         if slot.try_lock() and slot.free:

@@ -77,7 +77,14 @@ class JobSpool:
             replace_file(note, os.fsencode(self.of), sync=False)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
-        """Return the path of a slot of a rank's component."""
+        """Return the path of a slot.
+
+        Args:
+            role: role of the component.
+            component: name of the component.
+            rank: rank of the shard.
+            number: number of the slot, from 0.
+        """
         check_name("role", role)
         check_name("component", component)
         return self.folder / f"{role}.{component}.rank{rank}.{number}{SLOT_SUFFIX}"
@@ -123,7 +130,12 @@ class JobSpool:
     def of_step(
         self, run: int, step: int
     ) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
-        """Return what `tickets` does, for one step of one run."""
+        """Return the sealed images of a step, and the errors of all unreadable tickets.
+
+        Args:
+            run: number of the run.
+            step: training step.
+        """
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
@@ -223,7 +235,11 @@ class JobSpool:
 
 
 def open_job_spool(spool: Path, root: str | Path) -> JobSpool:
-    """Return the folder of the job at ``root`` in ``spool``, created if it is missing.
+    """Return a job's folder in a spool, created if it is missing.
+
+    Args:
+        spool: the node's spool.
+        root: the job's root.
 
     Raises:
         SpoolError: the spool is not a folder of this user alone, or cannot be made.

@@ -1,8 +1,8 @@
-"""Staging: one copy from live tensors into warm slots, then the seals.
+"""Stage states: copy live tensors once into warm slots, and seal the images.
 
-This is all that a save costs the training loop. A call of `Stager.stage` lays the files out and
-copies them, or has a thread copy them while training goes on, as the stager of
-``torch.distributed.checkpoint`` does; either way it returns a handle with a future.
+This is the whole cost of a save for the training loop. `Stager.stage` lays the files out and copies
+them, or has a thread copy them while training continues, as the stager of
+``torch.distributed.checkpoint`` does; it returns a handle with a future.
 """
 
 import io
@@ -39,21 +39,21 @@ ATTACHMENTS: Component = "attachments"
 
 @dataclass(frozen=True)
 class Staged:
-    """What one save put into the spool, and what it cost the caller."""
+    """What a save has put into the spool, and what it cost the caller."""
 
     components: tuple[str, ...]
     nbytes: int
     stall_s: float
     """Seconds from the call to the last seal."""
     waited_s: float
-    """Seconds thereof that no slot was free: the storage does not keep up."""
+    """Seconds of it spent waiting for a free slot: the storage does not keep up."""
     images: tuple[str, ...] = ()
-    """Random names of the images that were sealed, as in their tickets."""
+    """Random names of the sealed images, as in their tickets."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One file of a save."""
+    """A file of a save."""
 
     component: str
     path: str
@@ -62,12 +62,12 @@ class _Part:
     storages: Storages
     watch: MutationGuard | None
     staged_in: Slot | None = None
-    """Slot that holds the image already, not sealed yet; locked until the save is."""
+    """Slot that already holds the image, unsealed; locked until the save is sealed."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A save whose files are laid out and not copied yet."""
+    """A save whose files are laid out but not copied yet."""
 
     origin: Origin
     components: tuple[str, ...]
@@ -76,7 +76,7 @@ class _Plan:
     began: float
     seals: bool
     locks: ExitStack
-    """Release the slots of images that are there already."""
+    """Releases the slots that already hold an image."""
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class StagingHandle:
-    """A save that is being staged, or was."""
+    """A save that is being staged or is sealed."""
 
     origin: Origin
     components: tuple[str, ...]
@@ -95,9 +95,9 @@ class StagingHandle:
     stall_s: float
     """Seconds for which `Stager.stage` stalled the caller."""
     sealed: Future[Staged]
-    """Done when the images are sealed, all of them or none; until then the tensors must not change.
+    """Done when all images are sealed, or none after an error; until then tensors must not change.
 
-    Its errors are those of `Stager.stage`, and `ImageError` if tensors changed before the copy.
+    It raises the errors of `Stager.stage`, and `ImageError` if tensors changed before the copy.
     """
 
     def result(self) -> Staged:
@@ -106,15 +106,15 @@ class StagingHandle:
 
 
 class Stager:
-    """Stages the components of one rank; keeps their slots mapped between saves.
+    """Stages the components of one rank; their slots stay mapped between saves.
 
     Args:
         spool: the job's folder on this node.
-        slots: slots per component; two let one be written while the other is filled.
-        slot_wait_s: seconds after its seal for which an image that nobody writes keeps its slot
-            when all slots are taken, and that staging waits for writers at most.
-        clock: seconds by which images age, the same for all processes of the node. No wall clock:
-            when that is set forward, fresh images would seem old.
+        slots: slots per component; with two, one image is persisted while the next is staged.
+        slot_wait_s: seconds after its seal in which an image that is not being persisted cannot be
+            evicted, and seconds for which staging waits for a slot.
+        clock: monotonic seconds, the same for all processes of the node. With the wall clock,
+            setting it forward would age new images.
     """
 
     def __init__(
@@ -143,30 +143,30 @@ class Stager:
         check: bool = False,
         seals: bool = True,
     ) -> StagingHandle:
-        """Copy ``states`` into slots and seal them; afterwards they survive this process.
+        """Copy states into slots and seal the images, which then survive this process.
 
-        Files are laid out, and plain values are taken, before the call returns. Tensors are copied
-        by the call, or by a thread with ``overlap``. A call waits for the copy of the one before.
+        Files are laid out, and plain values are copied, before the call returns. Tensors are copied
+        by the call, or by a thread with ``overlap``. A call waits for the previous copy to end.
 
         Args:
-            origin: the save, as its tickets name it.
+            origin: save, role and rank of the images.
             states: state by component; each becomes one ``.pt`` file of this rank.
             also: components of this save that were submitted earlier, at the same step.
-            metadata: a folder of small files, as packed by `pack_folder`.
-            attachments: files of the step itself, as packed by `pack`.
-            overlap: copy in a thread while training goes on, and detect tensors that change.
+            metadata: folder of small files, packed by `pack_folder`.
+            attachments: attachments of the step, packed by `pack`.
+            overlap: copy in a thread while training continues, and detect tensors that change.
             check: as in `MutationGuard`.
-            seals: False for images that are not saved, see `write_version_tag`.
+            seals: False for images that are only published and not saved.
 
         Returns:
             A handle, which is done already unless the copy overlaps.
 
         Raises:
             ImageError: a state cannot be pickled or copied; the message names the key.
-            SpoolFullError: there is no room.
-            SpoolError: writers hold every slot for longer than ``slot_wait_s``, or the spool cannot
-                be written. Nothing is sealed after an error. With ``overlap``, errors of copying
-                are those of the handle.
+            SpoolFullError: the spool has no room.
+            SpoolError: no slot became free within ``slot_wait_s``, or the spool cannot be written.
+                Nothing is sealed after an error. With ``overlap``, the handle raises errors of the
+                copy.
         """
         if self._overlapping is not None:
             wait([self._overlapping])
@@ -199,7 +199,7 @@ class Stager:
         with ExitStack() as locks:  # released here if a state cannot be laid out
             for component, state in states.items():
                 key = (origin.role, component, origin.rank)
-                with _naming(origin, component):
+                with _name_in_errors(origin, component):
                     layout, storages = lay_out(state, self._layouts.get(key))
                 self._layouts[key] = layout
                 path = f"{origin.role}/{shard_file(component, origin.world_size, origin.rank)}"
@@ -209,7 +209,7 @@ class Stager:
                         parts.append(_Part(component, path, "file", layout, [], None, staged))
                         continue
                     staged.unlock()
-                with _naming(origin, component):
+                with _name_in_errors(origin, component):
                     watch = MutationGuard(state, storages, layout, check=check) if overlap else None
                 storages = watch.storages if watch else storages
                 parts.append(_Part(component, path, "file", layout, storages, watch))
@@ -231,7 +231,7 @@ class Stager:
             )
 
     def _copy(self, plan: _Plan, *, threads: int = 0) -> Staged:
-        """Copy what was laid out and seal it; by ``threads``, or as many as torch uses for 0."""
+        """Copy what was laid out and seal it, with some threads; 0 for torch's intra-op threads."""
         with plan.locks, use_device(plan.computed):
             return self._fill_all(plan, threads)
 
@@ -258,9 +258,9 @@ class Stager:
         return Staged(plan.components, plan.nbytes, stall_s, waited, images)
 
     def _seal(self, filled: Sequence[tuple[Slot, Ticket]]) -> None:
-        """Seal all of them, or none."""
+        """Seal all images, or none."""
         done: list[Slot] = []
-        sealed_at, monotonic_s = time.time(), self._clock()  # of all: it tells submissions apart
+        sealed_at, monotonic_s = time.time(), self._clock()  # one value identifies a submission
         try:
             for slot, ticket in filled:
                 if not slot.has_file:
@@ -280,18 +280,18 @@ class Stager:
             raise
 
     def holds(self, origin: Origin, component: str, state: Any, *, overlap: bool = False) -> bool:
-        """Whether the image of a component of this step, as this process staged it, is at hand and
-        is that of ``state``; tensors on a GPU are taken for unchanged.
+        """Return whether this process still has the image of a component at this step, unchanged.
+
+        Tensors on a GPU are not compared.
 
         Args:
-            origin: who submits.
-            component: which one.
-            state: its state now.
-            overlap: compare some bytes of each large tensor, as an overlapped save does, and return
-                before they are all read.
+            origin: step, role and rank of the image.
+            component: name of the component.
+            state: state to compare the image with.
+            overlap: compare only a sample of each large tensor, as an overlapped save does.
 
         Raises:
-            ImageError: as `plan`.
+            ImageError: the state cannot be laid out.
         """
         slot = self._slots.hold_image(origin, component)
         if slot is None:
@@ -303,7 +303,14 @@ class Stager:
             slot.unlock()
 
     def publish(self, origin: Origin, component: str) -> VersionTag | None:
-        """Tell readers that the step's image is that of a version; None if none is at hand.
+        """Publish the step's image to readers as a version of the weights.
+
+        Args:
+            origin: step, role and rank of the image.
+            component: name of the component.
+
+        Returns:
+            The tag of the version; None if this process no longer has the image.
 
         Raises:
             SpoolError: the spool cannot be written.
@@ -332,11 +339,20 @@ class Stager:
         return published
 
     def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
-        """Map and touch the slots of a component, so that its first save is as fast as the next.
+        """Map and touch the slots of a component, so that the first save is as fast as later ones.
 
-        In a process that uses CUDA they are page-locked, too.
+        In a process that uses CUDA the memory is page-locked as well.
+
+        Args:
+            role: role of the component.
+            component: name of the component.
+            rank: rank of the shards.
+            nbytes: size of an image in bytes.
+
+        Raises:
+            SpoolFullError: the spool has no room.
         """
-        for slot in self._slots.of(role, component, rank):
+        for slot in self._slots.list_slots(role, component, rank):
             if slot.try_lock():
                 try:
                     slot.image(nbytes)
@@ -346,11 +362,11 @@ class Stager:
                     slot.unlock()
 
     def wait_at_most(self, seconds: float) -> None:
-        """From now on wait no longer than this for a slot: the process is about to end."""
+        """Lower the time in seconds to wait for a slot: the process is about to end."""
         self._slots.wait_at_most(seconds)
 
     def close(self) -> None:
-        """Wait for a copy that overlaps; unmap all slots and delete those that hold no image."""
+        """Wait for an overlapped copy; unmap all slots, and delete those without a sealed image."""
         if self._background:
             self._background.shutdown()
         self._slots.close()
@@ -360,7 +376,7 @@ class Stager:
         image = slot.begin(ticket.image, part.layout.nbytes)
         if plan.computed and any(storage.device.type == "cuda" for storage in part.storages):
             slot.pin()
-        there, slot.laid_out = slot.laid_out, None  # until it is whole
+        there, slot.laid_out = slot.laid_out, None  # until the image is complete
         how: dict[str, Any] = {"there": there, "computed": plan.computed, "threads": threads}
         if part.watch:
             part.watch.fill(image, slot.fd, ticket.what, **how)
@@ -385,7 +401,7 @@ class Stager:
 
 
 def _has(slot: Slot, layout: Layout, storages: Storages, overlap: bool) -> bool:
-    """Whether the image in a locked slot is that of a state; overlapped, as far as samples tell."""
+    """Return whether the image in a locked slot is that of a state; overlapped, by samples only."""
     if slot.laid_out is None or not slot.laid_out.equals(layout):
         return False
     parts = [
@@ -397,8 +413,8 @@ def _has(slot: Slot, layout: Layout, storages: Storages, overlap: bool) -> bool:
 
 
 @contextmanager
-def _naming(origin: Origin, component: str) -> Iterator[None]:
-    """Name the save and the component in every error of a state."""
+def _name_in_errors(origin: Origin, component: str) -> Iterator[None]:
+    """Turn every error of a state into an `ImageError` that names the save and the component."""
     try:
         yield
     except Exception as error:
@@ -418,7 +434,7 @@ def _cannot_write(origin: Origin, error: OSError) -> SpoolError:
 
 
 def pack_folder(folder: Path) -> bytes | None:
-    """The files below ``folder``, packed as by `pack`; None if there are none."""
+    """Pack the files below a folder as `pack` does; return None if there are none."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:
         return None
@@ -426,7 +442,7 @@ def pack_folder(folder: Path) -> bytes | None:
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Files by name as one tar, in the given order and without owners and times."""
+    """Return files, by name, as one tar in the given order, without owners and times."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():

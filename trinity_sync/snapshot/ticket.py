@@ -1,9 +1,8 @@
 """The small JSON beside a slot that seals the image in it.
 
 A ticket appears by an atomic rename after the last byte of the image is in place, so an image with
-a ticket is whole; it carries a digest of its own text, so a torn or edited ticket is told from a
-good one, and from one that another release of trinity-sync has sealed. Removing the ticket frees
-the slot.
+a ticket is complete. A digest of its text distinguishes a torn or edited ticket from a valid one,
+and from one that another release of trinity-sync has sealed. Removing the ticket frees the slot.
 """
 
 import math
@@ -44,44 +43,44 @@ _SLOT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
-    """What an image is and where it belongs."""
+    """A sealed image: where it comes from, and which file of the step it is."""
 
     image: str
-    """Random name of this image: tells it from every other that used the slot."""
+    """Random name, which distinguishes the image from all others in the slot."""
     component: str
     components: tuple[str, ...]
     """Components that this rank submits for this role in this save."""
     path: str
-    """File below the step's folder, or the folder that a packed image unfolds into."""
+    """File below the step's folder, or the folder into which a packed image is extracted."""
     form: Literal["file", "folder"]
-    """A file's bytes as they are, or a tar of a folder's small files."""
+    """The bytes of a file, or a tar of small files."""
     nbytes: Count
     sealed_at: Seconds
-    """Seconds since the epoch."""
+    """When the image was sealed, in seconds since the epoch."""
     monotonic_s: Seconds
-    """The same moment by the node's monotonic clock, which all its processes share."""
+    """The same by the node's monotonic clock, which all its processes share."""
 
     @property
     def what(self) -> str:
-        """The image in words, for messages."""
+        """Description of the image for messages."""
         return f"{self.component} of step {self.step}, role {self.role}, rank {self.rank}"
 
     def age_s(self, now: float) -> float:
-        """Seconds since the seal, which no setting of the wall clock changes.
+        """Return the seconds since the seal, independent of the wall clock.
 
-        Infinite if the node was booted since, which a spool on a disk survives.
+        Infinite if the node was rebooted since, which a spool on a disk survives.
 
         Args:
-            now: of `time.monotonic`, read after the ticket.
+            now: value of `time.monotonic`, read after the ticket.
         """
         return now - self.monotonic_s if now >= self.monotonic_s else math.inf
 
 
 def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
-    """What a save consists of, as far as its tickets on one node tell.
+    """Return the components of a save, as far as its tickets on one node name them.
 
-    Only rank 0 knows who hands small files over. Where it is on another node these are named in
-    any case, and the tasks that look for them find some or none.
+    Only the ticket of rank 0 names the components of small files. If rank 0 is on another node,
+    they are included in any case, and the tasks that look for them find some or none.
     """
     named = {name for ticket in tickets for name in ticket.components}
     if tickets and all(ticket.rank for ticket in tickets):
@@ -90,27 +89,32 @@ def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
 
 
 def ticket_path(slot: Path) -> Path:
-    """Where the ticket of ``slot`` is, or will be."""
+    """Return the path of the ticket of ``slot``, which may not exist."""
     return slot.with_name(slot.name + TICKET_SUFFIX)
 
 
 def failure_path(slot: Path) -> Path:
-    """Where the reason is noted why the save of the image in ``slot`` failed."""
+    """Return the path of the file that says why the save of the image in ``slot`` failed."""
     return slot.with_name(slot.name + FAILED_SUFFIX)
 
 
 def seal(slot: Path, ticket: Ticket) -> None:
-    """Make the image in ``slot`` official: it survives this process and may be written out."""
-    failure_path(slot).unlink(missing_ok=True)  # it is that of the slot's last image
+    """Seal the image in a slot: it survives this process and may be persisted.
+
+    Args:
+        slot: path of the slot.
+        ticket: ticket of the image.
+    """
+    failure_path(slot).unlink(missing_ok=True)  # of the slot's previous image
     replace_file(ticket_path(slot), encode_record(ticket), sync=False, own_name=False)
 
 
 def read_ticket(slot: Path) -> Ticket | None:
-    """The ticket of ``slot``, or None if the slot is free.
+    """Return the ticket of ``slot``, or None if the slot is free.
 
     Raises:
-        TicketError: there is a ticket, and it is torn or edited.
-        FormatError: it is that of another release, as is the image.
+        TicketError: the ticket is torn or edited.
+        FormatError: another release has sealed the image.
     """
     path = ticket_path(slot)
     try:
@@ -120,13 +124,13 @@ def read_ticket(slot: Path) -> Ticket | None:
     try:
         ticket = decode_record(Ticket, content, path)
     except ValueError as error:
-        raise _bad(path, f"is torn or edited ({error})", content) from error
+        raise _invalid(path, f"is torn or edited ({error})", content) from error
     if not is_below(ticket.path) or not is_path(ticket.root):
-        raise _bad(path, "names a file that cannot be one of a step", content)
+        raise _invalid(path, "names a file outside of a step's folder", content)
     return ticket
 
 
-def _bad(path: Path, why: str, content: bytes) -> TicketError:
+def _invalid(path: Path, why: str, content: bytes) -> TicketError:
     slot = _SLOT.fullmatch(path.name)
     run, step = parse_run_and_step(content)
     return TicketError(

@@ -1,9 +1,8 @@
-"""A note beside a slot: which version of the weights its bytes are, for readers of this node.
+"""The tag of which version of the weights the bytes of a slot are, for readers on this node.
 
-It lies beside a sealed image as well as beside a free slot, and means the same there. The stager
-removes it, under the slot's exclusive lock, before it writes the first byte of the next image. So
-whoever holds the slot's lock, shared is enough, and finds the note that was looked for, has the
-version's bytes until the lock is given back.
+A slot with a sealed image and a free slot may both have a tag. The stager removes it, under the
+slot's exclusive lock, before it writes the first byte of the next image. So a reader that finds the
+tag under the slot's shared lock has the version's bytes until it releases the lock.
 """
 
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ PUBLISHED_SUFFIX = ".published"
 
 @dataclass(frozen=True)
 class VersionTag(Record, format=SPOOL_FORMAT, writer=TRAINER):
-    """What the bytes of a slot are."""
+    """A version of the weights that a slot holds, of one rank."""
 
     image: str
-    """Random name of the image; that of its ticket, where it has one."""
+    """Random name of the image, as in its ticket, if it has one."""
     run: Count
     step: Count
     role: str
@@ -35,22 +34,27 @@ class VersionTag(Record, format=SPOOL_FORMAT, writer=TRAINER):
     world_size: Count
     nbytes: Count
     layout: str
-    """Digest of all but the tensors' data: images of one layout hold the same tensors at the same
-    places."""
+    """Digest of all bytes but the tensors' data: images of one layout have the same tensors at the
+    same offsets."""
 
 
 def version_tag_path(slot: Path) -> Path:
-    """Where the note of ``slot`` is, or will be."""
+    """Return the path of the tag of ``slot``, which may not exist."""
     return slot.with_name(slot.name + PUBLISHED_SUFFIX)
 
 
 def write_version_tag(slot: Path, published: VersionTag) -> None:
-    """Leave the note; call it while the bytes cannot change."""
+    """Write the tag of a slot; call it while the bytes cannot change.
+
+    Args:
+        slot: path of the slot.
+        published: the tag.
+    """
     replace_file(version_tag_path(slot), encode_record(published), sync=False, own_name=False)
 
 
 def read_version_tag(slot: Path) -> VersionTag | None:
-    """What the slot's note says; None without one, and with one that is torn or altered.
+    """Return the tag of a slot; None if it is missing, torn or altered.
 
     Raises:
         FormatError: another release has written it, so this one cannot read the image either.
@@ -59,5 +63,5 @@ def read_version_tag(slot: Path) -> VersionTag | None:
 
 
 def remove_version_tag(slot: Path) -> None:
-    """Remove the note; call it under the slot's exclusive lock, before the bytes change."""
+    """Remove the tag; call it under the slot's exclusive lock, before the bytes change."""
     version_tag_path(slot).unlink(missing_ok=True)
