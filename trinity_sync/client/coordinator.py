@@ -65,8 +65,8 @@ class CheckpointCoordinator:
     the process. `save_async`, `save_sync` and `register_and_monitor` commit what a function of the
     user writes, with the signatures of Trinity's trainer.
 
-    In a forked child, `close` and leaving the ``with`` block do nothing, and methods that save, load
-    or wait raise `ConfigError`.
+    In a forked child, `close` and leaving the ``with`` block do nothing, and methods that save,
+    load or wait raise `ConfigError`.
 
     Args:
         root: the job's folder (Trinity's ``checkpoint_job_dir``); steps go to
