@@ -22,7 +22,7 @@ from tests.unit.steps import MODEL, commit_files
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import SCHEMA, get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import differences, mirror, note_versions, rebuild
+from trinity_sync.catalog.mirror import add_versions, find_differences, mirror, rebuild
 from trinity_sync.catalog.models import Base, Job, Step
 from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.layout import job_id
@@ -80,7 +80,7 @@ def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
         with acquire_lease(root, 30, "explorer"):
             mirror(engine, root, [])
             (job,) = list_jobs(engine)
-            assert differences(engine, root) == []
+            assert find_differences(engine, root) == []
         with engine.connect() as connection:
             (digests,) = connection.execute(sa.select(Step.files).where(Step.step == 10)).one()
     assert (job.job, job.root) == (job_id(root), str(root))
@@ -125,11 +125,11 @@ def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None
         commit_files(root, 40, run=2)
         shutil.rmtree(root / "global_step_20")
         (root / "global_step_10" / MODEL).write_bytes(b"cut")
-        found = "; ".join(differences(engine, root))
+        found = "; ".join(find_differences(engine, root))
         for words in ("lacks 2 steps, such as 10", "too much: 2 steps, such as 10"):
             assert words in found
         mirror(engine, root, [10, 20, 40])
-        assert differences(engine, root) == []
+        assert find_differences(engine, root) == []
         assert "is corrupted" in list_jobs(engine)[0].steps[0].corruption
 
 
@@ -140,7 +140,7 @@ def test_it_says_in_what_it_differs_from_the_files(url: str, root: Path) -> None
         ("steps SET kinds = 'checkpoint' WHERE step = 10", "lacks 1 steps, such as 10"),
         ("steps SET nbytes = 1 WHERE step = 20", "lacks 1 steps, such as 20"),
         ("steps SET committed_at = 1 WHERE step = 20", "lacks 1 steps, such as 20"),
-        ("steps SET damage = 'cut' WHERE step = 30", "lacks 1 steps, such as 30"),
+        ("steps SET corruption = 'cut' WHERE step = 30", "lacks 1 steps, such as 30"),
         ('steps SET files = \'{"a": "b"}\' WHERE step = 30', "lacks 1 steps, such as 30"),
         ("steps SET metrics = '{}' WHERE step = 10", "lacks 1 steps, such as 10"),
         ("jobs SET runs = '{\"1\": 0}'", "lacks 1 runs, such as 2, 10"),
@@ -156,10 +156,10 @@ def test_each_value_that_differs_from_the_files_is_named(
         rebuild(engine, root)
         with engine.begin() as connection:
             connection.execute(sa.text(f"UPDATE {alter}".replace(":", r"\:")))
-        assert said in "; ".join(differences(engine, root))
-        assert ("claims" in said) == (differences(engine, root, claims=False) == [])
+        assert said in "; ".join(find_differences(engine, root))
+        assert ("claims" in said) == (find_differences(engine, root, claims=False) == [])
         rebuild(engine, root)
-        assert differences(engine, root) == []
+        assert find_differences(engine, root) == []
 
 
 def write_five(url: str, root: Path, number: int, begin: Event) -> None:
@@ -185,7 +185,7 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
         writer.join(120)
     assert [writer.exitcode for writer in writers] == [0] * 16
     with open_catalog(url) as engine:
-        assert differences(engine, root) == []
+        assert find_differences(engine, root) == []
         (job,) = list_jobs(engine)
     assert [each.step for each in job.steps] == [*range(80)]
     assert job.flow_runs == {step: str(step // 5) for step in range(80)}
@@ -203,7 +203,7 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
     history(root)
     registry = VersionRegistry()
     with open_catalog(url) as engine:
-        note_versions(engine, root)  # of a job that the catalog does not know
+        add_versions(engine, root)  # of a job that the catalog does not know
         for step in (10, 11):
             registry.record(Version(step, 1, "memory", str(root)), 100.0 + step)
         registry.record(Version(10, 1, "checkpoint", str(root)), 200.0)
@@ -213,7 +213,7 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
             registry.record(Version(step, 1, "memory", str(root)), 100.0 + step)
         told(root, registry)
         for _ in range(2):
-            note_versions(engine, root)
+            add_versions(engine, root)
         seen = [
             (each.step, each.source, each.published_at) for each in list_jobs(engine)[0].versions
         ]
@@ -221,7 +221,7 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
         assert [step for step, _, _ in seen[3:]] == [*range(22, 30)]
         rebuild(engine, root)
         assert len(list_jobs(engine)[0].versions) == len(seen)
-        assert differences(engine, root) == []
+        assert find_differences(engine, root) == []
         with engine.begin() as connection:
             connection.execute(sa.delete(Job))
         rebuild(engine, root)
@@ -316,7 +316,7 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
     ):
         assert run(*command, **home).returncode == 0
         with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:
-            assert (command, differences(engine, root)) == (command, [])
+            assert (command, find_differences(engine, root)) == (command, [])
             (job,) = list_jobs(engine)
     assert [each.step for each in job.steps] == [20, 30]
 
@@ -332,4 +332,4 @@ def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
             lambda: [job for job in list_jobs(engine, job_id(root)) if job.steps], "the step's row"
         )
         assert wanted[0].flow_runs == {7: str(run.id)}
-        assert differences(engine, root) == []
+        assert find_differences(engine, root) == []

@@ -123,7 +123,7 @@ def test_without_a_stack_the_command_says_how_to_install_one(
         text=True,
     )
     assert done.returncode == 1
-    assert "has the client alone" in done.stderr
+    assert "has the client only" in done.stderr
     assert 'uv tool install "trinity-sync[stack]"' in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -151,7 +151,7 @@ def test_clients_alone_never_ask_each_other_again(
         timeout=30,
     )
     assert done.returncode == 1
-    assert "has the client alone" in done.stderr
+    assert "has the client only" in done.stderr
 
 
 def test_the_command_of_the_stack_is_found_before_and_behind_what_cannot_be_run(

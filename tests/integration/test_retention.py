@@ -135,7 +135,7 @@ def test_prune_shows_what_it_would_do_and_then_does_it(root: Path, commit_step: 
     assert "4.0 kB freed" in table
     assert steps_on_disk(root) == [1, 4]
     assert "pinned: the paper's" in run("ls", root).stdout
-    assert "not pinned any more" in run("unpin", root, 1).stdout
+    assert "unpinned step 1" in run("unpin", root, 1).stdout
     assert "was not pinned" in run("unpin", root, 1).stdout
 
 

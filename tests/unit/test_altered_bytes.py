@@ -16,7 +16,7 @@ import torch
 
 from tests.unit.job import Job
 from trinity_sync.catalog.database import open_catalog
-from trinity_sync.catalog.mirror import differences, mirror
+from trinity_sync.catalog.mirror import find_differences, mirror
 from trinity_sync.catalog.queries import list_jobs
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import acquire_commit_lock
@@ -160,7 +160,7 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
         database.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
         with suppress(CatalogError), open_catalog(url) as engine:
             list_jobs(engine)
-            differences(engine, root)
+            find_differences(engine, root)
         assert find_newest(root).step == 3
 
 
@@ -210,7 +210,7 @@ def test_a_row_of_the_catalog_that_lacks_a_value_is_named(root: Path, tmp_path: 
             connection.execute("PRAGMA writable_schema=ON")
             assert connection.execute(alter).rowcount
             connection.commit()
-    for question in (list_jobs, lambda engine: differences(engine, root)):
+    for question in (list_jobs, lambda engine: find_differences(engine, root)):
         with (
             pytest.raises(CatalogError, match=r"steps\.kinds is None"),
             open_catalog(url) as engine,

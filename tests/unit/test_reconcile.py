@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tests.unit.answers import server
 from tests.unit.job import Job
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import differences
+from trinity_sync.catalog.mirror import find_differences
 from trinity_sync.errors import CatalogError
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.job_registry import register_job
@@ -324,11 +324,11 @@ def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: S
     assert (found.what, found.state) == ("catalog", "repaired")
     assert "lacks 2 steps" in found.why
     with open_catalog(get_catalog_url(settings)) as engine:
-        assert differences(engine, job.root) == []
+        assert find_differences(engine, job.root) == []
     assert asyncio.run(reconcile(settings, [job.root], None)) == []
 
 
-def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settings) -> None:
+def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Settings) -> None:
     save(job, 1)
     write_metrics(job.root, 1, 1, {"reward": 0.5})
     asyncio.run(reconcile(settings, [job.root], None))
@@ -336,10 +336,10 @@ def test_a_damaged_row_of_the_catalog_is_written_anew(job: Job, settings: Settin
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps SET metrics = 'abc'")
         with pytest.raises(CatalogError, match=r"corrupted: .* catalog rebuild ROOT"):
-            differences(engine, job.root)
+            find_differences(engine, job.root)
         (found,) = asyncio.run(reconcile(settings, [job.root], None))
         assert (found.what, found.state) == ("catalog", "repaired")
-        assert differences(engine, job.root) == []
+        assert find_differences(engine, job.root) == []
 
 
 def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings: Settings) -> None:

@@ -354,7 +354,7 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     one.commit(saves, 2, sent=False)
     run = CliRunner().invoke
     assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
-    assert "in its store" in run(app, ["ls", str(saves.root)]).output
+    assert "in remote" in run(app, ["ls", str(saves.root)]).output
     found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["store"].state, "it lacks [2]" in found["store"].found) == ("warn", True)
     assert "step 1 is valid" in run(app, ["verify", one.url]).output

@@ -39,7 +39,7 @@ def json_of(root: Path, *arguments: object) -> Any:
 
 
 def test_tags_are_listed_and_shown_with_their_steps(root: Path) -> None:
-    assert run(root, "tag", root, "best", "paper-v1").stdout == "step 20 is tagged paper-v1\n"
+    assert run(root, "tag", root, "best", "paper-v1").stdout == "tagged step 20 as paper-v1\n"
     assert [(each["name"], each["step"]) for each in json_of(root, "tag", root, "--list")] == [
         ("start", 10),
         ("best", 20),
@@ -59,9 +59,9 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     url = f"file://{tmp_path}/store"
     assert json_of(root, "replicate", root, url, "--step", "best")["step"] == 20
     assert "20" in run(root, "ls", url).stdout
-    assert run(root, "pin", root, "best").stdout == "step 20 is pinned\n"
+    assert run(root, "pin", root, "best").stdout == "pinned step 20\n"
     unpinned = run(root, "unpin", root, "best").stdout
-    assert unpinned.startswith("step 20 is not pinned any more\nit is kept by the tag best;")
+    assert unpinned.startswith("unpinned step 20\nit is still kept by the tag best;")
     assert "step 20 in" in run(root, "export", root, "best", "--role", "critic").stderr
     run(root, "untag", root, "best")
     assert json_of(root, "rewind", root, "--to", "start", "--yes")["quarantined"] == [30, 20]

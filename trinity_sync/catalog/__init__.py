@@ -1,1 +1,1 @@
-"""The SQL index of jobs, runs, steps and claims. Files are the truth; it can be made from them."""
+"""SQL index of jobs, runs, steps and pins. It can be rebuilt from the files of the jobs."""

@@ -1,8 +1,7 @@
-"""The catalog's database: where it is, and that its schema is this version's.
+"""Open the catalog's database, and migrate its schema.
 
-SQLite in ``TRINITY_SYNC_HOME`` unless ``TRINITY_SYNC_CATALOG_URL`` names another, such as a
-PostgreSQL for a cluster. The schema is made and brought up to date when the catalog is opened,
-by one process at a time.
+The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``TRINITY_SYNC_CATALOG_URL`` names,
+such as PostgreSQL for a cluster. Opening it creates or migrates the schema, one process at a time.
 """
 
 import re
@@ -23,60 +22,60 @@ from trinity_sync.settings import Settings
 SCHEMA = 1
 """Number of the newest migration."""
 BUSY_S = 30
-"""Seconds for which a writer waits for others."""
+"""Seconds that a writer waits for other writers."""
 CONNECT_S = 5
-_MIGRATING = 7_274_106  # any number that is only ours, for PostgreSQL's advisory locks
+_MIGRATION_LOCK = 7_274_106  # key of PostgreSQL's advisory lock, any unique number
 
 
 def get_catalog_url(settings: Settings) -> str:
-    """URL of the catalog that the settings name."""
+    """Return the URL of the catalog that the settings name."""
     return settings.catalog_url or f"sqlite:///{settings.home.absolute() / 'catalog.db'}"
 
 
 @contextmanager
 def open_catalog(url: str) -> Iterator[sa.Engine]:
-    """The catalog, with the schema that this version reads; trouble with it is a `CatalogError`.
+    """Open the catalog, and turn database errors within the block into a `CatalogError`.
 
     Raises:
-        CatalogError: the URL is wrong, the database is away or refuses, or its schema is newer.
+        CatalogError: The URL is invalid, the database is away or fails, or its schema is newer.
     """
     try:
-        engine = _engine(url)
+        engine = _create_engine(url)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        why = str(error).replace(url, _shown(url))
+        why = str(error).replace(url, _hide_password(url))
         raise CatalogError(
-            f"the catalog {_shown(url)} cannot be opened: {why}. Set "
+            f"the catalog {_hide_password(url)} cannot be opened: {why}. Set "
             "TRINITY_SYNC_CATALOG_URL to one like postgresql+psycopg://user@host/database or "
             "sqlite:////folder/a.db, or unset it."
         ) from error
     where = engine.url.render_as_string(hide_password=True)
     try:
-        if _schema(engine) != SCHEMA:
+        if _read_schema(engine) != SCHEMA:
             _migrate(engine, where)
         yield engine
-    except (DBAPIError, UnicodeDecodeError) as error:  # the latter of a file that is damaged
+    except (DBAPIError, UnicodeDecodeError) as error:  # the latter for a corrupted file
         why = " ".join(str(getattr(error, "orig", error)).split())
         raise CatalogError(
-            f"the catalog {where} does not answer or refuses: {why}. Saves go on without "
-            "it; when it is back: trinity-sync catalog rebuild ROOT"
+            f"the catalog {where} does not answer or fails: {why}. Saves continue without "
+            "it; when it is back, run: trinity-sync catalog rebuild ROOT"
         ) from error
     finally:
         engine.dispose()
 
 
-def _shown(url: str) -> str:
-    """A URL, which may be no good one, without what may be a password."""
+def _hide_password(url: str) -> str:
+    """Return a URL, which may be invalid, without a password."""
     return re.sub(r"//[^/]*@", "//***@", url)
 
 
-def _engine(url: str) -> sa.Engine:
+def _create_engine(url: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return sa.create_engine(parsed, connect_args={"connect_timeout": CONNECT_S})
     if not parsed.database or parsed.database == ":memory:":
-        raise ArgumentError("it names no file, and each process would have another catalog")
+        raise ArgumentError("it names no file, so each process would have its own catalog")
     Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    # transactions begin below, not by Python's sqlite3, which would begin them as readers
+    # Python's sqlite3 would begin transactions as readers, so `_begin_sqlite` begins them
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "isolation_level": None})
     sa.event.listen(engine, "connect", _prepare_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
@@ -89,27 +88,27 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    """A writer that began as a reader could not wait for others, so it says what it is."""
+    """Begin a transaction as reader or writer: one that becomes a writer later cannot wait."""
     reads = connection.get_execution_options().get("reads")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 @contextmanager
 def read_consistently(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A connection for a consistent look, which holds no writer up."""
+    """Open a connection with a consistent view that blocks no writer."""
     with engine.execution_options(reads=True).connect() as connection:
         yield connection
 
 
 def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.Row[Any]]:
-    """Yield rows whose values have the types of their columns; a corrupted file may hold others.
+    """Yield rows, and check that their values have the types of their columns.
 
     Args:
-        connection: to the catalog.
-        wanted: a selection of columns.
+        connection: Connection to the catalog.
+        wanted: A selection of columns.
 
     Raises:
-        CatalogError: a value is of another type, or none where there has to be one.
+        CatalogError: A value has another type, or is missing, as in a corrupted file.
     """
     columns = [
         (each, each.type.python_type, each.info.get(VALUES))
@@ -117,8 +116,8 @@ def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.
     ]
     try:
         rows = connection.execute(wanted).all()
-    except ValueError as error:  # no text, no JSON
-        raise corrupted(connection, str(error)) from error
+    except ValueError as error:  # not text, or not JSON
+        raise make_corruption_error(connection, str(error)) from error
     for row in rows:
         for (column, kind, values), value in zip(columns, row, strict=True):
             if value is None and column.nullable:
@@ -127,16 +126,16 @@ def read_rows(connection: sa.Connection, wanted: sa.Select[Any]) -> Iterator[sa.
             if of_kind and values:
                 of_kind = all(isinstance(each, values) for each in value.values())
             if not of_kind:
-                raise corrupted(connection, f"{column} is {value!r} in a row")
+                raise make_corruption_error(connection, f"{column} is {value!r} in a row")
         yield row
 
 
-def corrupted(connection: sa.Connection, why: str) -> CatalogError:
-    """Return the error of a database with values that were not written by this package.
+def make_corruption_error(connection: sa.Connection, why: str) -> CatalogError:
+    """Return the error for a database with values that this package has not written.
 
     Args:
-        connection: to the catalog.
-        why: what is wrong.
+        connection: Connection to the catalog.
+        why: What is corrupted.
     """
     where = connection.engine.url.render_as_string(hide_password=True)
     return CatalogError(
@@ -145,8 +144,8 @@ def corrupted(connection: sa.Connection, why: str) -> CatalogError:
     )
 
 
-def _schema(engine: sa.Engine) -> int | None:
-    """Number of the database's schema; None for an empty database."""
+def _read_schema(engine: sa.Engine) -> int | None:
+    """Return the number of the database's schema; None for an empty database."""
     with read_consistently(engine) as connection:
         if not sa.inspect(connection).has_table("alembic_version"):
             return None
@@ -158,12 +157,12 @@ def _migrate(engine: sa.Engine, where: str) -> None:
     from alembic import command
     from alembic.config import Config
 
-    with _alone(engine):
-        schema = _schema(engine) or 0
+    with _migration_lock(engine):
+        schema = _read_schema(engine) or 0
         if schema > SCHEMA:
             raise CatalogError(
                 f"the catalog {where} has schema {schema}, this trinity_sync knows {SCHEMA}. Use "
-                "the newer version here, too, or another catalog (TRINITY_SYNC_CATALOG_URL)."
+                "the newer version here as well, or another catalog (TRINITY_SYNC_CATALOG_URL)."
             )
         config = Config()
         config.set_main_option("script_location", "trinity_sync.catalog:migrations")
@@ -173,16 +172,16 @@ def _migrate(engine: sa.Engine, where: str) -> None:
 
 
 @contextmanager
-def _alone(engine: sa.Engine) -> Iterator[None]:
-    """No other process migrates meanwhile."""
+def _migration_lock(engine: sa.Engine) -> Iterator[None]:
+    """Hold the lock of migrations."""
     if engine.dialect.name == "sqlite":
         with acquire_file_lock(Path(f"{engine.url.database}.lock")):
             with closing(sqlite3.connect(str(engine.url.database))) as database:
                 database.execute(
                     "PRAGMA journal_mode=WAL"
-                )  # for good: readers and a writer at once
+                )  # permanent: concurrent readers and a writer
             yield
         return
     with engine.connect() as held:
-        held.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATING)))
+        held.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
         yield  # the lock ends with the transaction

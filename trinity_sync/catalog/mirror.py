@@ -1,7 +1,7 @@
-"""From files to rows: a commit's step, or all of a job again; and whether the two agree.
+"""Mirror the files of a job in the catalog: some steps, or the whole job; and compare the two.
 
-Each writer takes the job's row first and reads the files only then. So of any number of writers the
-last one has seen the newest files, and what it writes is right whatever the others wrote.
+Each writer locks the job's row before it reads the files. So the last of several writers has read
+the newest files.
 """
 
 import json
@@ -36,7 +36,7 @@ from trinity_sync.weights.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
-WORDS = {"pin": "pinned", "tag": "tagged"}
+CLAIM_VERBS = {"pin": "pinned", "tag": "tagged"}
 
 
 def mirror(
@@ -47,27 +47,29 @@ def mirror(
     flow_run: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Have the catalog say of some steps what the files say, and of the job's runs and claims.
+    """Update the rows of some steps, and of the job's runs, pins, tags and leases, from the files.
 
     Args:
-        engine: the catalog, `database.opened`.
-        root: the job's root.
-        steps: committed or gone.
+        engine: The catalog, see `database.open_catalog`.
+        root: Root of the job.
+        steps: Steps that were committed or removed.
         flow_run: Prefect's id of the flow run that has just committed them.
-        clock: seconds since the epoch.
+        clock: The current time in seconds since the epoch.
     """
     job, chosen = job_id(root), list(steps)
     with engine.begin() as connection:
-        _take(connection, job, root, clock())
-        known = _flow_runs(connection, job, chosen)
+        _lock_job(connection, job, root, clock())
+        known = _read_flow_runs(connection, job, chosen)
         connection.execute(sa.delete(Step).where(Step.job == job, Step.step.in_(chosen)))
-        _refill(connection, job, root, chosen, known, flow_run)
+        _insert_rows(connection, job, root, chosen, known, flow_run)
 
 
-def note_versions(engine: sa.Engine, root: str | Path) -> None:
-    """Add the versions of the weights that the job's Synchronizer knows, if it has one.
+def add_versions(engine: sa.Engine, root: str | Path) -> None:
+    """Add the versions of the weights in the state file of the job's Synchronizer, if there is one.
 
-    Nothing is asked of the Synchronizer itself, nor of the training: it writes its file anyway.
+    Args:
+        engine: The catalog, see `database.open_catalog`.
+        root: Root of the job.
     """
     job = job_id(root)
     with engine.begin() as connection:
@@ -78,15 +80,26 @@ def note_versions(engine: sa.Engine, root: str | Path) -> None:
 def try_mirror(
     settings: Settings, root: str | Path, steps: Iterable[int], *, flow_run: str | None = None
 ) -> None:
-    """As `mirror`, of the catalog that the settings name; a failure is logged and no more.
+    """Update the catalog of the settings with `mirror`; a failure is only logged.
 
-    What was missed is in the files, and comes with the next `rebuild`.
+    The next `rebuild` adds what is missing.
+
+    Args:
+        settings: The catalog's URL.
+        root: Root of the job.
+        steps: Steps that were committed or removed.
+        flow_run: Prefect's id of the flow run that has just committed them.
     """
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
             mirror(engine, root, steps, flow_run=flow_run)
-    except Exception as error:  # whatever is wrong with it, the files are as they should be
-        logger.warning("the catalog misses a change of %s: %s", root, error)
+    except Exception as error:  # the catalog is best effort, the files count
+        logger.warning(
+            "cannot update the catalog for %s, run trinity-sync catalog rebuild %s: %s",
+            root,
+            root,
+            error,
+        )
 
 
 def rebuild(
@@ -96,42 +109,57 @@ def rebuild(
     clock: Callable[[], float] = time.time,
     on_progress: OnProgress = no_progress,
 ) -> int:
-    """Read all of a job from its files again; returns how many steps are committed.
+    """Write all rows of a job again from its files.
 
-    Progress counts steps.
+    Args:
+        engine: The catalog, see `database.open_catalog`.
+        root: Root of the job.
+        clock: The current time in seconds since the epoch.
+        on_progress: Called with the number of steps read.
+
+    Returns:
+        The number of committed steps.
     """
     job = job_id(root)
 
     def steps() -> Iterator[int]:
-        there = steps_on_disk(root)
-        for step in there:
+        found = steps_on_disk(root)
+        for step in found:
             yield step
-            on_progress(1, len(there))
+            on_progress(1, len(found))
 
     with engine.begin() as connection:
-        _take(connection, job, root, clock())
-        known = _flow_runs(connection, job, None)
+        _lock_job(connection, job, root, clock())
+        known = _read_flow_runs(connection, job, None)
         connection.execute(sa.delete(Step).where(Step.job == job))
-        return _refill(connection, job, root, steps(), known, None)
+        return _insert_rows(connection, job, root, steps(), known, None)
 
 
-def forget(engine: sa.Engine, root: str | Path) -> bool:
-    """Remove all rows of a job, whose files are left alone; whether there were any."""
+def remove_job(engine: sa.Engine, root: str | Path) -> bool:
+    """Remove all rows of a job; its files stay.
+
+    Args:
+        engine: The catalog, see `database.open_catalog`.
+        root: Root of the job.
+
+    Returns:
+        Whether there were any.
+    """
     with engine.begin() as connection:
         return bool(connection.execute(sa.delete(Job).where(Job.id == job_id(root))).rowcount)
 
 
-def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
-    """Return in what the catalog and the files of a job differ; nothing if they agree.
+def find_differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> list[str]:
+    """Return the differences between the catalog and the files of a job; empty if they agree.
 
     Args:
-        engine: the catalog, `database.opened`.
-        root: the job's root.
-        claims: compare pins and leases, too. Leases come and go without a change of the catalog.
+        engine: The catalog, see `database.open_catalog`.
+        root: Root of the job.
+        claims: Also compare pins, tags and leases. Leases change without an update of the catalog.
     """
     job = job_id(root)
     columns = [c for c in Step.__table__.columns if c.name not in ("job", "flow_run")]
-    want: dict[str, set[Any]] = {
+    on_disk: dict[str, set[Any]] = {
         "steps": {
             _freeze(row[column.name] for column in columns)
             for row in _make_step_rows(job, root, steps_on_disk(root), {}, None)
@@ -139,23 +167,23 @@ def differences(engine: sa.Engine, root: str | Path, *, claims: bool = True) -> 
     }
     with read_consistently(engine) as connection:
         rows = read_rows(connection, sa.select(*columns).where(Step.job == job))
-        have: dict[str, set[Any]] = {"steps": {_freeze(row) for row in rows}}
+        in_catalog: dict[str, set[Any]] = {"steps": {_freeze(row) for row in rows}}
         whole = sa.select(Job.runs, Job.claims).where(Job.id == job)
         row = next(read_rows(connection, whole), None)
-    want["runs"] = {*_read_runs(root).items()}
-    have["runs"] = {*row.runs.items()} if row else set()
+    on_disk["runs"] = {*_read_runs(root).items()}
+    in_catalog["runs"] = {*row.runs.items()} if row else set()
     if claims:
-        want["claims"] = {*_read_claims(root).items()}
-        have["claims"] = {*row.claims.items()} if row else set()
+        on_disk["claims"] = {*_read_claims(root).items()}
+        in_catalog["claims"] = {*row.claims.items()} if row else set()
     found = []
-    for name in want:
-        for what, some in (
-            ("lacks", want[name] - have[name]),
-            ("has too much:", have[name] - want[name]),
+    for name in on_disk:
+        for verb, values in (
+            ("lacks", on_disk[name] - in_catalog[name]),
+            ("has too much:", in_catalog[name] - on_disk[name]),
         ):
-            if some:
-                example = ", ".join(str(value) for value in min(some)[:3])
-                found.append(f"{what} {len(some)} {name}, such as {example}")
+            if values:
+                example = ", ".join(str(value) for value in min(values)[:3])
+                found.append(f"{verb} {len(values)} {name}, such as {example}")
     return found
 
 
@@ -167,11 +195,11 @@ def _freeze(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _add_versions(connection: sa.Connection, job: str, root: str | Path) -> None:
-    if rows := _versions(job, root):
+    if rows := _read_versions(job, root):
         connection.execute(_insert(connection)(WeightVersion).on_conflict_do_nothing(), rows)
 
 
-def _versions(job: str, root: str | Path) -> list[dict[str, Any]]:
+def _read_versions(job: str, root: str | Path) -> list[dict[str, Any]]:
     try:
         return [
             {
@@ -186,24 +214,24 @@ def _versions(job: str, root: str | Path) -> list[dict[str, Any]]:
             ]
         ]
     except (FormatError, KeyError, TypeError, ValueError):
-        return []  # of another release
+        return []  # written by another release
 
 
 def _insert(connection: sa.Connection) -> Any:
     return sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
 
 
-def _take(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
-    """Make the job's row, or touch it; either way no other writer has it until the end."""
+def _lock_job(connection: sa.Connection, job: str, root: str | Path, now: float) -> None:
+    """Create or update the job's row, which locks it until the end of the transaction."""
     values = {"root": str(Path(root).resolve()), "mirrored_at": now, "runs": {}, "claims": {}}
     row = _insert(connection)(Job).values(id=job, **values)
     connection.execute(row.on_conflict_do_update(index_elements=["id"], set_={"mirrored_at": now}))
 
 
-def _flow_runs(
+def _read_flow_runs(
     connection: sa.Connection, job: str, steps: list[int] | None
 ) -> dict[tuple[int, float], str]:
-    """Flow runs by step and time of its commit: what no file says."""
+    """Return the flow runs by step and time of the commit, which no file contains."""
     wanted = sa.select(Step.step, Step.committed_at, Step.flow_run).where(Step.job == job)
     if steps is not None:
         wanted = wanted.where(Step.step.in_(steps))
@@ -211,7 +239,7 @@ def _flow_runs(
     return {(step, at): str(flow_run) for step, at, flow_run in rows}
 
 
-def _refill(
+def _insert_rows(
     connection: sa.Connection,
     job: str,
     root: str | Path,
@@ -238,11 +266,11 @@ def _make_step_rows(
     """Make the rows of committed steps from their files.
 
     Args:
-        job: id of the job.
-        root: its root.
-        steps: committed or gone.
-        known: flow runs by step and time of its commit.
-        flow_run: the flow run that has just committed them.
+        job: Id of the job.
+        root: Root of the job.
+        steps: Steps that were committed or removed.
+        known: Flow runs by step and time of the commit.
+        flow_run: The flow run that has just committed them.
     """
     rows = []
     for step in steps:
@@ -260,7 +288,7 @@ def _make_step_rows(
                 "kinds": ",".join(manifest.kinds),
                 "nbytes": manifest.nbytes,
                 "committed_at": manifest.committed_at,
-                "damage": read_manifest_state(root, manifest, runs=()).reason,
+                "corruption": read_manifest_state(root, manifest, runs=()).reason,
                 "flow_run": flow_run or known.get((step, manifest.committed_at)),
                 "metrics": _read_finite_metrics(root, manifest),
                 "files": {record.path: record.digest for record in manifest.files},
@@ -284,9 +312,9 @@ def _read_runs(root: str | Path) -> dict[str, int]:
 
 
 def _read_claims(root: str | Path) -> dict[str, str]:
-    """Return what holds steps, by step and name of its file."""
+    """Return the pins, tags and leases, by step and file name."""
     claims = {
-        f"{pin.step}/{pin.name or pin.step}.json": f"{WORDS[pin.kind]} {pin.why}".strip()
+        f"{pin.step}/{pin.name or pin.step}.json": f"{CLAIM_VERBS[pin.kind]} {pin.why}".strip()
         for pin in list_pins(root)
     }
     for lease in list_leases(root):

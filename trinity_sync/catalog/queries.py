@@ -1,4 +1,4 @@
-"""Questions that span jobs, answered without reading their files."""
+"""Query all jobs without reading their files."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
-from trinity_sync.catalog.database import corrupted, read_consistently, read_rows
+from trinity_sync.catalog.database import make_corruption_error, read_consistently, read_rows
 from trinity_sync.catalog.models import Job, Step, WeightVersion
 from trinity_sync.layout import KINDS
 from trinity_sync.retention.policies import StepInfo
@@ -34,9 +34,9 @@ class JobSteps:
     mirrored_at: float
     steps: tuple[StepInfo, ...]
     flow_runs: dict[int, str]
-    """Prefect's id of the flow run that committed a step, where that is known."""
+    """Prefect's id of the flow run that committed a step, if it is known."""
     versions: tuple[PublishedVersion, ...]
-    """Versions of the weights that were seen, oldest first."""
+    """Versions of the weights, oldest first."""
 
     @property
     def nbytes(self) -> int:
@@ -45,14 +45,14 @@ class JobSteps:
 
 
 def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
-    """Read all jobs with their steps, by three statements, however many steps there are.
+    """Read all jobs with their steps, by three statements in all.
 
     Args:
-        engine: the catalog, `database.opened`.
-        job: id of the only job to read; None for all.
+        engine: The catalog, see `database.open_catalog`.
+        job: Id of the job to read; None for all.
 
     Returns:
-        The jobs by root. A step is held by what pinned or leased it when its job was last read.
+        The jobs, sorted by root. Pins, tags and leases are those of the last update of the job.
     """
     steps: dict[str, list[sa.Row[tuple[object, ...]]]] = defaultdict(list)
     versions: dict[str, list[PublishedVersion]] = defaultdict(list)
@@ -77,7 +77,9 @@ def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
                 held = _group_claims(row.claims)
                 runs = [Run(int(number), "", step) for number, step in row.runs.items()]
             except ValueError as error:
-                raise corrupted(connection, f"{error} in the row of {row.root}") from error
+                raise make_corruption_error(
+                    connection, f"{error} in the row of {row.root}"
+                ) from error
             found.append(
                 JobSteps(
                     row.id,
@@ -92,7 +94,7 @@ def list_jobs(engine: sa.Engine, job: str | None = None) -> list[JobSteps]:
 
 
 def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:
-    """Return what holds each step."""
+    """Return the pins, tags and leases of each step."""
     held: dict[int, list[str]] = defaultdict(list)
     for key in sorted(claims):
         held[int(key.partition("/")[0])].append(claims[key])
@@ -108,12 +110,12 @@ def _read_step(row: sa.Row[tuple[object, ...]], held: Mapping[int, list[str]]) -
         row.nbytes,
         row.metrics,
         tuple(held.get(row.step, ())),
-        row.damage,
+        row.corruption,
     )
 
 
 def _mark_superseded(steps: Collection[StepInfo], runs: Iterable[Run]) -> list[StepInfo]:
-    """Return the steps, each with the run that superseded it, as `list_step_infos` has them."""
+    """Return the steps, each with the run that superseded it."""
     run_of_step = {each.step: each.run for each in steps}
     line = build_lineage(runs, lambda step: run_of_step.get(step, 0))
     return [replace(each, superseded_by=line.supersedes(each.run)) for each in steps]

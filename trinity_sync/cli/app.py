@@ -1,7 +1,7 @@
-"""The command's frame: the app itself, errors as sentences, and how values are printed.
+"""The Typer app, its common arguments, error handling and output formats.
 
-What is heavy (torch, Prefect, Ray) is imported by the commands that need it, so that help and
-``ls`` are instant. Errors that a user can mend are one sentence on stderr and exit code 1.
+Commands import heavy packages (torch, Prefect, Ray) when they need them, so that help and ``ls``
+are instant. An error is a single sentence on stderr and exit code 1.
 """
 
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from trinity_sync.settings import Settings
 
 
-class _Plain(typer.core.TyperGroup):
-    """Errors as a sentence instead of a traceback; Ctrl-C as the shell expects it."""
+class _CommandGroup(typer.core.TyperGroup):
+    """Prints an error as a sentence instead of a traceback, and exits on Ctrl-C as shells do."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; see the class."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -38,31 +38,35 @@ class _Plain(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Plain,
+    cls=_CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Checkpoints for RL training: run the stack that saves them, look at what was saved.\n\n"
-    "Settings come from the environment: TRINITY_SYNC_HOME is the stack's folder, PREFECT_API_URL "
-    "and TRINITY_SYNC_RAY_ADDRESS name a server and a Ray cluster to use instead of starting them.",
+    help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
+    "Settings come from the environment: TRINITY_SYNC_HOME is the stack's folder; PREFECT_API_URL "
+    "and TRINITY_SYNC_RAY_ADDRESS name an external server and Ray cluster.",
     epilog="Examples:  [bold]trinity-sync up[/]  ·  [bold]trinity-sync status[/]  ·  "
     "[bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync show ckpts 40[/]  ·  "
     "[bold]trinity-sync down[/]",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Root = Annotated[
-    Path, typer.Argument(help="The job's folder, which holds the global_step_N folders.")
+    Path, typer.Argument(help="Root of the job, which holds the global_step_N folders.")
 ]
 Step = Annotated[
     str,
-    typer.Argument(metavar="STEP", help="Number of the step, or a tag of it."),
+    typer.Argument(metavar="STEP", help="Number or tag of the step."),
 ]
 
 
 def read_settings() -> "Settings":
-    """The settings of the environment; a value that cannot be used is a `ConfigError`."""
+    """Read the settings of the environment.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
@@ -75,13 +79,17 @@ def read_settings() -> "Settings":
             f"TRINITY_SYNC_{str(each['loc'][0]).upper()}={each['input']}: {each['msg']}"
             for each in error.errors()
         )
-        raise ConfigError(f"settings cannot be used: {wrong}. Correct or unset them.") from error
+        raise ConfigError(f"invalid settings: {wrong}. Correct or unset them.") from error
     except SettingsError as error:
-        raise ConfigError(f"settings cannot be used: {error}. Correct or unset them.") from error
+        raise ConfigError(f"invalid settings: {error}. Correct or unset them.") from error
 
 
 def require_existing(root: Path) -> Path:
-    """The job's root, if there is such a folder; else a `ConfigError`."""
+    """Return the root of a job.
+
+    Raises:
+        ConfigError: It is not a folder.
+    """
     refuse_url(root)
     if not root.is_dir():
         raise ConfigError(
@@ -91,24 +99,32 @@ def require_existing(root: Path) -> Path:
 
 
 def resolve_step_argument(root: Path, step: str) -> int:
-    """The step of a job that was named by its number or a tag; else a `ConfigError`."""
+    """Return the number of a step.
+
+    Args:
+        root: Root of the job.
+        step: Number or tag of the step.
+
+    Raises:
+        ConfigError: The root is not a folder, or the job has no such tag.
+    """
     from trinity_sync.storage.pins import resolve_step
 
     return resolve_step(require_existing(root), step)
 
 
 def print_json(value: Any) -> None:
-    """Print a value for a program to read."""
+    """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=1))
 
 
-def output() -> Console:
-    """A console that cuts nothing when its output goes to a file or a pipe."""
+def make_console() -> Console:
+    """Return a console that does not truncate lines in a file or pipe."""
     return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def format_size(nbytes: int) -> str:
-    """A number of bytes for a person to read."""
+    """Format a number of bytes, such as ``5.0 GB``."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -118,5 +134,5 @@ def format_size(nbytes: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Seconds since the epoch as local time, to the second."""
+    """Format seconds since the epoch as local time, to the second."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Commands of the catalog: ls, rebuild, check, forget."""
+"""Commands for the catalog: ls, rebuild, check, forget."""
 
 import time
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from trinity_sync.cli.app import (
     app,
     format_size,
     format_time,
-    output,
+    make_console,
     print_json,
     read_settings,
     require_existing,
@@ -23,11 +23,11 @@ from trinity_sync.errors import ConfigError
 
 catalog = typer.Typer(
     no_args_is_help=True,
-    help="The SQL index of all jobs; it can be made from their files at any time.",
+    help="The SQL index of all jobs, which can be rebuilt from their files at any time.",
 )
 app.add_typer(catalog, name="catalog", rich_help_panel="Look at a job")
 
-Roots = Annotated[list[Path], typer.Argument(help="Folders of jobs.")]
+Roots = Annotated[list[Path], typer.Argument(help="Roots of jobs.")]
 
 
 @catalog.command(
@@ -37,11 +37,11 @@ Roots = Annotated[list[Path], typer.Argument(help="Folders of jobs.")]
 )
 def list_jobs(
     keep: Annotated[
-        str | None, typer.Option(help="Show what this policy of checkpoints would free.")
+        str | None, typer.Option(help="Show how much this policy for checkpoints would free.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List all jobs that the catalog knows, without a look at their files; --json has the steps."""
+    """List the jobs in the catalog without reading their files; --json includes the steps."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs
     from trinity_sync.retention.planner import Rules, plan_removals
@@ -61,24 +61,24 @@ def list_jobs(
     if as_json:
         print_json(rows)
     else:
-        table = Table("root", "steps", "newest", "weights", "size", "would be freed", "looked at")
+        table = Table("root", "steps", "newest", "weights", "size", "would be freed", "updated")
         for column in range(1, 6):
             table.columns[column].justify = "right"
         for job, row in zip(found, rows, strict=True):
             newest = "" if row["newest"] is None else str(row["newest"])
             weights = f"{job.versions[-1].step} ({job.versions[-1].source})" if job.versions else ""
             sizes = format_size(job.nbytes), format_size(row["would_free"])
-            seen = format_time(job.mirrored_at).replace("T", " ")
-            table.add_row(job.root, str(len(job.steps)), newest, weights, *sizes, seen)
-        output().print(table)
+            updated = format_time(job.mirrored_at).replace("T", " ")
+            table.add_row(job.root, str(len(job.steps)), newest, weights, *sizes, updated)
+        make_console().print(table)
     for job in found:
-        if outdated := _outdated(Path(job.root), {each.step for each in job.steps}):
-            typer.echo(outdated, err=True)
+        if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
+            typer.echo(warning, err=True)
 
 
 @catalog.command(epilog="Example:  [bold]trinity-sync catalog rebuild ckpts[/]")
 def rebuild(roots: Roots) -> None:
-    """Read jobs from their files again, and have the catalog say just that."""
+    """Rebuild the rows of jobs from their files."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.mirror import rebuild
 
@@ -96,46 +96,53 @@ def rebuild(roots: Roots) -> None:
 def check(roots: Roots) -> None:
     """Compare the catalog with the files of jobs."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.mirror import differences
+    from trinity_sync.catalog.mirror import find_differences
 
-    agree = True
+    agrees = True
     with open_catalog(get_catalog_url(read_settings())) as engine:
         for root in roots:
-            found = differences(engine, require_existing(root))
-            agree = agree and not found
+            found = find_differences(engine, require_existing(root))
+            agrees = agrees and not found
             typer.echo(f"{root}: the catalog {'; '.join(found) or 'agrees with the files'}")
             if found:
-                typer.echo(f"to repair it: trinity-sync catalog rebuild {root}")
-    raise typer.Exit(0 if agree else 1)
+                typer.echo(f"to repair it, run: trinity-sync catalog rebuild {root}")
+    raise typer.Exit(0 if agrees else 1)
 
 
 @catalog.command(epilog="Example:  [bold]trinity-sync catalog forget ckpts[/]")
 def forget(
-    root: Annotated[Path, typer.Argument(help="The job's folder, which need not exist any more.")],
+    root: Annotated[Path, typer.Argument(help="Root of the job, which may no longer exist.")],
 ) -> None:
-    """Forget a job that is over: no rows in the catalog, no scheduled flows on this node."""
+    """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.mirror import forget
+    from trinity_sync.catalog.mirror import remove_job
     from trinity_sync.orchestration.job_registry import unregister_job
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
-        known = forget(engine, root)
+        known = remove_job(engine, root)
     if not unregister_job(settings, root) and not known:
         raise ConfigError(f"no job at {root} is known; see: trinity-sync catalog ls")
-    typer.echo(f"{root} is forgotten; its files are left alone, and a commit makes it known again")
+    typer.echo(
+        f"removed {root} from the catalog; its files stay, and its next commit adds it again"
+    )
 
 
-def _outdated(root: Path, known: set[int]) -> str:
-    """A sentence if the catalog's steps of a job are not those on disk; no file is read for it."""
+def _describe_outdated(root: Path, known: set[int]) -> str:
+    """Return a warning if the catalog does not list the steps on disk; "" if it does."""
     from trinity_sync.layout import MANIFEST, step_folder, steps_on_disk
 
     if not root.is_dir():
-        return f"{root} cannot be seen from here; if it is gone: trinity-sync catalog forget {root}"
-    there = {step for step in steps_on_disk(root) if (step_folder(root, step) / MANIFEST).exists()}
-    if there == known:
+        return (
+            f"{root} does not exist here; if it was removed, run: trinity-sync catalog forget "
+            f"{root}"
+        )
+    on_disk = {
+        step for step in steps_on_disk(root) if (step_folder(root, step) / MANIFEST).exists()
+    }
+    if on_disk == known:
         return ""
     return (
-        f"the catalog lacks {len(there - known)} steps of {root} and has {len(known - there)} that "
-        f"are gone; run: trinity-sync catalog rebuild {root}"
+        f"the catalog lacks {len(on_disk - known)} steps of {root} and has "
+        f"{len(known - on_disk)} that were removed; run: trinity-sync catalog rebuild {root}"
     )

@@ -1,4 +1,4 @@
-"""All commands; a module for each group of them, which registers them when it is imported."""
+"""Import all commands: each module registers its commands."""
 
 # help shows the groups in this order
 # isort: off

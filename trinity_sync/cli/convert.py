@@ -1,4 +1,4 @@
-"""Commands for checkpoints of PyTorch's Distributed Checkpoint: to-dcp, from-dcp."""
+"""Commands for PyTorch Distributed Checkpoint (DCP): to-dcp, from-dcp."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -30,26 +30,26 @@ def to_dcp(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder to write, missing or empty.")
     ],
-    role: Annotated[str, typer.Option(help="Whose state.")] = "actor",
+    role: Annotated[str, typer.Option(help="Role of the state.")] = "actor",
     component: Annotated[
-        list[str] | None, typer.Option(help="model or optim; both, as far as there are, if unset.")
+        list[str] | None, typer.Option(help="model or optim; by default those that the step has.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a step as a folder that torch.distributed.checkpoint.load reads."""
-    from trinity_sync.formats.to_dcp import to_dcp as carry_out
+    """Convert a step to a folder that torch.distributed.checkpoint.load reads."""
+    from trinity_sync.formats.to_dcp import to_dcp as convert
 
     number = resolve_step_argument(root, step)
     with progress_bar("converting") as on_progress:
-        done = carry_out(
+        done = convert(
             root, number, folder, role=role, components=component or (), on_progress=on_progress
         )
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder)})
         return
     typer.echo(
-        f"{' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
-        f"{format_size(done.nbytes)}, are in {done.folder}"
+        f"wrote {' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
+        f"{format_size(done.nbytes)}, to {done.folder}"
     )
 
 
@@ -60,29 +60,29 @@ def to_dcp(
     "[bold]trinity-sync from-dcp out ckpts 40 --world-size 2 --device cpu --optim ''[/]",
 )
 def from_dcp(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What dcp.save wrote.")],
-    root: Annotated[Path, typer.Argument(help="The job's folder; made if it is missing.")],
-    step: Annotated[int, typer.Argument(min=0, help="A step that the job does not have.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks that are to load it.")],
-    role: Annotated[str, typer.Option(help="Whose state it becomes.")] = "actor",
-    model: Annotated[str, typer.Option(help="Key of the model; '' for tensors at the top.")] = (
-        "model"
-    ),
-    optim: Annotated[str, typer.Option(help="Key of the optimizer; '' leaves it out.")] = "optim",
-    device: Annotated[str, typer.Option(help="Type of the ranks' devices.")] = "cuda",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that dcp.save wrote.")],
+    root: Annotated[Path, typer.Argument(help="Root of the job, created if it is missing.")],
+    step: Annotated[int, typer.Argument(min=0, help="New step of the job.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks that will load it.")],
+    role: Annotated[str, typer.Option(help="Role of the new state.")] = "actor",
+    model: Annotated[
+        str, typer.Option(help="Key of the model; '' for tensors at the top level.")
+    ] = ("model"),
+    optim: Annotated[str, typer.Option(help="Key of the optimizer; '' for none.")] = "optim",
+    device: Annotated[str, typer.Option(help="Device type of the ranks.")] = "cuda",
     whole: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern of tensors that every rank has whole: the model's buffers."),
+        typer.Option(help="Pattern of replicated tensors, such as the model's buffers."),
     ] = None,
     metadata: Annotated[
         Path | None, typer.Option(help="Folder with fsdp_config.json and huggingface/.")
     ] = None,
 ) -> None:
-    """Commit a step from a DCP checkpoint, in files that veRL's loader reads."""
-    from trinity_sync.formats.from_dcp import from_dcp as carry_out
+    """Convert a DCP checkpoint to a committed step that veRL's loader reads."""
+    from trinity_sync.formats.from_dcp import from_dcp as convert
 
     with progress_bar("converting", of_steps=True) as on_progress:
-        manifest = carry_out(
+        manifest = convert(
             folder,
             root,
             step,
@@ -95,4 +95,4 @@ def from_dcp(
             metadata=metadata,
             on_progress=on_progress,
         )
-    typer.echo(f"step {manifest.step}, {format_size(manifest.nbytes)}, is committed in {root}")
+    typer.echo(f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}")

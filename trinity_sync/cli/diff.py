@@ -1,4 +1,4 @@
-"""Commands that compare steps: diff."""
+"""Command that compares two steps: diff."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, Root, app, output, print_json, resolve_step_argument
+from trinity_sync.cli.app import AsJson, Root, app, make_console, print_json, resolve_step_argument
 from trinity_sync.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @app.command(
     rich_help_panel="Look at a job",
-    epilog="Files are unpickled: compare steps of your own jobs only.\n\n"
+    epilog="Files are unpickled, so compare steps of your own jobs only.\n\n"
     "Examples:  [bold]trinity-sync diff ckpts 40 50[/]  ·  "
     "[bold]trinity-sync diff ckpts 40 50 --component optim --json[/]",
 )
 def diff(
     root: Root,
-    before: Annotated[str, typer.Argument(metavar="A", help="The earlier step, or its tag.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="The later step, or its tag.")],
-    role: Annotated[str, typer.Option(help="Role whose files are compared.")] = "actor",
+    before: Annotated[str, typer.Argument(metavar="A", help="Number or tag of the earlier step.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Number or tag of the later step.")],
+    role: Annotated[str, typer.Option(help="Role to compare.")] = "actor",
     component: Annotated[str, typer.Option(help="model, optim or extra_state.")] = "model",
     as_json: AsJson = False,
 ) -> None:
-    """Show which tensors changed between two steps, and by how much; the most changed first."""
+    """Show which tensors changed between two steps, and by how much; largest change first."""
     from trinity_sync.storage import diff as diffs
 
     a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
@@ -52,7 +52,7 @@ def diff(
             f"{change.relative_l2:.3g}" if compared else "",
             str(change.nonfinite or ""),
         )
-    console = output()
+    console = make_console()
     if table.row_count:
         console.print(table)
     same = sum(change.state == "same" for change in changes)
@@ -74,5 +74,5 @@ def _as_json(change: "TensorChange") -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return None for a value that JSON cannot represent."""
     return value if math.isfinite(value) else None

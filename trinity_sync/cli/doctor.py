@@ -1,4 +1,4 @@
-"""Commands that say how a node and a job are: doctor."""
+"""Command that checks a node and a job: doctor."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,26 +6,33 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, app, output, print_json, read_settings, require_existing
+from trinity_sync.cli.app import (
+    AsJson,
+    app,
+    make_console,
+    print_json,
+    read_settings,
+    require_existing,
+)
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Exit code 0 if nothing failed, else 1; a warning is no failure.\n\n"
+    epilog="Exit code 0 if no check failed, otherwise 1; a warning is not a failure.\n\n"
     "Examples:  [bold]trinity-sync doctor[/]  ·  [bold]trinity-sync doctor ckpts --json[/]",
 )
 def doctor(
-    root: Annotated[Path | None, typer.Argument(help="A job's folder to look at, too.")] = None,
+    root: Annotated[Path | None, typer.Argument(help="Root of a job to check as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, server, worker, Ray, shared memory and disk; say what to do about each."""
+    """Check versions, server, worker, Ray, shared memory and disk; suggest what to do."""
     from rich.markup import escape
 
     from trinity_sync.stack.doctor import run_checks
 
-    console = output()
+    console = make_console()
     checks = []
     for check in run_checks(read_settings(), require_existing(root).resolve() if root else None):
         checks.append(check)

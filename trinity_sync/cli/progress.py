@@ -1,7 +1,4 @@
-"""A bar on stderr while a command reads or copies; none where stderr is no terminal.
-
-It goes away with its block: what stays is what the command prints afterwards.
-"""
+"""Progress bar on stderr, if it is a terminal. It disappears when the work is done."""
 
 import sys
 from collections.abc import Iterator
@@ -12,11 +9,11 @@ from trinity_sync.fs.progress import OnProgress, no_progress
 
 @contextmanager
 def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
-    """Show how far it is; the block hands the callback to whoever does the work.
+    """Show a progress bar, and yield the callback that updates it.
 
     Args:
-        what: is done, in a word or two.
-        of_steps: steps are counted, not bytes.
+        what: Description of the work, such as ``reading``.
+        of_steps: Whether the progress counts steps instead of bytes.
     """
     if not sys.stderr.isatty():
         yield no_progress
@@ -24,15 +21,15 @@ def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
     from rich import progress
     from rich.console import Console
 
-    done = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    bytes_columns = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
     with progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
-        *([progress.MofNCompleteColumn()] if of_steps else done),
+        *([progress.MofNCompleteColumn()] if of_steps else bytes_columns),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # which may be a file while stderr is not
-    ) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, whole: shown.update(task, advance=done, total=whole)
+        redirect_stdout=False,  # stdout may be a file
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, advance=done, total=total)

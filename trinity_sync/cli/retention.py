@@ -1,4 +1,4 @@
-"""Commands that decide which steps stay: prune, pin, unpin."""
+"""Commands for retention: prune, pin, unpin."""
 
 import time
 from typing import Annotated
@@ -12,7 +12,7 @@ from trinity_sync.cli.app import (
     Step,
     app,
     format_size,
-    output,
+    make_console,
     print_json,
     read_settings,
     require_existing,
@@ -22,7 +22,7 @@ from trinity_sync.cli.app import (
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Exit code 0 if it was done, also if nothing was to be removed; 1 if a policy is "
+    epilog="Exit code 0 also if there was nothing to remove; 1 if a policy is "
     "refused.\n\nExamples:  [bold]trinity-sync prune ckpts --keep last=3 --dry-run[/]  ·  "
     "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]",
 )
@@ -33,20 +33,18 @@ def prune(
         typer.Option(help="Checkpoints to keep: all, last=3, every=100, hourly=24, newer=2d, ..."),
     ] = None,
     keep_syncs: Annotated[
-        str | None, typer.Option(help="Steps of weights only to keep, likewise.")
+        str | None, typer.Option(help="Steps that hold weights only to keep, in the same format.")
     ] = None,
     keep_quarantine: Annotated[
         str | None,
-        typer.Option(
-            help="Folders in quarantine to keep, and steps of a training that was begun again."
-        ),
+        typer.Option(help="Steps to keep in quarantine, and superseded steps, in the same format."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove steps that no policy, pin, tag, lease or pointer keeps, once newer ones are valid."""
+    """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.policies import parse_policy
@@ -74,8 +72,13 @@ def prune(
     found, freed = done.outcomes, done.nbytes
     if as_json:
         steps = [
-            {"step": v.step.step, "state": v.state, "why": v.why, "bytes": v.step.nbytes}
-            for v in found
+            {
+                "step": each.step.step,
+                "state": each.state,
+                "why": each.why,
+                "bytes": each.step.nbytes,
+            }
+            for each in found
         ]
         print_json(
             {
@@ -90,12 +93,12 @@ def prune(
     table.columns[0].justify = table.columns[1].justify = "right"
     for each in found:
         table.add_row(str(each.step.step), format_size(each.step.nbytes), each.state, each.why)
-    console = output()
+    console = make_console()
     console.print(table if found else f"nothing is committed in {root}")
     console.print(f"{format_size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
     for name in done.quarantine:
-        what = f"{name} in quarantine {'would be' if dry_run else 'is'} removed"
-        console.print(what, highlight=False)
+        verb = "would remove" if dry_run else "removed"
+        console.print(f"{verb} {name} from the quarantine", highlight=False)
 
 
 @app.command(
@@ -105,28 +108,28 @@ def prune(
 def pin(
     root: Root,
     step: Step,
-    reason: Annotated[str, typer.Option(help="Why, for who wonders later.")] = "",
+    reason: Annotated[str, typer.Option(help="Why the step is kept.")] = "",
 ) -> None:
-    """Keep a committed step until it is unpinned, whatever policies say."""
+    """Pin a committed step: no policy removes it."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
     made = pins.pin(root, resolve_step_argument(root, step), reason)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"step {made.step} is pinned")
+    typer.echo(f"pinned step {made.step}")
 
 
 @app.command(
     rich_help_panel="Keep and remove steps", epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]"
 )
 def unpin(root: Root, step: Step) -> None:
-    """Let the policies decide about a pinned step again."""
+    """Unpin a step: policies may remove it again."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
     number = resolve_step_argument(root, step)
     pinned = pins.unpin(root, number)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"step {number} {'is not pinned any more' if pinned else 'was not pinned'}")
+    typer.echo(f"unpinned step {number}" if pinned else f"step {number} was not pinned")
     if kept := [tag.name for tag in pins.list_tags(root).values() if tag.step == number]:
-        typer.echo(f"it is kept by the tag {', '.join(kept)}; see trinity-sync untag")
+        typer.echo(f"it is still kept by the tag {', '.join(kept)}; see trinity-sync untag")

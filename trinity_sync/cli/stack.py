@@ -1,4 +1,4 @@
-"""Commands that run the stack: up, join, run, down, status, deploy, worker."""
+"""Commands for the stack: up, join, run, down, status, deploy, worker."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, app, output, print_json, read_settings
+from trinity_sync.cli.app import AsJson, app, make_console, print_json, read_settings
 from trinity_sync.errors import SpoolError, StackError
 
 if TYPE_CHECKING:
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
 )
 def up(
     cpus: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
+        int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
     ] = None,
-    worker: Annotated[bool, typer.Option(help="Start the flow worker, too.")] = True,
+    worker: Annotated[bool, typer.Option(help="Start the flow worker as well.")] = True,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that it may take; the worker has 60 of its own.")
+        float, typer.Option(min=1, help="Time-out in seconds; the worker gets at least 60.")
     ] = 180.0,
     as_json: AsJson = False,
     export: Annotated[
-        bool, typer.Option("--export", help="Print nothing but lines for the shell to evaluate.")
+        bool, typer.Option("--export", help="Print only export lines for the shell.")
     ] = False,
 ) -> None:
-    """Start Prefect server, Ray and flow worker, or what is missing of them."""
+    """Start the missing services: Prefect server, Ray and flow worker."""
     from trinity_sync.stack import embedded, state_file
 
     try:
         settings = read_settings()
-        with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
+        with Console(stderr=True).status("starting the missing services"):
             state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     except BaseException:
         if export:
-            typer.echo("false")  # the shell has only this: it is the exit code of eval "$(...)"
+            typer.echo("false")  # the exit code of eval "$(...)"
         raise
     if export:
-        typer.echo(_exports(state.environment))
+        typer.echo(_format_exports(state.environment))
         return
     found = embedded.status(settings)
     if as_json:
         print_json({**asdict(found), "environment": state.environment})
         return
     _print_status(found)
-    typer.echo(f"\nFor the training's shell:\n\n{_exports(state.environment)}")
+    typer.echo(f"\nFor the training's shell:\n\n{_format_exports(state.environment)}")
     if state.api_auth:
         invitation = settings.home / state_file.INVITATION
         typer.echo(
@@ -66,18 +66,18 @@ def up(
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Once joined, up starts what is missing, and down leaves the stack.\n\n"
+    epilog="Afterwards, up starts missing services, and down leaves the stack.\n\n"
     "Example:  [bold]trinity-sync join join.json[/]",
 )
 def join(
     invitation: Annotated[
-        Path, typer.Argument(help="A copy of join.json in the home of the other machine's stack.")
+        Path, typer.Argument(help="A copy of join.json from the home of the other machine's stack.")
     ],
     cpus: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of the Ray node; all of the machine's if unset.")
+        int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
     ] = None,
 ) -> None:
-    """Have this machine take part in the stack of another one: a Ray node and a flow worker."""
+    """Join the stack of another machine: start a Ray node and a flow worker here."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
@@ -89,7 +89,7 @@ def join(
 @app.command(
     rich_help_panel="Run the stack",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog="The stack stays up. Exit code of the command; 127 if there is no such command.\n\n"
+    epilog="The stack keeps running. Exit code of the command; 127 if there is no such command.\n\n"
     "Example:  [bold]trinity-sync run -- torchrun --nproc-per-node 8 train.py[/]",
 )
 def run(
@@ -97,40 +97,40 @@ def run(
         list[str], typer.Argument(metavar="-- COMMAND...", help="The training's command.")
     ],
 ) -> None:
-    """Start what is missing of the stack, then run a training with what it needs to know of it."""
+    """Start the missing services, then run a training with the stack's environment variables."""
     from trinity_sync.stack import embedded
 
-    with Console(stderr=True).status("starting what is missing of server, Ray and worker"):
+    with Console(stderr=True).status("starting the missing services"):
         state = embedded.up(read_settings())
     typer.echo(f"Prefect UI: {state.api_url.removesuffix('/api')}/runs", err=True)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then by all that it becomes
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and inherited by the command
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **state.environment})
     except OSError as error:
-        typer.echo(f"trinity-sync: {command[0]} cannot be run: {error.strerror}", err=True)
+        typer.echo(f"trinity-sync: cannot run {command[0]}: {error.strerror}", err=True)
         raise typer.Exit(127) from None
 
 
 @app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
 def down() -> None:
-    """Stop what up has started. Database, logs and images in memory stay."""
+    """Stop the services that up started. Database, logs and images in memory stay."""
     from trinity_sync.snapshot.spool import list_job_spools
     from trinity_sync.stack import embedded
 
     settings = read_settings()
     ended = embedded.down(settings)
     typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
-    with suppress(SpoolError, OSError):  # doctor says what is wrong with it
+    with suppress(SpoolError, OSError):  # doctor reports it
         for job in list_job_spools(settings.spool):
             if (megabytes := job.bytes_used / 1e6) >= 1:
                 sealed, torn = job.tickets()
                 waiting = len(sealed) + len(torn)
                 typer.echo(
-                    f"{megabytes:,.0f} MB of images stay in memory for the next start of "
-                    f"{job.root or 'a root unknown'}; "
+                    f"{megabytes:,.0f} MB of images stay in memory for the next run of "
+                    f"{job.root or 'an unknown root'}; "
                     + (
-                        f"{waiting} of them wait to be committed, by the next up"
+                        f"{waiting} of them are committed after the next up"
                         if waiting
                         else f"if that job is over: rm -r {shlex.quote(str(job.folder))}"
                     )
@@ -139,12 +139,12 @@ def down() -> None:
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Exit code 0 if all parts work, a worker is online, and the environment names no other "
-    "server or Ray, else 1.\n\n"
+    epilog="Exit code 0 if all services run, a worker is online, and the environment overrides "
+    "none of them, otherwise 1.\n\n"
     "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]",
 )
 def status(as_json: AsJson = False) -> None:
-    """Show what runs, where, and whether a worker is online."""
+    """Show the services, their addresses, and whether a worker is online."""
     from trinity_sync.stack import embedded
 
     found = embedded.status(read_settings())
@@ -161,7 +161,7 @@ def status(as_json: AsJson = False) -> None:
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
 def deploy() -> None:
-    """Register work pool, deployments and automations on a Prefect server; again is harmless."""
+    """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
     from trinity_sync.stack import embedded
 
@@ -178,7 +178,7 @@ def deploy() -> None:
     "TRINITY_SYNC_RAY_ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
 )
 def worker() -> None:
-    """Run a flow worker in the foreground, for what the environment names, or the stack of up."""
+    """Run a flow worker in the foreground, for the services of the environment or of up."""
     from trinity_sync.stack import embedded, services
 
     settings = read_settings()
@@ -193,14 +193,14 @@ def worker() -> None:
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
     if not services.accepts_connections(
         state.ray_address
-    ):  # Ray itself asks for minutes; a server may be away
+    ):  # Ray itself retries for minutes; a server may be away
         raise StackError(
             f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
-            "correct it; the stack's own is started by: trinity-sync up"
+            "correct it; trinity-sync up starts the stack's own"
         )
     env = services.build_environment(settings, state)
     services.make_home(settings.home)
-    os.chdir(settings.home)  # python -m looks there first, and this folder holds no flows
+    os.chdir(settings.home)  # python -m imports from it first, and it has no flows
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 
 
@@ -209,7 +209,7 @@ def _print_status(found: "StackStatus") -> None:
     for part in found.parts:
         pid = str(part.pid or "")
         table.add_row(part.name, part.state, pid, part.url, part.log)
-    console = output()
+    console = make_console()
     console.print(table)
     for sentence in found.elsewhere:
         console.print(sentence, highlight=False)
@@ -223,5 +223,5 @@ def _print_status(found: "StackStatus") -> None:
         )
 
 
-def _exports(environment: dict[str, str]) -> str:
+def _format_exports(environment: dict[str, str]) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())

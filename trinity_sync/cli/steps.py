@@ -1,4 +1,4 @@
-"""Commands that look at steps: ls, show."""
+"""Commands that show steps: ls, show."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ from trinity_sync.cli.app import (
     app,
     format_size,
     format_time,
-    output,
+    make_console,
     print_json,
     require_existing,
     resolve_step_argument,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
-SHOWN = 100
-"""Steps in a table, unless more are asked for: a terminal takes a millisecond for each."""
+MAX_ROWS = 100
+"""Default number of steps in a table: a terminal takes a millisecond per row."""
 
 
 @app.command(
@@ -36,29 +36,27 @@ SHOWN = 100
     "[bold]trinity-sync ls ckpts --json[/]  ·  [bold]trinity-sync ls s3://bucket/job[/]",
 )
 def list_steps(
-    root: Annotated[
-        str, typer.Argument(help="The job's folder, or the URL of its copies in a store.")
-    ],
+    root: Annotated[str, typer.Argument(help="Root of the job, or the URL of its remote.")],
     as_json: AsJson = False,
     last: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"So many of the highest steps; {SHOWN} by default, and all with --json."
+            min=1, help=f"Number of highest steps to list; {MAX_ROWS} by default, all with --json."
         ),
     ] = None,
 ) -> None:
-    """List the steps of a job: their states, pointers and uses."""
+    """List the steps of a job with their states, latest pointers and uses."""
     from trinity_sync.layout import steps_on_disk
 
-    shown = last or (None if as_json else SHOWN)
+    shown = last or (None if as_json else MAX_ROWS)
     if "://" in root:
-        left_out, rows = _without(_remote_steps(root), shown)
+        left_out, rows = _take_last(_summarize_remote(root), shown)
     else:
-        left_out, steps = _without(steps_on_disk(require_existing(Path(root))), shown)
-        rows = _steps(Path(root), steps)
-    in_store = any(row["stored"] is not None for row in rows)
+        left_out, steps = _take_last(steps_on_disk(require_existing(Path(root))), shown)
+        rows = _summarize_steps(Path(root), steps)
+    has_remote = any(row["stored"] is not None for row in rows)
     why = [row.pop("why") for row in rows]
-    for sentence in filter(None, [*why, *_of_other_releases(root)]):
+    for sentence in filter(None, [*why, *_list_other_releases(root)]):
         typer.echo(sentence, err=True)
     if as_json:
         print_json(rows)
@@ -66,8 +64,8 @@ def list_steps(
     if not rows:
         typer.echo(f"no steps in {root}")
         return
-    columns = ("step", "run", "kinds", "files", "size", "committed", "pointed at by", "in use")
-    table = Table(*columns, *["in its store"] * in_store, "state")
+    columns = ("step", "run", "kinds", "files", "size", "committed", "latest of", "in use")
+    table = Table(*columns, *["in remote"] * has_remote, "state")
     for column in (0, 1, 3, 4):
         table.columns[column].justify = "right"
     for row in rows:
@@ -80,12 +78,12 @@ def list_steps(
             row["committed"].replace("T", " "),
             ", ".join(row["pointers"]),
             ", ".join(row["in_use"]),
-            *[{True: "yes", False: "no", None: ""}[row["stored"]]] * in_store,
+            *[{True: "yes", False: "no", None: ""}[row["stored"]]] * has_remote,
             row["state"],
         )
-    output().print(table)
+    make_console().print(table)
     if left_out:
-        typer.echo(f"{left_out:,} lower steps are not shown; --last shows more")
+        typer.echo(f"{left_out:,} lower steps are not shown; see --last")
 
 
 @app.command(
@@ -98,7 +96,7 @@ def show(
     step: Step,
     as_json: AsJson = False,
 ) -> None:
-    """Show one committed step: its files with sizes and digests, and its callable saves."""
+    """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.layout import step_folder
     from trinity_sync.storage.corruption import read_corruption
     from trinity_sync.storage.discovery import read_step_state
@@ -116,7 +114,7 @@ def show(
         more = {"bytes": manifest.nbytes, "state": found.state, "corrupted": bad, "tags": tagged}
         print_json({**asdict(manifest), **more})
         return
-    console, committed = output(), format_time(manifest.committed_at).replace("T", " ")
+    console, committed = make_console(), format_time(manifest.committed_at).replace("T", " ")
     console.print(
         f"step {number} of run {manifest.run}, {found.state}: {', '.join(manifest.kinds)}, "
         f"committed {committed}, {manifest.nbytes:,} bytes"
@@ -141,23 +139,23 @@ def show(
         console.print(callables)
 
 
-def _without(sorted_ones: list[T], shown: int | None) -> tuple[int, list[T]]:
-    """How many of the first are left out, and the others."""
-    left_out = max(len(sorted_ones) - shown, 0) if shown else 0
-    return left_out, sorted_ones[left_out:]
+def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
+    """Return the number of steps left out, and the last ``count`` steps."""
+    left_out = max(len(steps) - count, 0) if count else 0
+    return left_out, steps[left_out:]
 
 
-def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
+def _summarize_steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.discovery import list_known_runs, read_step_state
     from trinity_sync.storage.latest_pointer import read_latest_pointer
-    from trinity_sync.storage.pins import list_steps_in_use, list_tags
-    from trinity_sync.storage.required_remote import is_replicated, read_required_remote
+    from trinity_sync.storage.pins import list_tags
+    from trinity_sync.storage.required_remote import read_required_remote
 
     try:
-        has_store = bool(read_required_remote(root))
-    except FormatError:  # said by the command
-        has_store = False
+        has_remote = bool(read_required_remote(root))
+    except FormatError:  # reported by the command
+        has_remote = False
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     in_use, tagged, runs = list_steps_in_use(root), list_tags(root).values(), list_known_runs(root)
     rows = []
@@ -165,38 +163,48 @@ def _steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
         found = read_step_state(root, step, runs)
         manifest, why = found.manifest, found.reason if found.state == "another format" else ""
         pointed = [kind for kind, target in pointers.items() if target == step]
-        row = {"step": step, **_summary(manifest), "pointers": pointed, "in_use": in_use[step]}
+        row = {
+            "step": step,
+            **_summarize_manifest(manifest),
+            "pointers": pointed,
+            "in_use": in_use[step],
+        }
         names = [tag.name for tag in tagged if tag.step == step]
         stored = None
         try:
-            stored = is_replicated(root, manifest) if has_store and manifest else None
+            stored = is_replicated(root, manifest) if has_remote and manifest else None
         except FormatError as error:
             why = str(error)
         rows.append({**row, "tags": names, "stored": stored, "state": found.state, "why": why})
     return rows
 
 
-def _of_other_releases(root: str) -> list[str]:
-    """What another release has written in a root besides steps, and which one to upgrade."""
+def _list_other_releases(root: str) -> list[str]:
+    """Return an error text for each record of another release in a root, except steps."""
     from trinity_sync.storage.discovery import list_unreadable_records
 
     return [] if "://" in root else [str(error) for error in list_unreadable_records(root)]
 
 
-def _remote_steps(url: str) -> list[dict[str, Any]]:
+def _summarize_remote(url: str) -> list[dict[str, Any]]:
     from trinity_sync.remote.remote_root import Remote
 
     unknown: dict[str, Any] = {"pointers": [], "in_use": [], "tags": [], "stored": None}
     return [
         {
-            **{"step": step.step, **_summary(step.manifest), **unknown, "state": step.state},
+            **{
+                "step": step.step,
+                **_summarize_manifest(step.manifest),
+                **unknown,
+                "state": step.state,
+            },
             "why": str(step.unreadable or ""),
         }
         for step in Remote(url).list_steps()
     ]
 
 
-def _summary(manifest: "Manifest | None") -> dict[str, Any]:
+def _summarize_manifest(manifest: "Manifest | None") -> dict[str, Any]:
     if manifest is None:
         return {"run": None, "kinds": [], "files": 0, "bytes": 0, "committed": ""}
     return {

@@ -1,4 +1,4 @@
-"""The command that looks at handed-over weights: weights."""
+"""Command that shows the versions of the weights: weights."""
 
 import time
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from trinity_sync.cli.app import (
     Root,
     app,
     format_time,
-    output,
+    make_console,
     print_json,
     require_existing,
 )
@@ -39,7 +39,7 @@ def weights(root: Root, as_json: AsJson = False) -> None:
         )
         return
     newest = found.newest
-    console = output()
+    console = make_console()
     version = f"{newest.step} of run {newest.run}, from {newest.source}" if newest else "none"
     console.print(f"newest version: {version}", highlight=False)
     console.print(

@@ -1,1 +1,1 @@
-"""The steps from one schema of the catalog to the next."""
+"""Migrations of the catalog's schema."""

@@ -1,4 +1,4 @@
-"""What Alembic runs for a migration; the connection is given by `database.opened`."""
+"""Run a migration with Alembic, on the connection of `database.open_catalog`."""
 
 from alembic import context
 

@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import differences, note_versions, rebuild
+from trinity_sync.catalog.mirror import add_versions, find_differences, rebuild
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.errors import CatalogError, FormatError, RequestRefusedError, TrinitySyncError
 from trinity_sync.fs.clock import read_file_system_time
@@ -215,14 +215,14 @@ def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write."""
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
-            note_versions(engine, root)
+            add_versions(engine, root)
             try:
-                missed = differences(engine, root, claims=False)
+                missed = find_differences(engine, root, claims=False)
             except CatalogError:
                 missed = ["has a row that cannot be read"]
             if missed:
                 rebuild(engine, root)
-                differences(engine, root, claims=False)  # raises what was not repaired
+                find_differences(engine, root, claims=False)  # raises what was not repaired
                 yield Finding(str(root), "catalog", "repaired", f"it {'; '.join(missed)}")
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "catalog", "left", str(error))

@@ -1,1 +1,1 @@
-"""One module a schema."""
+"""One module per schema."""

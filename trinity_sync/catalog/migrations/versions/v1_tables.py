@@ -1,4 +1,4 @@
-"""The first schema."""
+"""First schema."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -27,7 +27,7 @@ def upgrade() -> None:
         sa.Column("kinds", sa.Text, nullable=False),
         sa.Column("nbytes", sa.BigInteger, nullable=False),
         sa.Column("committed_at", sa.Double, nullable=False),
-        sa.Column("damage", sa.Text, nullable=False),
+        sa.Column("corruption", sa.Text, nullable=False),
         sa.Column("flow_run", sa.Text),
         sa.Column("metrics", sa.JSON, nullable=False),
         sa.Column("files", sa.JSON, nullable=False),
@@ -43,6 +43,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove them; the files can fill them again."""
+    """Drop the tables; they can be rebuilt from the files."""
     for table in ("weight_versions", "steps", "jobs"):
         op.drop_table(table)
