@@ -149,8 +149,8 @@ def _summarize_steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.discovery import list_known_runs, read_step_state
     from trinity_sync.storage.latest_pointer import read_latest_pointer
-    from trinity_sync.storage.pins import list_tags
-    from trinity_sync.storage.required_remote import read_required_remote
+    from trinity_sync.storage.pins import list_steps_in_use, list_tags
+    from trinity_sync.storage.required_remote import is_replicated, read_required_remote
 
     try:
         has_remote = bool(read_required_remote(root))
