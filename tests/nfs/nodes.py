@@ -35,7 +35,8 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, read_statuses, write_status
 from trinity_sync.snapshot.save_id import SaveId

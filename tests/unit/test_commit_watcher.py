@@ -33,7 +33,8 @@ from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ROOT_FORMAT
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import Manifest, read_manifest

@@ -24,7 +24,8 @@ from trinity_sync.errors import SaveError, StepInUseError, SupersededError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS

@@ -11,7 +11,8 @@ from tests.unit.steps import MODEL, commit_files
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.retention.planner import Removal, Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import LINKED, list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import LINKED, list_step_infos
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries

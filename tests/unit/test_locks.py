@@ -26,7 +26,8 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock, try_ac
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
 from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases

@@ -30,7 +30,8 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import block_reuse, pins, replace
 from trinity_sync.storage.corruption import Corruption, mark_corrupted, remove_mark

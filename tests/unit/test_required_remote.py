@@ -24,7 +24,8 @@ from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
-from trinity_sync.retention.prune import NOT_REPLICATED, list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import NOT_REPLICATED, list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root

@@ -16,8 +16,9 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.planner import Removal, RemovalPlan, Rules, plan_removals
 from trinity_sync.retention.policies import All, StepInfo, parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
 from trinity_sync.retention.prune import prune as drive
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.callable_status import CallableStatus, write_status
 from trinity_sync.snapshot.ticket import ticket_path

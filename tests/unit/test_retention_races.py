@@ -20,7 +20,8 @@ from trinity_sync.storage.leases import acquire_lease
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.planner import Rules, plan_removals
-from trinity_sync.retention.prune import remove_steps, list_step_infos
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.storage.discovery import find_newest, require_committed
 root = Path(sys.argv[1])
 print("ready", flush=True)

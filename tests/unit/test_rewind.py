@@ -13,8 +13,9 @@ from trinity_sync.errors import CommitError, StepInUseError, SupersededError
 from trinity_sync.layout import Kind
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.quarantine import prune_quarantine
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import acquire_lease

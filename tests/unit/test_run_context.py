@@ -7,7 +7,8 @@ from tests.unit.job import Job
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import LastN
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 
 
 def test_a_run_that_begins_anew_where_steps_are_is_told_once(

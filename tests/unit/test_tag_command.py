@@ -99,7 +99,7 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
         (["show", "ROOT", "bset"], "'bset' is neither the number of a step nor a tag"),
         (["verify", "ROOT", "--step", "../20"], "(tags: best, start)"),
         (["tag", "ROOT", 30, "best"], "--force"),
-        (["tag", "ROOT", 30, "40"], "would look like the number of a step"),
+        (["tag", "ROOT", 30, "40"], "looks like a step number"),
         (["tag", "ROOT", 30, "a/b"], "may hold letters"),
         (["tag", "ROOT", 31, "late"], "step 31"),
         (["tag", "ROOT", 30], "STEP NAME"),

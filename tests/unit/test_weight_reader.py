@@ -22,7 +22,8 @@ from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import parse_policy
-from trinity_sync.retention.prune import list_step_infos, remove_steps
+from trinity_sync.retention.prune import remove_steps
+from trinity_sync.retention.step_infos import list_step_infos
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import open_run

@@ -124,7 +124,7 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> Remova
     training resumes from and a reader loads, steps in use, and corrupted steps.
 
     Args:
-        steps: steps of a root, as from `prune.list_step_infos`.
+        steps: steps of a root, as from `list_step_infos`.
         rules: the policies.
         now: seconds since the epoch.
 
