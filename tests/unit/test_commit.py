@@ -217,7 +217,7 @@ def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) 
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
-def test_an_attempt_that_fails_leaves_what_the_other_one_has_written(job: Job) -> None:
+def test_a_failed_attempt_leaves_the_files_of_the_other(job: Job) -> None:
     job.stage(3, {"model": state(3)})
     first, second = job.persist(3), job.persist(3)
     discard(second)
@@ -225,7 +225,7 @@ def test_an_attempt_that_fails_leaves_what_the_other_one_has_written(job: Job) -
     require_committed(job.root, 3)
 
 
-def test_what_an_attempt_that_died_has_written_goes_with_the_commit(job: Job) -> None:
+def test_a_commit_removes_the_files_of_an_attempt_that_died(job: Job) -> None:
     job.stage(3, {"model": state(3)})
     job.persist(3)  # and nobody commits it
     job.commit(3)
@@ -372,7 +372,7 @@ def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
     require_committed(job.root, 10)
 
 
-def test_a_root_that_is_gone_is_named(job: Job) -> None:
+def test_a_missing_root_is_named(job: Job) -> None:
     job.stage(4, {"model": state(1)})
     shutil.rmtree(job.root)
     with pytest.raises(SaveError, match=r"ckpts is missing"):
@@ -417,7 +417,9 @@ def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", "4", "\x00\x00", "4x", "-1"])
-def test_an_empty_or_torn_iteration_file_is_mended_by_the_next_commit(job: Job, torn: str) -> None:
+def test_an_empty_or_torn_latest_pointer_is_repaired_by_the_next_commit(
+    job: Job, torn: str
+) -> None:
     job.stage(4, {"model": state(1)})
     job.commit(4)
     (job.root / "latest_checkpointed_iteration.txt").write_text(torn)
@@ -485,7 +487,7 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
 
 
-def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
+def test_a_superseded_save_does_not_overtake_a_resumed_run(job: Job) -> None:
     """A known defect of the system that this one replaces: an abandoned later version came back."""
     open_run(job.root, "first", 0)
     job.stage(10, {"model": state(10)})
@@ -498,7 +500,7 @@ def test_a_resumed_run_is_not_overtaken_by_what_it_abandoned(job: Job) -> None:
     assert read_latest_pointer(job.root, "state_dict") == 10
 
 
-def test_what_an_earlier_run_handed_over_before_the_resumed_step_still_commits(job: Job) -> None:
+def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(9, {"model": state(9)})
     job.stage(10, {"model": state(10)})
@@ -660,7 +662,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> Non
     require_committed(job.root, 11)
 
 
-def test_what_a_run_replaces_that_began_anew_is_set_aside_whole(
+def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever forgot to load, or started a second training on the root, loses no step."""
@@ -683,7 +685,7 @@ def test_what_a_run_replaces_that_began_anew_is_set_aside_whole(
     require_committed(job.root, 20)
 
 
-def test_a_step_that_was_about_to_be_set_aside_when_all_died_is_set_aside_later(job: Job) -> None:
+def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(10, {"model": state(10)})
     job.commit(10)
@@ -722,7 +724,7 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
         persist(job.share, job.save(1), "metadata", WriteOptions(gather_s=0.05))
 
 
-def test_an_image_of_an_earlier_life_of_the_root_is_not_committed_into_the_new_one(
+def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
     job: Job,
 ) -> None:
     import shutil

@@ -250,7 +250,7 @@ def test_a_corrupted_step_is_not_converted(job: Job, trained: Trained, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts"]
 
 
-def test_a_folder_that_holds_something_is_left_as_it_is(
+def test_a_folder_that_is_not_empty_is_unchanged(
     job: Job, trained: Trained, tmp_path: Path
 ) -> None:
     commit(job, trained.states)
@@ -285,9 +285,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(
     assert not step_folder(small_disk / "job", 1).exists()
 
 
-def test_the_commands_say_what_they_did_and_what_went_wrong(
-    job: Job, trained: Trained, tmp_path: Path
-) -> None:
+def test_the_commands_report_results_and_errors(job: Job, trained: Trained, tmp_path: Path) -> None:
     commit(job, trained.states)
     run = CliRunner().invoke
     done = run(app, ["to-dcp", str(job.root), str(STEP), str(tmp_path / "out")])

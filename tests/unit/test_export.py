@@ -259,9 +259,7 @@ def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_pa
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_an_export_that_was_killed_goes_on_where_it_was(
-    job: Job, commit: Commit, tmp_path: Path
-) -> None:
+def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> None:
     model = tiny(layers=4)
     commit(shards(model.state_dict(), (2,)), model.config)
     saved: list[str] = []
@@ -410,7 +408,7 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
     require_committed(job.root, 1)
 
 
-def test_an_export_request_holds_its_step_until_it_ends(job: Job, commit: Commit) -> None:
+def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit) -> None:
     model = tiny()
     commit(shards(model.state_dict(), (2,)), model.config)
     for role in ("actor", "critic"):
@@ -423,7 +421,7 @@ def test_an_export_request_holds_its_step_until_it_ends(job: Job, commit: Commit
     assert [each.role for each in list_export_requests(job.root)] == ["critic"]  # for a retry
 
 
-def test_an_export_request_goes_with_its_checkpoint_to_the_run_that_takes_it_over(
+def test_a_later_run_inherits_the_export_request_of_its_checkpoint(
     job: Job, commit: Commit
 ) -> None:
     model = tiny()
@@ -473,7 +471,7 @@ class OwnForCausalLM(Qwen2ForCausalLM):
 
 
 @pytest.mark.parametrize("theirs", ["", "modeling_own.py", "config.json"])
-def test_code_of_a_model_is_imported_if_nobody_else_may_have_written_it(
+def test_code_of_a_model_is_imported_if_no_other_user_may_have_written_it(
     job: Job, commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))

@@ -73,14 +73,14 @@ def test_a_lease_of_no_number_of_seconds_is_refused(committed: Job, ttl_s: float
         assert (lease.holder, lease.ttl_s) == ("me", 1e11)
 
 
-def test_a_lease_that_is_renewed_while_it_is_judged_holds(committed: Job) -> None:
+def test_a_lease_renewed_during_its_removal_is_kept(committed: Job) -> None:
     lease = ended_lease(committed)
     with when_opened(committed.root / LOCK, lease.renew):
         assert [found.step for found in list_leases(committed.root)] == [4]
     assert lease.path.exists()
 
 
-def test_a_lease_is_renewed_or_its_reader_is_told(committed: Job) -> None:
+def test_a_lease_is_renewed_or_an_error_is_raised(committed: Job) -> None:
     lease = ended_lease(committed)
     told: list[str] = []
 
@@ -125,7 +125,7 @@ def test_a_removal_leaves_ended_leases_to_the_next_look(committed: Job) -> None:
     assert not lease.path.exists()
 
 
-def test_a_file_among_the_leases_that_is_none_holds_nothing_and_stays(committed: Job) -> None:
+def test_other_files_among_the_leases_keep_no_step_and_stay(committed: Job) -> None:
     acquire_lease(committed.root, 4, "reader").release()
     notes = committed.root / ".trinity_sync/leases/04.notes.json"
     notes.touch()
@@ -133,7 +133,7 @@ def test_a_file_among_the_leases_that_is_none_holds_nothing_and_stays(committed:
     assert notes.exists()
 
 
-def test_a_torn_lease_holds_the_step_of_its_name_for_a_day(committed: Job) -> None:
+def test_a_torn_lease_keeps_the_step_in_its_name_for_a_day(committed: Job) -> None:
     lease = acquire_lease(committed.root, 4, "reader", ttl_s=5)
     lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))
     assert [found.step for found in list_leases(committed.root)] == [4]
@@ -196,7 +196,7 @@ def test_a_root_that_is_not_mounted_is_not_made(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_a_lease_waits_for_a_removal_and_then_sees_that_the_step_is_gone(committed: Job) -> None:
+def test_a_lease_waits_for_a_removal_and_then_fails(committed: Job) -> None:
     answers: list[Exception] = []
 
     def read() -> None:

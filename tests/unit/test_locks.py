@@ -218,7 +218,7 @@ def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> None:
+def test_a_lease_is_released_only_by_the_process_that_acquired_it(job: Job) -> None:
     commit_files(job.root, 4)
     with acquire_lease(job.root, 4, "parent") as lease:
         if (child := os.fork()) == 0:
@@ -229,7 +229,7 @@ def test_a_lease_is_given_back_by_the_process_that_took_it_alone(job: Job) -> No
     assert list_leases(job.root) == []
 
 
-def test_who_waits_too_long_is_told_who_has_the_lock(
+def test_a_lock_timeout_names_the_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lock_file, "WARN_S", 0.0)
@@ -249,7 +249,7 @@ def test_who_waits_too_long_is_told_who_has_the_lock(
 
 
 @pytest.mark.parametrize(("limit_s", "warnings"), [(60.0, 1), (math.inf, 0)])
-def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_seconds(
+def test_waiting_for_a_write_permit_warns_only_after_a_minute(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -265,7 +265,7 @@ def test_who_waits_for_its_turn_to_write_does_not_warn_of_others_that_write_for_
     assert len(caplog.messages) == warnings
 
 
-def test_all_who_share_a_lock_are_named(tmp_path: Path) -> None:
+def test_all_holders_of_a_shared_lock_are_named(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with running(HOLD, path, "shared") as one, running(HOLD, path, "shared") as other:
         with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
@@ -297,7 +297,7 @@ def test_a_child_of_another_program_that_keeps_a_lock_is_named(tmp_path: Path) -
             assert told.value.holder.startswith(f"process {keeper} ")
 
 
-def test_where_the_holder_cannot_be_seen_what_it_has_noted_is_told(tmp_path: Path) -> None:
+def test_the_description_of_an_invisible_holder_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     script = """
         import sys
@@ -353,7 +353,7 @@ def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> 
     assert ends == [0] * 30
 
 
-def test_a_retention_that_cannot_have_its_lock_lets_commits_through(
+def test_a_prune_that_waits_for_its_lock_does_not_block_commits(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
@@ -412,7 +412,7 @@ def no_umask() -> Iterator[None]:
     [(0o700, 0o600), (0o755, 0o600), (0o750, 0o600), (0o775, 0o660), (0o777, 0o666)],
 )
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-def test_those_open_a_lock_who_may_write_beside_it(
+def test_users_who_may_write_into_its_folder_may_open_a_lock(
     tmp_path: Path, folder: int, lock: int, umask: int, no_umask: None
 ) -> None:
     os.umask(umask)
@@ -436,7 +436,7 @@ def test_a_lock_that_leads_elsewhere_is_not_opened(tmp_path: Path) -> None:
         assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
 
 
-def test_a_file_that_was_moved_to_the_place_of_a_lock_is_opened_to_nobody(tmp_path: Path) -> None:
+def test_a_file_moved_to_the_path_of_a_lock_gets_no_permissions(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     secret = tmp_path / "secret"
     secret.write_text("mine")
@@ -473,7 +473,7 @@ def open_to_all(job: Job) -> Job:
     return job
 
 
-def test_who_may_only_read_a_root_holds_nothing_up(
+def test_readers_of_a_root_cannot_block_its_locks(
     open_to_all: Job, no_umask: None, tmp_path: Path
 ) -> None:
     job = open_to_all
@@ -496,7 +496,9 @@ def test_who_may_only_read_a_root_holds_nothing_up(
     as_another_user(hold_all)
 
 
-def test_all_who_may_write_into_a_root_use_its_locks(open_to_all: Job, no_umask: None) -> None:
+def test_all_users_who_may_write_into_a_root_use_its_locks(
+    open_to_all: Job, no_umask: None
+) -> None:
     if os.getuid():
         pytest.skip("only root can be another user")
     os.umask(0o077)

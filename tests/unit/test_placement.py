@@ -194,13 +194,13 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
     assert read_run_manifest(root, 2, 4) is None
 
 
-def test_ranks_that_handed_nothing_over_are_named_with_their_node(two_nodes: list[Job]) -> None:
+def test_ranks_that_submitted_nothing_are_named_with_their_node(two_nodes: list[Job]) -> None:
     share = shares_of(two_nodes)[1]
     with pytest.raises(MissingShardsError, match=r"model of role actor ranks 2-3 .* on node b"):
         persist(share, two_nodes[1].save(4), "model", WriteOptions(gather_s=0.05))
 
 
-def test_a_node_waits_for_all_its_ranks_to_know_who_attached_something(
+def test_a_node_waits_for_all_its_ranks_to_find_attachments(
     two_nodes: list[Job],
 ) -> None:
     share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
@@ -211,7 +211,7 @@ def test_a_node_waits_for_all_its_ranks_to_know_who_attached_something(
     assert persist(share, save, "attachments", WriteOptions()) == []
 
 
-def test_whichever_node_asks_it_is_one_flow_run_with_all_that_rank_0_has(
+def test_requests_of_all_nodes_make_one_flow_run(
     two_nodes: list[Job],
 ) -> None:
     for rank in range(4):

@@ -60,7 +60,7 @@ def written_but_never_committed(job: Job, step: int) -> Path:
     return Path(written.temporary)
 
 
-def test_a_node_whose_clock_is_a_day_ahead_removes_no_file_of_a_save_under_way(
+def test_a_node_whose_clock_is_a_day_ahead_removes_no_file_of_a_save_in_flight(
     job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = written_but_never_committed(job, 1)
@@ -70,9 +70,7 @@ def test_a_node_whose_clock_is_a_day_ahead_removes_no_file_of_a_save_under_way(
     assert left.exists()
 
 
-def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
-    job: Job, settings: Settings
-) -> None:
+def test_old_export_files_of_a_removed_step_are_removed(job: Job, settings: Settings) -> None:
     save(job, 1, 2)
     exports = job.root / ".trinity_sync/exports"
     for step in (1, 2):
@@ -86,9 +84,7 @@ def test_what_exports_left_of_a_step_that_is_gone_is_removed_when_it_is_old(
     assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
 
 
-def test_a_name_below_exports_that_no_export_makes_holds_up_nothing(
-    job: Job, settings: Settings
-) -> None:
+def test_other_files_among_the_exports_are_ignored(job: Job, settings: Settings) -> None:
     exports = job.root / ".trinity_sync/exports"
     exports.mkdir(parents=True)
     (exports / "global_step_01.actor").touch()
@@ -150,7 +146,7 @@ def test_a_workers_start_moves_the_pointers_of_known_roots(job: Job, settings: S
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
-def test_temporary_files_go_once_nobody_can_need_them(job: Job, settings: Settings) -> None:
+def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings: Settings) -> None:
     temporary = written_but_never_committed(job, 3)
 
     def remove(**conditions: object) -> list[Finding]:
@@ -219,7 +215,7 @@ def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
     require_committed(job.root, 1)
 
 
-def test_a_step_that_lost_its_name_to_one_of_the_store_is_put_back(
+def test_a_step_that_lost_its_name_to_a_fetched_one_is_restored(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1, 2)
@@ -232,9 +228,7 @@ def test_a_step_that_lost_its_name_to_one_of_the_store_is_put_back(
     assert list(fetching.iterdir()) == []
 
 
-def test_memory_of_a_job_that_is_gone_is_given_back(
-    job: Job, settings: Settings, tmp_path: Path
-) -> None:
+def test_memory_of_a_removed_job_is_freed(job: Job, settings: Settings, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     spool = open_job_spool(settings.spool, other)
@@ -262,7 +256,7 @@ def test_memory_with_a_sealed_image_is_left_and_named(
     assert "it has 1 unsaved images" in finding.why
 
 
-def test_temporary_files_of_small_records_go_and_those_of_others_stay(
+def test_temporary_files_of_records_are_removed_and_other_files_kept(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1)
@@ -364,7 +358,7 @@ def run_with(url: str, job: Job, settings: Settings) -> list[Finding]:
         return [finding for finding in asyncio.run(run()) if finding.what != "catalog"]
 
 
-def test_files_are_mended_though_the_server_does_not_take_the_login(
+def test_files_are_repaired_though_the_server_refuses_the_login(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1)
@@ -380,7 +374,7 @@ def test_files_are_mended_though_the_server_does_not_take_the_login(
     assert "401 Unauthorized" in found[0].why
 
 
-def test_images_wait_and_files_are_mended_though_nothing_is_deployed(
+def test_images_wait_and_files_are_repaired_though_nothing_is_deployed(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1)

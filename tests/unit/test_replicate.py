@@ -101,7 +101,7 @@ def kill_after_the_first_file(job: Job, url: str) -> None:
     assert died.returncode == -signal.SIGKILL
 
 
-def test_an_upload_that_was_killed_is_not_committed_and_goes_on_where_it_was(
+def test_a_killed_upload_is_not_committed_and_resumes(
     commit: Callable[..., Job], any_url: str
 ) -> None:
     job = commit(4)
@@ -124,7 +124,7 @@ def test_a_file_that_was_written_over_since_is_sent_again(
     assert replicate(job.root, any_url, 4).uploaded == 2
 
 
-def test_a_step_that_a_later_run_committed_anew_replaces_the_old_copy(
+def test_a_step_that_a_later_run_committed_again_replaces_the_old_copy(
     commit: Callable[..., Job], url: str, tmp_path: Path
 ) -> None:
     job = commit(4)
@@ -167,7 +167,7 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
 
 
-def test_a_corrupted_copy_is_not_committed_here_and_a_good_one_goes_on(
+def test_a_corrupted_copy_is_not_committed_and_a_valid_download_resumes(
     commit: Callable[..., Job], url: str, tmp_path: Path
 ) -> None:
     job = commit(4)

@@ -159,7 +159,7 @@ def test_a_note_that_is_torn_is_passed_over(job: Job, text: str) -> None:
     assert load(job, 1).source == "disk"
 
 
-def test_a_slot_that_is_gone_or_cut_is_passed_over(job: Job) -> None:
+def test_a_missing_or_truncated_slot_is_skipped(job: Job) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
     slot.write_bytes(slot.read_bytes()[:5000])
@@ -294,7 +294,7 @@ def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
     }
 
 
-def test_another_number_of_ranks_is_told_how_many_saved(job: Job) -> None:
+def test_another_number_of_ranks_is_refused_with_the_saved_number(job: Job) -> None:
     save(job, 1, 1)
     with pytest.raises(CommitError, match=r"was saved by 1 rank\(s\), and this is rank 1 of 4"):
         load_states(job.root, 1, "actor", rank=1, world_size=4)

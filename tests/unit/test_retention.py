@@ -69,7 +69,7 @@ def spared(removal: Removal) -> dict[int, str]:
     return {each.step: why for each, why in removal.spared}
 
 
-def test_a_plan_says_what_stays_and_why_and_what_goes(root: Path) -> None:
+def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None:
     for step in range(1, 7):
         commit_files(root, step)
     pin(root, 2, "the paper's")
@@ -85,7 +85,7 @@ def test_a_plan_says_what_stays_and_why_and_what_goes(root: Path) -> None:
     assert steps_on_disk(root) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_goes_leaves_nothing_behind(root: Path) -> None:
+def test_a_removed_step_leaves_no_files(root: Path) -> None:
     for step in range(1, 5):
         commit_files(root, step)
         write_metrics(root, 1, step, {"reward": step})
@@ -110,7 +110,7 @@ def test_checkpoints_and_syncs_are_judged_apart(root: Path) -> None:
     assert steps_on_disk(root) == [4, 6, 7, 8]
 
 
-def test_the_newest_of_each_kind_stays_whatever_a_policy_says(root: Path) -> None:
+def test_the_newest_step_of_each_kind_is_always_kept(root: Path) -> None:
     commit_files(root, 10)
     commit_files(root, 20)
     commit_files(root, 30, kind="state_dict")
@@ -152,7 +152,7 @@ def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: 
     assert reasons[8000] == "all are kept (steps superseded by a run that began at step 0)"
 
 
-def test_steps_of_the_training_before_go_as_what_was_set_aside(root: Path) -> None:
+def test_superseded_steps_are_removed_by_the_policy_of_quarantine(root: Path) -> None:
     begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
     remove_steps(root, plan_removals(list_step_infos(root), policies, now=2e9))
@@ -175,7 +175,7 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
     assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
 
 
-def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> None:
+def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
     for step in (10, 20, 30):
         commit_files(root, step)
     request = ExportRequest(1, 10, "actor")
@@ -189,7 +189,7 @@ def test_a_step_whose_model_is_to_be_exported_stays_until_it_is(root: Path) -> N
     assert steps_on_disk(root) == [30]
 
 
-def test_an_export_that_failed_or_never_came_holds_no_step_for_ever(root: Path) -> None:
+def test_a_failed_or_missing_export_does_not_keep_its_step(root: Path) -> None:
     for step in (10, 20, 30):
         commit_files(root, step)
     fail_export_request(root, ExportRequest(1, 10, "actor"))
@@ -265,7 +265,7 @@ def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
     assert numbers(prune(root).removed) == [2]
 
 
-def test_nothing_goes_before_its_successor_is_seen_to_be_whole(root: Path) -> None:
+def test_no_step_is_removed_before_a_newer_one_is_valid(root: Path) -> None:
     for step in (1, 2):
         commit_files(root, step)
     made = planned(root)
@@ -292,7 +292,7 @@ def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
     assert "latest pointer" in spared(remove_steps(root, made))[1]
 
 
-def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
+def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
     weight = {"w": torch.zeros(100)}
     job.stage(3, {"model": weight}, kind="state_dict")
     job.commit(3, kind="state_dict")
@@ -306,7 +306,7 @@ def test_a_step_whose_checkpoint_is_still_to_come_is_spared(job: Job) -> None:
     assert find_newest(job.root).step == 3
 
 
-def test_an_image_that_a_resume_left_behind_holds_no_step(job: Job) -> None:
+def test_a_superseded_image_keeps_no_step(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and nobody needs its slot
     open_run(job.root, "second", 10)
@@ -315,7 +315,7 @@ def test_an_image_that_a_resume_left_behind_holds_no_step(job: Job) -> None:
     assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
 
 
-def test_a_step_in_which_somebody_writes_is_spared(job: Job) -> None:
+def test_a_step_with_a_write_in_flight_is_kept(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
@@ -336,7 +336,7 @@ def ticket_of(job: Job, step: int) -> Path:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]", b'{"format": 99}'])
-def test_a_ticket_that_says_of_no_step_holds_up_nothing_and_is_named(
+def test_a_ticket_without_a_step_keeps_no_step_and_is_named(
     job: Job, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
@@ -350,9 +350,7 @@ def test_a_ticket_that_says_of_no_step_holds_up_nothing_and_is_named(
 
 
 @pytest.mark.parametrize("change", [{"format": 99}, {"rank": 3}, {"components": "no list"}])
-def test_a_ticket_that_was_edited_holds_the_step_that_it_names(
-    job: Job, change: dict[str, Any]
-) -> None:
+def test_an_altered_ticket_keeps_the_step_that_it_names(job: Job, change: dict[str, Any]) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     path = ticket_of(job, 2)
@@ -367,7 +365,7 @@ def test_a_ticket_that_was_edited_holds_the_step_that_it_names(
     assert numbers(prune(job.root, spool=spool).removed) == [2, 3]
 
 
-def test_a_receipt_that_is_torn_holds_its_own_step_only(job: Job) -> None:
+def test_a_torn_callable_status_keeps_its_own_step_only(job: Job) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     write_status(job.spool, CallableStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
@@ -380,7 +378,7 @@ def test_a_receipt_that_is_torn_holds_its_own_step_only(job: Job) -> None:
     assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [2]
 
 
-def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) -> None:
+def test_large_files_of_one_step_are_kept_for_reuse(root: Path) -> None:
     for step in (1, 2, 3, 4):
         commit_files(root, step, nbytes=2 * WORTHWHILE)
     prune(root)
@@ -388,7 +386,7 @@ def test_large_files_wait_for_the_next_save_as_many_as_one_step_has(root: Path) 
     assert acquire_spare(root, root / "next", WORTHWHILE)
 
 
-def test_without_recycling_all_room_is_given_back(root: Path) -> None:
+def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
     for step in (1, 2):
         commit_files(root, step, nbytes=2 * WORTHWHILE)
     remove_steps(root, planned(root), recycle=False)
@@ -405,7 +403,7 @@ def history(root: Path) -> Path:
     return root
 
 
-def test_a_retention_that_dies_at_any_point_leaves_whole_steps_or_none(tmp_path: Path) -> None:
+def test_a_killed_prune_leaves_complete_steps_or_none(tmp_path: Path) -> None:
     whole = history(tmp_path / "whole")
     changes = in_a_process(lambda: prune(whole, "last=1"), tmp_path)
     assert changes > 10

@@ -48,7 +48,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("global_step_*"))
 
 
-def test_the_step_is_the_newest_and_later_ones_lie_aside_whole(trained: Job) -> None:
+def test_the_step_is_the_newest_and_later_steps_are_quarantined(trained: Job) -> None:
     before = {step: files(trained.root / f"global_step_{step}") for step in (20, 30)}
     done = rewind(trained.root, 10)
     assert find_newest(trained.root).step == 10
@@ -84,7 +84,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
         trained.commit(15, run=2)
 
 
-def test_what_a_run_had_left_behind_is_good_again_once_that_run_is_gone_back_behind(
+def test_a_rewind_behind_a_run_annuls_what_it_superseded(
     trained: Job,
 ) -> None:
     commit(trained, 35, kind="state_dict")
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job)
     assert find_newest_run(trained.root).number == 1
 
 
-def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
+def test_a_leased_newer_step_is_not_quarantined(trained: Job) -> None:
     with (
         acquire_lease(trained.root, 30, "explorer 7"),
         pytest.raises(StepInUseError, match="step 30: explorer 7") as refused,
@@ -147,7 +147,7 @@ def test_a_newer_step_that_is_read_is_not_set_aside(trained: Job) -> None:
         rewind(trained.root, 10)
 
 
-def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
+def test_a_pinned_step_is_quarantined_by_force_only(trained: Job) -> None:
     pin(trained.root, 30, "the paper's")
     with pytest.raises(StepInUseError, match="step 30: the paper's") as refused:
         rewind(trained.root, 10)
@@ -157,7 +157,7 @@ def test_a_pinned_step_is_set_aside_by_force_only(trained: Job) -> None:
     assert list_pins(trained.root) == []
 
 
-def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Job) -> None:
+def test_a_tagged_step_is_quarantined_by_force_only_and_loses_its_tags(trained: Job) -> None:
     tag(trained.root, 10, "start")
     tag(trained.root, 30, "best")
     with pytest.raises(StepInUseError, match="step 30: best"):
@@ -166,7 +166,7 @@ def test_a_tagged_step_is_set_aside_by_force_only_and_loses_its_tags(trained: Jo
     assert list(list_tags(trained.root)) == ["start"]
 
 
-def test_what_was_set_aside_stays_until_a_policy_lets_go_of_it(trained: Job) -> None:
+def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> None:
     day = 86_400.0
     rewind(trained.root, 20, clock=lambda: 0.0)
     rewind(trained.root, 10, clock=lambda: 3 * day)

@@ -66,7 +66,7 @@ def pointers(job: Job) -> tuple[int | None, int | None]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, PIECE, PIECE * READERS * 3 + 17])
-def test_a_digest_in_pieces_is_that_of_the_whole_file(tmp_path: Path, nbytes: int) -> None:
+def test_a_digest_in_pieces_equals_that_of_the_file(tmp_path: Path, nbytes: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(random.Random(nbytes).randbytes(nbytes))
     assert digest_file(path, nbytes) == digest_cached_file(path)
@@ -78,7 +78,7 @@ def test_whole_steps_stay_as_they_are(job: Job) -> None:
     assert not list(job.root.glob("*/corrupted.json"))
 
 
-def test_trouble_of_the_reader_says_nothing_about_a_file(job: Job) -> None:
+def test_an_error_of_the_reader_marks_no_file(job: Job) -> None:
     def too_many() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -127,7 +127,7 @@ def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) ->
     assert find_newest(job.root).step == 2
 
 
-def test_a_part_that_is_whole_does_not_make_up_for_another_that_is_not(job: Job) -> None:
+def test_a_valid_file_does_not_hide_a_corrupted_one(job: Job) -> None:
     save(job, 1)
     flip_a_byte(shard(job, 1))
     verify(job, step=1)
@@ -145,7 +145,7 @@ def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
     assert find_newest(job.root) is None
 
 
-def test_a_pointer_does_not_go_back_to_what_a_resumed_run_left_behind(job: Job) -> None:
+def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
     open_run(job.root, "first", 0)
     save(job, 1, 2, 3)
     open_run(job.root, "second", 1)
@@ -222,7 +222,7 @@ def test_a_torn_mark_still_counts(job: Job) -> None:
     assert states(verify(job, step=2)) == {2: "restored"}
 
 
-def test_every_file_has_its_turn_in_samples_of_consecutive_days(job: Job) -> None:
+def test_samples_of_consecutive_days_cover_every_file(job: Job) -> None:
     save(job, *range(1, 8))
     files = {(file.step, file.record.path) for file in choose_files(job.root, newest=99)}
     nbytes = sum(file.record.nbytes for file in choose_files(job.root, newest=99))
@@ -235,7 +235,7 @@ def test_every_file_has_its_turn_in_samples_of_consecutive_days(job: Job) -> Non
     assert choose_files(job.root, sample_bytes=1, seed=3)
 
 
-def test_shares_hold_every_file_once_and_are_of_about_the_same_size(job: Job) -> None:
+def test_split_lists_have_every_file_once_and_similar_sizes(job: Job) -> None:
     save(job, *range(1, 6))
     files = choose_files(job.root, newest=9)
     parts = split_evenly(files, 3)

@@ -3,8 +3,9 @@
 A run is a small file ``root/.trinity_sync/runs/{number}.json``. It is written once, except for the
 step that it resumes from if a process that loads nothing wrote it first. A run that resumed from
 step M supersedes all saves of earlier runs beyond M that are not committed yet: they are refused,
-otherwise explorers would receive weights of an abandoned branch. A rewind is also a run: it annuls
-the runs between itself and the run whose commit it goes back to, and what those had superseded.
+otherwise explorers would receive weights that training no longer uses. A rewind is also a run: it
+annuls the runs between itself and the run whose commit it goes back to, and what those had
+superseded.
 """
 
 from collections.abc import Callable, Iterable
