@@ -108,15 +108,15 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         components: list[Component | None] = [
             c for c in request.components if c != "metadata" or node.shards.has_rank_0
         ]
-        awaits_functions = node is not nodes[0]  # the commit task awaits those of its own node
-        if awaits_functions and not components:
+        awaits_callables = node is not nodes[0]  # there, the commit task does
+        if awaits_callables and not components:
             components = [None]
         with remote_options(**pin_to_node(node.shards.node, alive)):
             for component in components:
                 task = PERSIST_TASKS[component]
-                futures.append(task.submit(request, component, node.shards, awaits_functions))
+                futures.append(task.submit(request, component, node.shards, awaits_callables))
                 owners.append(node)
-                awaits_functions = False  # one task of the node is enough
+                awaits_callables = False  # one task of the node is enough
     failures: list[BaseException] = []
     for node, outcome in zip(owners, await gather_outcomes(futures), strict=True):
         if isinstance(outcome, RayError):

@@ -31,15 +31,15 @@ def persist_component(
     request: SaveRequest,
     component: Component | None,
     shards: NodeShards,
-    with_functions: bool = False,
+    with_callables: bool = False,
 ) -> Persisted:
     """Persist the images of one component on one node, durably and under temporary names.
 
     Args:
         request: The save.
-        component: The component; None if only save functions write on this node.
+        component: The component; None if the node has callable saves only.
         shards: The shards that this node holds.
-        with_functions: Also wait for the save functions of this node and sync their files.
+        with_callables: Also wait for the callable saves of this node, and sync their files.
     """
     settings, save = Settings(), make_save(request)
     options = WriteOptions(
@@ -51,7 +51,7 @@ def persist_component(
     )
     written = persist(shards, save, component, options) if component else []
     spool = get_job_spool(shards.spool, save.root)
-    statuses = await_callable_saves(spool, save) if with_functions else []
+    statuses = await_callable_saves(spool, save) if with_callables else []
     sync_callable_files(save, statuses)
     return Persisted(written, statuses)
 
@@ -76,8 +76,8 @@ PersistTask: TypeAlias = Task[[SaveRequest, Component | None, NodeShards, bool],
 PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(
         persist_component,
-        name=f"persist-{component or 'function-files'}",
-        description=f"Persist {component or 'the files of save functions'} on one node",
+        name=f"persist-{component or 'callable-files'}",
+        description=f"Persist {component or 'the files of callable saves'} on one node",
         retries=3,
         retry_delay_seconds=[1, 5, 15],
         retry_condition_fn=is_io_error,

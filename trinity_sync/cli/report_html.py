@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trinity_sync.cli.app import format_size, format_time
 
@@ -60,6 +60,7 @@ def render_report(report: JobReport) -> str:
     environment = Environment(
         loader=PackageLoader("trinity_sync", "cli"),
         autoescape=True,
+        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
