@@ -148,7 +148,7 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
     )
     died = subprocess.run([sys.executable, "-c", script], check=False)
     assert died.returncode == -signal.SIGKILL
-    first = job.spool.of_step(1, 1)[0][0]
+    first = job.spool.read_step(1, 1)[0][0]
     os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
     job.stage(3, {"model": {"w": torch.zeros(3)}})
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
@@ -167,7 +167,7 @@ def test_images_of_before_a_reboot_are_evicted(job: Job) -> None:
 def test_an_image_whose_ticket_is_torn_is_evicted(job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
-    torn = job.spool.of_step(1, 2)[0][0]
+    torn = job.spool.read_step(1, 2)[0][0]
     ticket_path(torn.slot).write_text("{")
     job.stagers[0] = Stager(job.spool, slot_wait_s=60)
     job.stage(3, {"model": {"w": torch.zeros(3)}})
@@ -181,7 +181,7 @@ def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) 
     now[0] += 60
 
     def clock() -> float:
-        if job.spool.of_step(1, 1)[0]:  # its age has been asked for
+        if job.spool.read_step(1, 1)[0]:  # its age has been asked for
             job.commit(1)
             job.stagers[0] = other
             job.stage(2, {"model": {"w": torch.ones(3)}})
@@ -244,7 +244,7 @@ def test_a_slot_that_becomes_free_is_taken_before_anything_gives_way(job: Job) -
 
 def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
     with pytest.raises(SpoolFullError, match=r"TRINITY_SYNC_SPOOL"):
-        job.spool.check_room(1 << 60)
+        job.spool.require_room(1 << 60)
     stager = job.stager()
     with pytest.raises(SpoolFullError, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
         stager.prewarm("actor", "model", 0, 1 << 50)
@@ -255,7 +255,7 @@ def test_a_slot_that_its_commit_frees_does_not_count_as_given_way(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     def commit_meanwhile() -> float:
-        if job.spool.of_step(1, 1)[0] and job.spool.of_step(1, 2)[0]:
+        if job.spool.read_step(1, 1)[0] and job.spool.read_step(1, 2)[0]:
             job.commit(1)
         return time.monotonic()
 

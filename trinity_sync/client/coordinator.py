@@ -327,7 +327,7 @@ class CheckpointCoordinator:
         """
         here = [place for place in self._places if place.node == self.settings.node]
         ranks = sum(len(place.ranks) for place in here)
-        self.spool.check_room(self.settings.slots * nbytes * ranks)
+        self.spool.require_room(self.settings.slots * nbytes * ranks)
 
     # ------------------------------------------------------------ saving
 

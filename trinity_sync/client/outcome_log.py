@@ -14,7 +14,6 @@ that finds no living rank 0 queries the server itself. The newest run removes th
 runs that no process holds.
 """
 
-import hashlib
 import logging
 import os
 import uuid
@@ -105,7 +104,7 @@ class OutcomeLog:
             with suppress(OSError):  # such as another user's file
                 if number is not None and number < self._request.run and not is_locked(path):
                     path.unlink(missing_ok=True)
-        self._path = folder / f"{_prefix(self._request)}.{uuid.uuid4().hex[:8]}.jsonl"
+        self._path = folder / f"{self._request.save.run_label}.{uuid.uuid4().hex[:8]}.jsonl"
         # locked before it gets its name, so no rank finds it unlocked
         temporary = folder / f".{self._path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         lock = LockFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -140,7 +139,7 @@ class OutcomeLogs:
 
     def __init__(self, request: SaveRequest) -> None:
         self._folder = _folder(request.root)
-        self._pattern = f"{_prefix(request)}.*.jsonl"
+        self._pattern = f"{request.save.run_label}.*.jsonl"
         self._files: dict[Path, _File] = {}
 
     def read(self) -> None:
@@ -210,7 +209,3 @@ class OutcomeLogs:
 
 def _folder(root: str) -> Path:
     return Path(root) / PRIVATE_FOLDER / "outcomes"
-
-
-def _prefix(request: SaveRequest) -> str:
-    return f"run{request.run}-{hashlib.sha256(request.run_key.encode()).hexdigest()[:8]}"

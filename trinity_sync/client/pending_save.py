@@ -30,7 +30,7 @@ class SaveResult:
     """How a save ended."""
 
     outcome: Outcome
-    """What the other ranks are told."""
+    """Outcome to write for the other ranks."""
     missed: str = ""
     """What was not reached, to follow "was not"; empty for a save that succeeded."""
     failure: str = ""
@@ -55,9 +55,9 @@ class PendingSave:
     requested_here: bool = False
     """Whether this process has requested the flow run."""
     announced: bool = False
-    """Whether the other ranks were told that rank 0 follows it."""
+    """Whether rank 0 has written for the other ranks that it follows the save."""
     committed: bool = False
-    """Whether the last `find_result` found it committed."""
+    """Whether the last `find_result` has found it committed."""
     manifest: Manifest | None = None
     """What this run has committed of the step, as of the last look."""
     stamp: tuple[int, int, int] | None = None
@@ -72,14 +72,13 @@ class PendingSave:
         of this node does the same, but a node need not have a worker.
 
         Args:
-            outcome: of the flow run, as far as it is known; None if nobody has asked.
-            spool: of the job on this node.
+            outcome: outcome of the flow run; None if the server was not queried.
+            spool: the job's folder on this node.
 
         Raises:
             OSError, TrinitySyncError: the root or the spool cannot be read.
         """
-        self.committed = self._is_committed()
-        if self.committed and self._is_exported():
+        if self._has_succeeded():
             return SaveResult(COMPLETED)
         if outcome is None or outcome.state not in ("completed", "failed"):
             return None
@@ -87,6 +86,8 @@ class PendingSave:
         missed = "exported, but is committed" if self.committed else self._describe_missed()
         if outcome.state == "completed":
             late = self._find_late_images(spool)
+            if not late and self._has_succeeded():  # an image has just joined the commit
+                return SaveResult(COMPLETED)
             if not late and self._is_gone():
                 logger.info(
                     "%s of %s was committed, and has been removed or replaced since",
@@ -98,10 +99,14 @@ class PendingSave:
             for image in unresolved:
                 resolve_late_image(self.request.save, image)
             if unresolved:
-                return None  # the next look finds what became of them
+                return None  # the next look finds the result
             why = _why_failed(late) or f"its flow run completed without that step being {missed}"
         where = f" ({outcome.url})" if outcome.url else ""
         return SaveResult(outcome, missed, f"{why}{where}")
+
+    def _has_succeeded(self) -> bool:
+        self.committed = self._is_committed()
+        return self.committed and self._is_exported()
 
     def _find_late_images(self, spool: JobSpool) -> list[SealedImage]:
         """Return this process's images that wait in the spool and are not part of the commit.
@@ -109,7 +114,7 @@ class PendingSave:
         Images that are part of it are freed, also where the step has been removed since.
         """
         missing = self.images - (self.manifest.images if self.manifest else frozenset())
-        sealed = spool.of_step(self.request.run, self.request.step)[0] if missing else []
+        sealed = spool.read_step(self.request.run, self.request.step)[0] if missing else []
         return [each for each in sealed if each.ticket.image in missing]
 
     def _read_manifest(self) -> Manifest | None:

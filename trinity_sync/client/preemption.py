@@ -50,11 +50,11 @@ class Preemption:
             ConfigError: this is not the main thread, or the signal cannot be caught.
         """
 
-        def note() -> None:
+        def record() -> None:
             self._noticed_at = self._noticed_at or time.monotonic()
 
         try:
-            handler = _Handler(signum, note)
+            handler = _Handler(signum, record)
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"cannot handle signal {signum} here: {error}. Call on_preemption in the main "
@@ -77,7 +77,7 @@ class _Handler:
 
     Args:
         signum: number of the signal.
-        note: called at the signal.
+        on_signal: called at the signal.
 
     Raises:
         ValueError, OSError: as in ``signal.signal``.
@@ -86,10 +86,10 @@ class _Handler:
     installed: ClassVar[set[int]] = set()
     """Signals for which this process has ever installed a handler."""
 
-    def __init__(self, signum: int, note: Callable[[], None]) -> None:
+    def __init__(self, signum: int, on_signal: Callable[[], None]) -> None:
         self.signum = signum
         self.ended = False
-        self._note = note
+        self._on_signal = on_signal
         self._process = os.getpid()
         self.before = signal.getsignal(signum)
         signal.signal(signum, self)
@@ -102,7 +102,7 @@ class _Handler:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.alive:
-            self._note()
+            self._on_signal()
         elif callable(before := _Handler.first_alive(self.before)):
             before(signum, frame)
         elif before != signal.SIG_IGN:  # called by a later handler, which stays installed

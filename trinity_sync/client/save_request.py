@@ -1,6 +1,5 @@
 """The parameters of the ``save-step`` flow."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,8 @@ class SaveRequest(BaseModel):
     @property
     def key(self) -> str:
         """Idempotency key: a save has one flow run, however often it is requested."""
-        run = f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
         roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
-        return f"{self.job}/{run}/step{self.step}/{self.kind}{roles}"
+        return f"{self.job}/{self.save.run_label}/step{self.step}/{self.kind}{roles}"
 
     @property
     def run_name(self) -> str:

@@ -175,7 +175,7 @@ class SaveSubmitter:
         self._monitored = {each for each in self._monitored if each[0] == step}
         self._monitored.add((step, kind))
         run = self._run.get()
-        tickets = [sealed.ticket for sealed in self._spool.of_step(run.number, step)[0]]
+        tickets = [sealed.ticket for sealed in self._spool.read_step(run.number, step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         roles = mine[0].roles if mine else self._roles
         for role in roles:

@@ -189,24 +189,23 @@ class SaveTrigger:
         found = {}
         for request in requests:
             spool = JobSpool(self._settings.spool / request.job)
-            run, step, kind = request.run, request.step, request.kind
+            save = request.save
             try:
                 if request.job not in jobs:
                     jobs[request.job] = spool.tickets()
                 sealed, unreadable = jobs[request.job]
                 tickets = [image.ticket for image in sealed]
                 waits = any(
-                    (each.run, each.step, each.kind) == (run, step, kind)
-                    and each.role in request.roles
+                    (each.run, each.step) == (save.run, save.step) and save.owns(each)
                     for each in tickets
                 )
                 if waits or unreadable or not request.components or _on_several_nodes(request):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
-                manifest = read_manifest(request.root, step)
+                manifest = read_manifest(save.root, save.step)
             except (OSError, TrinitySyncError):
                 continue
-            if manifest and manifest.run == run and manifest.has_kind(kind, request.roles):
+            if manifest and manifest.run == save.run and manifest.has_kind(save.kind, save.roles):
                 continue
             found[request.key] = Outcome(
                 "failed",

@@ -1,18 +1,17 @@
-"""The exact bytes of a ``.pt`` file, told apart into small headers and tensor data.
+"""Lay out the exact bytes of a ``.pt`` file: small headers, and holes for tensor data.
 
-``torch.save`` under ``skip_data`` writes everything but the tensor data and seeks over the rest.
-Given a sink that notes what is written where, it yields a `Layout`: the written extents, and for
-each storage the hole that it belongs into. Filling the holes with one copy per storage gives a file
-that ``torch.load``, veRL's checkpoint manager and veRL's merger read like any other; storages that
-were shared stay shared, because holes belong to storages, not to tensors. ``skip_data`` begins when
-the pickle is complete: under it torch refuses to pickle quantized and nested tensors, and what an
-object's own ``torch.save`` writes would lack its data.
+``torch.save`` under ``skip_data`` writes everything but the tensor data and seeks over it. A sink
+that records both yields a `Layout`: the written extents, and a hole for each storage. One copy per
+storage fills the holes, and gives a file that ``torch.load``, veRL's checkpoint manager and veRL's
+merger read. Shared storages stay shared, because holes belong to storages, not to tensors.
+``skip_data`` begins when the pickle is complete: under it torch refuses to pickle quantized and
+nested tensors, and an object that pickles itself with ``torch.save`` would lose its data.
 
-Holes start at multiples of 4,096 bytes, so that a filled image can be written with direct I/O.
-Laying out costs tens of microseconds a tensor; where the structure and the plain values are those
-of an earlier layout, that layout is used again. Where only floats differ, as under a schedule of
-the learning rate, they and the checksum that covers them are put into a copy of its first and last
-headers. What stays is the archive's ``serialization_id``, which torch logs and nobody compares.
+Holes start at multiples of 4,096 bytes, so a filled image can be written with direct I/O. Laying
+out costs tens of microseconds per tensor; if structure and plain values are equal to those of an
+earlier layout, that layout is reused. If only floats differ, as with a learning rate schedule, the
+floats and their checksum are replaced in copies of the first and last extent. The archive's
+``serialization_id``, which torch only logs, stays the same.
 """
 
 import gc
@@ -40,23 +39,23 @@ Storages = Sequence[torch.UntypedStorage]
 
 @dataclass(frozen=True)
 class _Floats:
-    """Where the plain floats of a layout are."""
+    """Offsets of the plain floats of a layout and of their checksums, in bytes."""
 
     places: Sequence[int]
-    """In the first extent."""
+    """Offsets of the floats in the first extent."""
     pickle: slice
-    """Of the first extent: what the checksum, which lies 4 bytes behind it, is of."""
+    """Part of the first extent that the checksum 4 bytes after it covers."""
     listed: int
-    """Where the last extent, the archive's directory, has that checksum once more."""
+    """Offset of the same checksum in the last extent, the archive's directory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A file of ``nbytes`` bytes without its tensor data.
 
-    ``extents`` are the (offset, content) pairs that are known; ``holes`` the (offset, length)
-    pairs, in bytes, that the storages of the state fill in their order. The tensors of a device
-    mesh, which every DTensor carries, belong to the extents.
+    ``extents`` are the (offset, content) pairs of the headers; ``holes`` are the (offset, length)
+    pairs, in bytes, that the storages of the state fill, in order. The tensors of a device mesh,
+    which every DTensor contains, belong to the extents.
     """
 
     nbytes: int
@@ -64,19 +63,19 @@ class Layout:
     holes: list[tuple[int, int]]
     structure: LayoutKey | None = None
     floats: bytes = b""
-    """Values of the plain floats, as `StateWalk` has them."""
+    """Values of the plain floats, as in `StateWalk`."""
     places: _Floats | None = None
-    """None where they are not known."""
+    """None if the offsets are not known."""
 
     def equals(self, other: "Layout") -> bool:
-        """Whether images of both differ in the data of tensors only."""
+        """Return whether images of both layouts differ in tensor data only."""
         return self is other or (
             (self.nbytes, self.holes, self.extents) == (other.nbytes, other.holes, other.extents)
         )
 
     @cached_property
     def digest(self) -> str:
-        """Of all that is known: images of the same digest differ in the data of tensors only."""
+        """Digest of holes and extents: images with equal digests differ in tensor data only."""
         found = hashlib.sha256(repr((self.nbytes, self.holes)).encode())
         for offset, content in self.extents:
             found.update(b"%d %d " % (offset, len(content)))
@@ -86,7 +85,7 @@ class Layout:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A walk makes tens of thousands of objects and no garbage; a collection would double it."""
+    """Disable garbage collection: a walk makes many objects but no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -101,17 +100,17 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     """Plan the file that ``torch.save(state, ...)`` would write, without copying tensor data.
 
     Args:
-        state: anything ``torch.save`` accepts. Tensors may be of any dtype, device and layout,
-            DTensors included; other values are copied now. Of an `UndetachedStateDict`, what it
-            gives detached.
-        known: a layout to use again if it is that of ``state``.
+        state: anything that ``torch.save`` accepts. Tensors may have any shape, dtype, device and
+            layout and may be DTensors; other values are copied now. An `UndetachedStateDict` is
+            laid out as its ``detached()``.
+        known: an earlier layout, reused if it is that of ``state``.
 
     Returns:
-        The layout (``known`` itself where it fits) and the non-empty storages that fill its holes.
+        The layout (``known`` itself if it fits) and the non-empty storages that fill its holes.
 
     Raises:
         ImageError: the state cannot be pickled, and the message names the key; or this version of
-            torch lays files out in a way that is not understood.
+            torch writes files in an unknown way.
     """
     read = walk_state(state)
     if read and known and read.structure == known.structure:
@@ -122,43 +121,43 @@ def lay_out(state: Any, known: Layout | None = None) -> tuple[Layout, Storages]:
     saved = state.detached() if type(state) is UndetachedStateDict else state
     with _aligned(), ExitStack() as writing:
         sink = _Sink()
-        noting = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
+        recorder = RecordingPickle(lambda: writing.enter_context(torch.serialization.skip_data()))
         try:
-            torch.save(saved, sink, pickle_module=noting)  # type: ignore[arg-type]
-            return _planned(sink, noting, read)
+            torch.save(saved, sink, pickle_module=recorder)  # type: ignore[arg-type]
+            return _make_layout(sink, recorder, read)
         except ImageError:
             raise
-        except Exception as error:  # whatever the state's own objects raise
+        except Exception as error:  # any error of a user's objects
             raise ImageError(
                 f"{find_unpicklable(saved) or 'it'} cannot be pickled, {type(error).__name__}: "
-                f"{error}. Leave it out of the state, or put its own state there."
+                f"{error}. Leave it out of the state, or save its state_dict instead."
             ) from error
         finally:
-            noting.forget()
+            recorder.clear()
 
 
-def _planned(
-    sink: "_Sink", noting: RecordingPickle, read: StateWalk | None
+def _make_layout(
+    sink: "_Sink", recorder: RecordingPickle, read: StateWalk | None
 ) -> tuple[Layout, Storages]:
-    """What was written, with what was noted and read meanwhile."""
-    storages = [storage for storage in noting.storages.values() if storage.nbytes()]
+    """Return the layout and storages of what was written and recorded."""
+    storages = [storage for storage in recorder.storages.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
         raise ImageError(
-            f"torch {torch.__version__} saves storages in an order that trinity_sync does not "
-            "know; install a torch version that trinity_sync supports"
+            f"torch {torch.__version__} saves storages in an unknown order; install a torch "
+            "version that trinity_sync supports"
         )
     extents = sink.extents()
     if read is None:
         return Layout(sink.size, extents, sink.holes), storages
-    # no more floats than those that the walk met, so each is where the pickler met it
-    places = _places(extents, noting) if read.floats == noting.floats else None
+    # the pickler has found the same floats as the walk, so their offsets are known
+    places = _find_floats(extents, recorder) if read.floats == recorder.floats else None
     holes, own = [], []
     known_to_walk = {storage.data_ptr() for storage in read.storages}
     for hole, storage in zip(sink.holes, storages, strict=True):
         if storage.data_ptr() in known_to_walk:
             holes.append(hole)
             own.append(storage)
-        else:  # a tensor inside of a device mesh, which is part of the structure
+        else:  # a tensor of a device mesh, which is part of the structure
             content = view_bytes(storage).cpu().numpy().tobytes()
             extents.insert(-1, (hole[0], content))
     same_order = [s.data_ptr() for s in own] == [s.data_ptr() for s in read.storages]
@@ -166,21 +165,21 @@ def _planned(
     return Layout(sink.size, extents, holes, structure, read.floats, places), own
 
 
-def _places(extents: Sequence[tuple[int, bytes]], noting: RecordingPickle) -> _Floats | None:
-    """Where the floats and the checksums of the pickle are; None if that is not understood."""
+def _find_floats(extents: Sequence[tuple[int, bytes]], recorder: RecordingPickle) -> _Floats | None:
+    """Return the offsets of the pickle's floats and checksums; None in an unknown archive."""
     first, last = extents[0][1], extents[-1][1]
-    start = first.find(noting.content)
-    stop, listed = start + len(noting.content), last.find(b"PK\x01\x02") + 16
-    checksum = zlib.crc32(noting.content).to_bytes(4, "little")
+    start = first.find(recorder.content)
+    stop, listed = start + len(recorder.content), last.find(b"PK\x01\x02") + 16
+    checksum = zlib.crc32(recorder.content).to_bytes(4, "little")
     if len(extents) < 2 or first[stop : stop + 8] != b"PK\x07\x08" + checksum:
         return None
     if last[listed : listed + 4] != checksum:
         return None
-    return _Floats([start + place for place in noting.places], slice(start, stop), listed)
+    return _Floats([start + place for place in recorder.places], slice(start, stop), listed)
 
 
 def _with_floats(known: Layout, places: _Floats, floats: bytes) -> Layout:
-    """The layout of a state that differs in plain floats only; it shares most extents."""
+    """Return the layout of a state with other plain floats; it shares most extents."""
     (start, head), *others, (end, directory) = known.extents
     first, last = bytearray(head), bytearray(directory)
     for number, place in enumerate(places.places):
@@ -202,14 +201,17 @@ def fill(
     threads: int = 0,
     file: int | None = None,
 ) -> None:
-    """Copy the state's data, and those headers that are not there already, into ``image``.
+    """Copy the state's data, and the headers that have changed, into an image.
 
     Args:
-        image: ``uint8`` tensor in shared memory, at least ``layout.nbytes`` long.
-        layout: as planned by `lay_out`.
-        storages: as returned by `lay_out`, on any device.
-        there: the layout that ``image`` holds from an earlier call; what both share stays.
+        image: ``uint8`` tensor in shared memory with at least ``layout.nbytes`` elements.
+        layout: layout of the state, from `lay_out`.
+        storages: storages of the state, from `lay_out`, on any device.
+        there: layout whose headers the image already has; shared extents are not copied again.
         computed, threads, file: as in `copy_into`.
+
+    Raises:
+        ImageError: the image is too small, or as in `copy_into`.
     """
     if len(image) < layout.nbytes:
         raise ImageError(f"an image of {layout.nbytes:,} bytes does not fit into {len(image):,}")
@@ -224,7 +226,7 @@ def fill(
 
 
 class _Sink:
-    """A write-only file that keeps what is written and notes what is seeked over."""
+    """A write-only file that keeps what is written, and records what is skipped."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -238,7 +240,7 @@ class _Sink:
 
     def seek(self, distance: int, whence: int) -> int:
         if whence != 1 or distance < 0:
-            raise ImageError(f"torch {torch.__version__} seeks in an unknown way while it saves")
+            raise ImageError(f"torch {torch.__version__} saves files in an unknown way")
         self.holes.append((self.size, distance))
         self.size += distance
         self._extents.append((self.size, bytearray()))
@@ -256,7 +258,7 @@ _alignment_lock = Lock()
 
 @contextmanager
 def _aligned() -> Iterator[None]:
-    """Align storages in files; the setting is global to the process, so one layout at a time."""
+    """Align storages in files, under a lock: the setting of torch is global to the process."""
     with _alignment_lock:
         before = serialization_config.save.storage_alignment
         serialization_config.save.storage_alignment = ALIGNMENT

@@ -95,7 +95,7 @@ def walk_state(state: Any) -> StateWalk | None:
     numbers: dict[int, int] = {}
     seen: dict[int, int] = {}
     # local names: this walk is the whole cost of a known state
-    note, note_all = found.append, found.extend
+    add, add_all = found.append, found.extend
     strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
     attributes_count = type(state) is not UndetachedStateDict
 
@@ -106,7 +106,7 @@ def walk_state(state: Any) -> StateWalk | None:
                 raise _NotComparable
             # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
             spec, shard = get_spec_and_shard(value)
-            note_all((kind, spec, value.requires_grad))
+            add_all((kind, spec, value.requires_grad))
             value = shard
             kind = type(value)
         if kind is tensor_type or kind is parameter:
@@ -116,7 +116,7 @@ def walk_state(state: Any) -> StateWalk | None:
             if dtype in _SPECIAL:
                 if dtype in _QUANTIZED:
                     raise _NotComparable
-                note(value.is_conj())
+                add(value.is_conj())
             storage = value.untyped_storage()
             nbytes, address = storage.nbytes(), get_storage_id(storage)
             number = numbers.get(address)
@@ -124,7 +124,7 @@ def walk_state(state: Any) -> StateWalk | None:
                 number = numbers[address] = len(numbers)
                 if nbytes:
                     live.append(storage)
-            note_all(
+            add_all(
                 (
                     kind,
                     dtype,
@@ -139,28 +139,28 @@ def walk_state(state: Any) -> StateWalk | None:
                 )
             )
             return
-        note(kind)
+        add(kind)
         if kind is float:
             floats.append(value)
         elif kind in _PLAIN:
-            note(value)
+            add(value)
         elif kind not in _CONTAINERS and not (kind is np.ndarray and _is_small(value)):
             raise _NotComparable
         elif (address := id(value)) in seen:
-            note(~seen[address])  # a pickle also has it once
+            add(~seen[address])  # a pickle also has it once
         else:
             seen[address] = len(seen)
             if kind is np.ndarray:
-                note_all((value.dtype.str, value.shape, value.tobytes()))
+                add_all((value.dtype.str, value.shape, value.tobytes()))
                 return
-            note(len(value))
+            add(len(value))
             if kind is list or kind is tuple:
                 for item in value:
                     visit(item)
                 return
             for key, item in value.items():
                 if type(key) is str:
-                    note(key)
+                    add(key)
                 else:
                     visit(key)
                 visit(item)
@@ -174,5 +174,5 @@ def walk_state(state: Any) -> StateWalk | None:
     except Exception:  # whether it can be saved at all is for torch.save to say
         return None
     finally:
-        visit = note  # a function that refers to itself would live until a garbage collection
+        visit = add  # a function that refers to itself would live until a garbage collection
     return StateWalk(found, pack_floats(floats), live)

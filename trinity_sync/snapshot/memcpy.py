@@ -199,7 +199,12 @@ def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:
 
 
 def view_memory(address: int, nbytes: int) -> Any:
-    """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped."""
+    """Return memory as a buffer for system calls, which fail with ``EFAULT`` if it is unmapped.
+
+    Args:
+        address: first address.
+        nbytes: length in bytes.
+    """
     return (ctypes.c_char * nbytes).from_address(address)
 
 

@@ -39,14 +39,14 @@ _WAY_OUT = (
 
 
 class MutationGuard:
-    """The tensors of a state, watched between the call and the end of the copy.
+    """Watches the tensors of a state between the call and the end of the copy.
 
     Args:
         state: the state to stage.
-        storages: its storages, as `lay_out` returned them.
-        layout: their places in the image.
-        check: digest everything that is copied later, and compare the image with it. It costs a
-            pass over the state at the call, and finds every change.
+        storages: storages of the state, from `lay_out`.
+        layout: layout of the state, from `lay_out`.
+        check: compare the image with digests of the storages, taken at the call in a pass over the
+            state. It detects every change.
     """
 
     def __init__(self, state: Any, storages: Storages, layout: Layout, *, check: bool) -> None:
@@ -189,7 +189,11 @@ def sample_storages(storages: Storages) -> torch.Tensor:
 
 
 def compare_rows(before: torch.Tensor, now: torch.Tensor) -> list[bool]:
-    """Return for each row whether it is equal; synchronizes the current stream once."""
+    """Return for each row whether it is equal; synchronize the current stream once.
+
+    Args:
+        before, now: tensors of one shape ``[rows, bytes]`` on one device.
+    """
     return (before == now).all(1).tolist()
 
 

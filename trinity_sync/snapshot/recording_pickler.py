@@ -1,9 +1,9 @@
-"""The pickle that ``torch.save`` writes, with a note of the storages and of where the floats are.
+"""Record the storages and the offsets of floats in the pickle that ``torch.save`` writes.
 
-Floats are what changes in a state from save to save beside tensors: the learning rate of a
-schedule, for one. In a pickle each is an opcode and eight bytes, whatever its value, and nothing
-refers to it, so where they are is where those of the same structure are. No pickler tells; so each
-float is written as a persistent reference to one that no state holds, and put back afterwards.
+Besides tensors, floats change from save to save, such as a scheduled learning rate. In a pickle a
+float is an opcode and eight bytes, whatever its value, and nothing refers to it, so states of equal
+structure have their floats at equal offsets. Picklers do not report offsets. So each float is
+written as a persistent reference to a random marker, which is replaced afterwards.
 """
 
 import io
@@ -33,20 +33,20 @@ _PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 _NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
 _NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
-"""Types of most of what is pickled; torch asks each object in turn whether it is a storage."""
+"""Types of most pickled objects; torch checks for each object whether it is a storage."""
 
 _MARK = struct.unpack(">d", b"\x3f" + secrets.token_bytes(7))[0]
 _MARKED = pickle.BINFLOAT + struct.pack(">d", _MARK) + pickle.BINPERSID
 
 
 class RecordingPickle:
-    """A pickle module for one ``torch.save``, and what was noted meanwhile.
+    """A pickle module for one ``torch.save``, and what it records.
+
+    It reduces plain tensors and DTensors itself, since torch's own reduction costs as much as the
+    rest of a layout.
 
     Args:
-        pickled: called when the pickle is complete, before ``torch.save`` goes on to the storages.
-
-    The two kinds of tensors that trainings have by the thousand are taken apart here, since torch's
-    own way to the same result costs as much as all the rest of a layout.
+        pickled: called when the pickle is complete, before ``torch.save`` writes the storages.
     """
 
     __name__ = "pickle"
@@ -54,18 +54,27 @@ class RecordingPickle:
     def __init__(self, pickled: Callable[[], object]) -> None:
         self.pickled = pickled
         self.storages: dict[str, torch.UntypedStorage] = {}
-        """By the key that torch gives them, in the order of their numbers."""
+        """Storages by the key that torch gives them, in order."""
         self.content = b""
+        """The complete pickle."""
         self.floats = b""
-        """All that are in ``content``, in the order of their places, `pack_floats`."""
+        """Floats of the pickle in order, from `pack_floats`."""
         self.places: list[int] = []
+        """Offset of each float in the pickle, in bytes."""
         self.Pickler = _pickler(self)
 
-    def take(self, marked: bytes, floats: Sequence[float]) -> bytes:
-        """Put the floats into the places of their marks, and note both.
+    def replace_markers(self, marked: bytes, floats: Sequence[float]) -> bytes:
+        """Replace the markers in a pickle by the floats, and record their offsets.
+
+        Args:
+            marked: pickle with a marker for each float.
+            floats: the floats in order.
+
+        Returns:
+            The pickle with the floats.
 
         Raises:
-            ImageError: there are other marks than those of floats.
+            ImageError: the state has the bytes of a marker by chance.
         """
         first, *rest = marked.split(_MARKED)
         if len(rest) != len(floats):
@@ -78,15 +87,15 @@ class RecordingPickle:
         self.content = bytes(content)
         return self.content
 
-    def forget(self) -> None:
-        """Let go of the state: the pickler, a class, lives until a garbage collection."""
+    def clear(self) -> None:
+        """Drop references to the state: the pickler class lives until a garbage collection."""
         vars(self).clear()
 
 
-def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
+def _pickler(record: RecordingPickle) -> type[pickle.Pickler]:
     newer = get_new_dtypes()  # float8 and the like have another form
 
-    class NotingPickler(pickle.Pickler):
+    class RecordingPickler(pickle.Pickler):
         def __init__(self, file: IO[bytes], protocol: int) -> None:
             self._file, self._marked = file, io.BytesIO()
             self._floats: list[float] = []
@@ -96,7 +105,7 @@ def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
         def __init_subclass__(cls) -> None:
             name_storage = cls.persistent_id
 
-            def persistent_id(self: NotingPickler, obj: Any) -> Any:
+            def persistent_id(self: RecordingPickler, obj: Any) -> Any:
                 kind = type(obj)
                 if kind in _NO_STORAGE:
                     return None
@@ -105,15 +114,15 @@ def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
                     return _MARK
                 name = name_storage(self, obj)
                 if name is not None:
-                    noted.storages.setdefault(name[2], get_untyped_storage(obj))
+                    record.storages.setdefault(name[2], get_untyped_storage(obj))
                 return name
 
             cls.persistent_id = persistent_id  # type: ignore[assignment,method-assign]
 
         def dump(self, obj: Any) -> None:
             super().dump(obj)
-            self._file.write(noted.take(self._marked.getvalue(), self._floats))
-            noted.pickled()
+            self._file.write(record.replace_markers(self._marked.getvalue(), self._floats))
+            record.pickled()
 
         def reducer_override(self, obj: Any) -> Any:
             if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain_tensor(obj):
@@ -124,7 +133,7 @@ def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
                 return reduce_without_hash(obj)
             if type(obj) is not DTensor or obj.__dict__:
                 return NotImplemented
-            # those of one spec, which is kept while this lives, differ in their shards only
+            # DTensors of one spec, which lives as long as this pickler, differ in shards only
             spec, shard = get_spec_and_shard(obj)
             like = id(spec), obj.requires_grad, obj.dtype, obj.device
             if like not in self._alike:
@@ -132,16 +141,16 @@ def _pickler(noted: RecordingPickle) -> type[pickle.Pickler]:
             rebuild, (*same, (attributes, slots)) = self._alike[like]
             return rebuild, (*same, (attributes, replace_shard(slots, shard)))
 
-    return NotingPickler
+    return RecordingPickler
 
 
 def find_unpicklable(state: Any) -> str:
-    """Path of the innermost value in nested dicts, lists and tuples that cannot be pickled.
+    """Return the path of the innermost value in a nested state that cannot be pickled.
 
     Empty if that is ``state`` itself, or if no single item fails.
     """
     path = ""
-    for _ in range(_DEPTH):  # each level pickles what is below it, and a state may hold itself
+    for _ in range(_DEPTH):  # each level pickles all below it, and a state may contain itself
         failing = (item for item in _items(state) if not _can_be_pickled(item[1]))
         key, state = next(failing, (None, None))
         if key is None:

@@ -3,6 +3,7 @@
 Tickets, requests of flow runs and commits all name a save by the same `SaveId`.
 """
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -33,8 +34,13 @@ class SaveId:
         """The step's folder."""
         return step_folder(self.root, self.step)
 
+    @property
+    def run_label(self) -> str:
+        """Number of the run and digest of its key, which no other start of the job has."""
+        return f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
+
     def owns(self, origin: "Origin") -> bool:
-        """Whether an image of this run and step was submitted with this very save."""
+        """Return whether an image of the same run and step was submitted with this save."""
         return origin.kind == self.kind and origin.role in self.roles
 
     def __str__(self) -> str:

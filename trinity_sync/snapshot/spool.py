@@ -9,7 +9,7 @@
         actor.model.rank0.1.slot                free: has no ticket
         actor.model.rank0.1.slot.kept           committed file that it still holds: ``slot_cache``
         actor.model.rank0.1.slot.published      version of the weights: ``version_tag``
-        receipts/...                            of saves by a function: ``callable_status``
+        receipts/...                            statuses of save functions: ``callable_status``
         root                                    path of the job's root
 """
 
@@ -37,7 +37,7 @@ from trinity_sync.snapshot.version_tag import PUBLISHED_SUFFIX, VersionTag, read
 logger = logging.getLogger(__name__)
 
 SLOT_SUFFIX = ".slot"
-ROOT_NOTE = "root"
+ROOT_FILE = "root"
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class JobSpool:
         """
         make_own_folder(self.folder.parent)
         make_own_folder(self.folder)
-        note = self.folder / ROOT_NOTE
-        if self.of and not note.exists():
-            replace_file(note, os.fsencode(self.of), sync=False)
+        root_file = self.folder / ROOT_FILE
+        if self.of and not root_file.exists():
+            replace_file(root_file, os.fsencode(self.of), sync=False)
 
     def slot(self, role: str, component: str, rank: int, number: int) -> Path:
         """Return the path of a slot.
@@ -93,7 +93,7 @@ class JobSpool:
     def root(self) -> Path | None:
         """The job's root, which may be gone; None if the folder does not name it."""
         try:
-            return Path(os.fsdecode((self.folder / ROOT_NOTE).read_bytes()))
+            return Path(os.fsdecode((self.folder / ROOT_FILE).read_bytes()))
         except FileNotFoundError:
             return None
 
@@ -109,7 +109,7 @@ class JobSpool:
 
     @property
     def receipts(self) -> Path:
-        """Folder of the receipts of saves by a function."""
+        """Folder of the statuses of save functions."""
         return self.folder / "receipts"
 
     def tickets(self) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
@@ -127,7 +127,7 @@ class JobSpool:
                 good.append(SealedImage(slot, ticket))
         return good, bad
 
-    def of_step(
+    def read_step(
         self, run: int, step: int
     ) -> tuple[list[SealedImage], list[TicketError | FormatError]]:
         """Return the sealed images of a step, and the errors of all unreadable tickets.
@@ -139,10 +139,10 @@ class JobSpool:
         good, bad = self.tickets()
         return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
 
-    def kept(self, digest: str) -> Iterator[Path]:
+    def find_cached_slots(self, digest: str) -> Iterator[Path]:
         """Yield free slots whose records say that they still hold the file of this digest."""
-        for note in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
-            slot = note.with_name(note.name.removesuffix(KEPT_SUFFIX))
+        for record in sorted(self.folder.glob(f"*{SLOT_SUFFIX}{KEPT_SUFFIX}")):
+            slot = record.with_name(record.name.removesuffix(KEPT_SUFFIX))
             try:
                 kept = read_cached_file(slot)
             except FormatError as error:
@@ -164,42 +164,42 @@ class JobSpool:
         found = {}
         for slot in self._published_slots(role):
             try:
-                said = read_version_tag(slot)
+                tag = read_version_tag(slot)
             except FormatError as error:
                 if (error.run, error.step) == (run, step):
                     raise
                 continue
-            if said and (said.role, said.run, said.step) == (role, run, step):
-                found[slot] = said
+            if tag and (tag.role, tag.run, tag.step) == (role, run, step):
+                found[slot] = tag
         return dict(sorted(found.items(), key=lambda item: item[1].rank))
 
-    def all_published(self, role: str) -> Iterator[tuple[Path, VersionTag]]:
+    def list_versions(self, role: str) -> Iterator[tuple[Path, VersionTag]]:
         """Yield all slots that hold a version of a role's weights, with their tags.
 
         Tags that another release has written are skipped.
         """
         for slot in self._published_slots(role):
             with contextlib.suppress(FormatError):
-                said = read_version_tag(slot)
-                if said and said.role == role:
-                    yield slot, said
+                tag = read_version_tag(slot)
+                if tag and tag.role == role:
+                    yield slot, tag
 
     def _published_slots(self, role: str) -> Iterator[Path]:
-        for note in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
-            yield note.with_name(note.name.removesuffix(PUBLISHED_SUFFIX))
+        for tag in self.folder.glob(f"{role}.*{SLOT_SUFFIX}{PUBLISHED_SUFFIX}"):
+            yield tag.with_name(tag.name.removesuffix(PUBLISHED_SUFFIX))
 
     def remove_if_unused(self) -> None:
         """Remove the job's folder if no process uses its slots any longer.
 
         The ranks of a job end together, so the folder may disappear during the call. Another
-        trainer may begin during the call: its slots and receipts stay.
+        trainer may begin during the call: its slots and statuses stay.
         """
         with contextlib.suppress(FileNotFoundError):
             if any(self.folder.glob(f"*{SLOT_SUFFIX}*")) or any(self.receipts.glob("*")):
                 return
             for path in self.folder.iterdir():
                 if path == self.receipts:
-                    with contextlib.suppress(OSError):  # a receipt has just been written
+                    with contextlib.suppress(OSError):  # a status has just been written
                         path.rmdir()
                 elif path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -212,7 +212,7 @@ class JobSpool:
             except OSError:  # it is not empty
                 self.make()  # another trainer uses it, so it needs the root's name again
 
-    def check_room(self, nbytes: int) -> None:
+    def require_room(self, nbytes: int) -> None:
         """Check that images of ``nbytes`` bytes in total will fit.
 
         Slots of an earlier run count as free, because they are reused.

@@ -1,11 +1,10 @@
-"""The private names of torch that this package uses, each once, with what it is for.
+"""The private names of torch that this package uses, and what each is used for.
 
-torch renames them without notice. So all are looked up when this module is imported, and a torch
-that lacks one is refused there, by that name, rather than in the middle of a save.
+torch may rename them without notice. So all are looked up when this module is imported, and the
+import of a torch that lacks a name fails with that name, instead of a later save.
 
-`get_spec_and_shard`, `get_storage_id` and `get_change_count` are called for each of the thousands
-of tensors of a save. What they are here costs least there: a function for two attributes, for one
-an ``attrgetter``.
+`get_spec_and_shard`, `get_storage_id` and `get_change_count` are called for thousands of tensors in
+a save, and have the fastest form: a function for two attributes, an ``attrgetter`` for one.
 """
 
 import inspect
@@ -45,7 +44,7 @@ def look_up(name: str, owner: object = None) -> Any:
         return getattr(owner, name.rpartition(".")[2])
     except (ImportError, AttributeError) as error:
         minor = ".".join(torch.__version__.split(".")[:2])
-        newest = f",<{minor}" if torch.__version__ >= OLDEST else ""  # it compares as a version
+        newest = f",<{minor}" if torch.__version__ >= OLDEST else ""  # compares versions
         raise UnsupportedTorchError(
             f"torch {torch.__version__} has no {name}, which trinity_sync needs; install "
             f"torch>={OLDEST}{newest}"
@@ -80,7 +79,7 @@ def get_spec_and_shard(tensor: DTensor) -> tuple[Any, torch.Tensor]:
 
 
 get_storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return what tells a storage from all others, also from those that are empty."""
+"""Return an identifier of a storage; empty storages have different ones as well."""
 
 get_change_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return how often a tensor was changed in place; views share the count."""
@@ -119,7 +118,12 @@ get_new_dtypes: Callable[[], Collection[torch.dtype]] = look_up("torch.storage._
 
 
 def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Give a storage a dtype, without a copy, and without the warning of its deprecation."""
+    """Return a storage with a dtype, without a copy and without the deprecation warning.
+
+    Args:
+        storage: the bytes.
+        dtype: dtype of the elements.
+    """
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -139,7 +143,12 @@ def reduce_plain_tensor(tensor: torch.Tensor) -> Any:
 
 
 def replace_shard(slots: Mapping[str, Any], shard: torch.Tensor) -> dict[str, Any]:
-    """Put another shard into the slots that ``DTensor.__reduce_ex__`` gives."""
+    """Return the slots of ``DTensor.__reduce_ex__`` with another shard.
+
+    Args:
+        slots: values of the slots by name.
+        shard: this rank's shard, of the same shape.
+    """
     return {**slots, "_local_tensor": shard}
 
 
@@ -172,7 +181,13 @@ _TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spe
 
 
 def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
-    """Make FSDP2's mesh over all ranks as it is in a file that one of them saved."""
+    """Return FSDP2's mesh over all ranks as a file that a rank saved contains it.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        rank: rank that saves the file.
+        world_size: number of ranks.
+    """
     ranks = torch.arange(world_size, dtype=torch.int32)
     mesh: Any = DeviceMesh(
         device_type, ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
@@ -182,7 +197,13 @@ def make_mesh(device_type: str, rank: int, world_size: int) -> DeviceMesh:
 
 
 def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:
-    """Make a DTensor of ``size``, sharded along dimension 0, of one rank's shard."""
+    """Return a DTensor that is sharded along dimension 0.
+
+    Args:
+        shard: one rank's shard.
+        mesh: mesh with one dimension.
+        size: shape of the whole tensor.
+    """
     stride = torch.empty(size, device="meta").stride()
     spec = _DTensorSpec(mesh, (Shard(0),), _TensorMeta(size, stride, shard.dtype))
     return DTensor(shard, spec, requires_grad=False)
@@ -225,7 +246,7 @@ DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.serialization": ["_get_layout"],
 }
-"""By module, what the index of a DCP checkpoint asks its unpickler for."""
+"""Names that the index of a DCP checkpoint needs in its unpickler, by module."""
 
 for _module, _names in DCP_INDEX_CLASSES.items():
     for _name in _names:
@@ -267,18 +288,18 @@ def get_non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
 
 
 def get_fsdp1_handle(module: Any) -> Any:
-    """Return what FSDP1 keeps of a module with a flat parameter; None of all other modules."""
+    """Return FSDP1's handle of a module with a flat parameter; None for other modules."""
     return getattr(module, "_handle", None)
 
 
 def get_tied_parameters(flat_parameter: Any) -> Collection[Any]:
-    """Return FSDP1's notes of the parameters in a flat one that are also others; none of None."""
+    """Return FSDP1's records of tied parameters in a flat parameter; empty for None."""
     found: Collection[Any] = getattr(flat_parameter, "_shared_param_infos", ())
     return found
 
 
 def get_whole_numel(parameter: Any) -> int | None:
-    """Return the elements of one of FSDP1's flat parameters on all ranks; None of another."""
+    """Return the number of elements of FSDP1's flat parameter on all ranks; None for others."""
     size: torch.Size | None = getattr(parameter, "_unpadded_unsharded_size", None)
     return None if size is None else size.numel()
 
@@ -300,7 +321,12 @@ def get_group_devices(group: dist.ProcessGroup) -> Collection[torch.device]:
 
 
 def make_gloo_options(timeout: timedelta, threads: int) -> Any:
-    """Make the options of a gloo group with so many threads, on the default network device."""
+    """Return the options of a gloo group on the default network device.
+
+    Args:
+        timeout: time-out of collectives.
+        threads: number of threads.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, threads
@@ -308,7 +334,7 @@ def make_gloo_options(timeout: timedelta, threads: int) -> Any:
 
 
 def make_nccl_options(timeout: timedelta) -> Any:
-    """Make the options of an NCCL group."""
+    """Return the options of an NCCL group."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options

@@ -30,7 +30,7 @@ def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Writte
         written: files that its tasks on this node have written.
     """
     digests = {image: file.record.digest for file in written for image in file.record.images}
-    for sealed in spool.of_step(save.run, save.step)[0]:
+    for sealed in spool.read_step(save.run, save.step)[0]:
         if sealed.ticket.kind not in SERVES_AS[save.kind]:
             continue  # it belongs to the checkpoint, even if it shares the image of the sync
         if sealed.ticket.image in digests:

@@ -66,7 +66,7 @@ def mark_failed(spool: JobSpool, save: SaveId, reason: str) -> None:
         save: the failed save.
         reason: why it failed, for logs.
     """
-    for sealed in spool.of_step(save.run, save.step)[0]:
+    for sealed in spool.read_step(save.run, save.step)[0]:
         if save.owns(sealed.ticket):
             mark_image_failed(sealed, reason)
 

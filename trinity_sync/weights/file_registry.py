@@ -210,7 +210,7 @@ class FileRegistry:
                 require_own_folder(folder)
         known = {run.number for run in runs}
         found: dict[tuple[int, int, int], dict[int, ImageRef]] = defaultdict(dict)
-        for slot, tag in self._spool.all_published(self._role):
+        for slot, tag in self._spool.list_versions(self._role):
             if tag.run in known and not self._is_of_older_root(slot, tag.run):
                 image = ImageRef("", str(slot), tag.image, tag.rank, tag.nbytes)
                 found[tag.run, tag.step, tag.world_size][tag.rank] = image

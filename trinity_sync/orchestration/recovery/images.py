@@ -111,7 +111,7 @@ def compare_late_images(spool: Path, request: SaveRequest) -> None:
     """
     save = request.save
     try:
-        for sealed in JobSpool(spool / request.job).of_step(save.run, save.step)[0]:
+        for sealed in JobSpool(spool / request.job).read_step(save.run, save.step)[0]:
             if save.owns(sealed.ticket):
                 resolve_late_image(save, sealed)
     except (OSError, TrinitySyncError) as error:
