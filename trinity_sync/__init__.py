@@ -1,8 +1,8 @@
 """Low-overhead asynchronous checkpointing and weight sync for RL post-training.
 
-`CheckpointCoordinator` saves and loads, `WeightReader` and `Synchronizer` bring weights to rollout
-workers, the ``fsdp_*`` functions and `FSDPCheckpointManager` do both for veRL's FSDP engines.
-A name is imported with its module, and so with torch, when it is first used.
+`CheckpointCoordinator` saves and loads checkpoints, `Synchronizer` and `WeightReader` bring weights
+to rollout workers; `FSDPCheckpointManager` and the ``fsdp_*`` functions do both for veRL's FSDP
+engines. A name is imported with its module, and thus with torch, when it is first used.
 """
 
 import importlib

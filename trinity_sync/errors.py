@@ -1,38 +1,38 @@
-"""Every error that trinity_sync raises on purpose.
+"""The errors of trinity_sync.
 
 ::
 
     TrinitySyncError
-     ├─ ConfigError                 a setting, path or argument that cannot work (also a ValueError)
-     │   └─ RootError               a root whose file system cannot keep what a commit promises
+     ├─ ConfigError                 a setting, path or argument is invalid (also a ValueError)
+     │   └─ RootError               the root's file system lacks an operation that a commit needs
      ├─ MissingPackageError         an integration's package is not installed (also an ImportError)
-     ├─ FormatError                 a record of another release; says which environment to upgrade
-     ├─ SpoolError                  the spool of this node cannot serve
+     ├─ FormatError                 another release wrote a record; says which side to upgrade
+     ├─ SpoolError                  the spool of this node cannot be used
      │   ├─ SpoolFullError          too little shared memory; says how many bytes are needed
-     │   └─ TicketError             a ticket that is torn or corrupted
-     ├─ ImageError                  a state that cannot be staged, or an image that cannot be read
-     ├─ SaveError                   a save that cannot be committed
-     │   ├─ MissingShardsError      ranks or components that were never handed over
+     │   └─ TicketError             a ticket is torn or corrupted
+     ├─ ImageError                  a state cannot be staged, or an image cannot be read
+     ├─ SaveError                   a save cannot be committed
+     │   ├─ MissingShardsError      ranks or components were not submitted
      │   ├─ SupersededError         a later run of the job resumed from an earlier step
-     │   ├─ SaveFailedError         raised to the caller for every save that failed (`wait_all`)
-     │   └─ SaveTimeoutError        the save has not ended yet; it may still commit
-     ├─ CommitError                 what is on disk is not a committed step
-     │   └─ ManifestError           a manifest that is torn or corrupted
-     ├─ ExportError                 shards that cannot be written as a Hugging Face model
-     ├─ RemoteError                 a store of copies cannot be reached, read or written
-     │   └─ CorruptedCopyError      what is there are not the bytes that its manifest names
+     │   ├─ SaveFailedError         saves of this process have failed (`wait_all`)
+     │   └─ SaveTimeoutError        a save has not ended in time; it may still commit
+     ├─ CommitError                 a step is not committed, or not as its manifest says
+     │   └─ ManifestError           a manifest is torn or corrupted
+     ├─ ExportError                 shards cannot be written as a Hugging Face model
+     ├─ RemoteError                 a remote cannot be reached, read or written
+     │   └─ CorruptedCopyError      a file in a remote does not have the digest of its manifest
      ├─ StepInUseError              steps to be removed are leased, pinned or tagged
-     ├─ LockTimeoutError            a lock that another process has for too long
-     ├─ CatalogError                the SQL index is away, refuses, or is of a newer version
-     ├─ WeightSyncError             weights that did not get from the trainer to a reader
-     │   └─ DeltaError              a delta that is torn, or does not fit the weights
-     ├─ UnsupportedTorchError       a name of torch is not there (also an ImportError)
-     ├─ UnsupportedPrefectError     a name of Prefect is not there (also an ImportError)
-     └─ StackError                  server, Ray or flow worker cannot be reached or started
-         └─ PrefectApiError         a Prefect server does not answer, or not as it should
+     ├─ LockTimeoutError            another process holds a lock for too long
+     ├─ CatalogError                the catalog cannot be used, or is of a newer version
+     ├─ WeightSyncError             weights did not reach a reader
+     │   └─ DeltaError              a delta is torn, or does not fit the weights
+     ├─ UnsupportedTorchError       torch lacks a private name (also an ImportError)
+     ├─ UnsupportedPrefectError     Prefect lacks a private name (also an ImportError)
+     └─ StackError                  server, Ray or worker cannot be reached or started
+         └─ PrefectApiError         a Prefect server does not answer as it should
              └─ RequestRefusedError the server will never accept the request
 
-A message names the job, step, role, rank and path that it is about, and ends with what to do.
+A message names the job, step, role, rank and path, and ends with what to do.
 """
 
 import sys
@@ -42,11 +42,11 @@ from pathlib import Path
 
 
 class TrinitySyncError(Exception):
-    """Base of every error that trinity_sync raises on purpose."""
+    """Base class of the errors of trinity_sync."""
 
 
 class ConfigError(TrinitySyncError, ValueError):
-    """A setting, path or argument that cannot work."""
+    """A setting, path or argument is invalid."""
 
 
 class UnsupportedTorchError(TrinitySyncError, ImportError):
@@ -58,23 +58,23 @@ class UnsupportedPrefectError(TrinitySyncError, ImportError):
 
 
 class RootError(ConfigError):
-    """A root whose file system lacks what a commit needs, or that not all nodes see alike."""
+    """The root's file system lacks an operation that a commit needs, or nodes do not share it."""
 
 
 class MissingPackageError(TrinitySyncError, ImportError):
-    """An integration needs a package that this environment lacks."""
+    """An integration needs a package that is not installed."""
 
 
 class FormatError(TrinitySyncError):
-    """A record that another release of trinity-sync has written, in a format that this one lacks.
+    """Another release of trinity-sync has written a record, in a format that this one cannot read.
 
-    It is neither torn nor corrupted: nothing that it describes is removed, evicted or replaced.
+    The record is neither torn nor corrupted: what it describes is not removed, evicted or replaced.
 
     Attributes:
-        path: of the file; None for the parameters of a flow run.
-        found, known: formats of the record and of this environment.
-        run, step: what the record is about, as far as it says so: these names keep their meaning in
-            all formats.
+        path: path of the file; None for the parameters of a flow run.
+        found, known: format of the record, and the format that this release reads.
+        run, step: run and step that the record names; None if it names none. These names keep their
+            meaning in all formats.
     """
 
     def __init__(
@@ -106,37 +106,37 @@ class FormatError(TrinitySyncError):
         run: int | None = None,
         step: int | None = None,
     ) -> "FormatError":
-        """Make the error whose message names the older of the two environments.
+        """Return an error whose message names the environment to upgrade.
 
         Args:
-            what: the file, or a name of what is no file.
-            found, known, run, step: see the class.
-            writer, reader: the two environments, in words.
+            what: path of the file, or a description of what is not a file.
+            found, known, run, step: as in the class.
+            writer, reader: descriptions of the two environments.
         """
         older = writer if found < known else reader
         message = (
             f"{what} has format {found}, and {reader} ({sys.prefix}) reads format {known}: upgrade "
-            f"trinity-sync in {older}. Until then it is left as it is."
+            f"trinity-sync in {older}. Until then it is left unchanged."
         )
         path = what if isinstance(what, Path) else None
         return cls(message, path=path, found=found, known=known, run=run, step=step)
 
 
 class SpoolError(TrinitySyncError):
-    """The spool of this node cannot serve."""
+    """The spool of this node cannot be used."""
 
 
 class SpoolFullError(SpoolError):
-    """Too little shared memory for the image; the message says how much is needed."""
+    """Too little shared memory; the message says how many bytes are needed."""
 
 
 class TicketError(SpoolError):
-    """A ticket that is torn or corrupted.
+    """A ticket is torn or corrupted.
 
     Attributes:
-        path: of the ticket.
-        role, component, rank: of its slot, whose name has them; empty and -1 for another name.
-        run, step: as far as the ticket can be read, else None.
+        path: path of the ticket.
+        role, component, rank: from the name of its slot; empty and -1 for a file of another name.
+        run, step: run and step of the image; None if they cannot be read.
     """
 
     def __init__(
@@ -160,19 +160,19 @@ class TicketError(SpoolError):
 
 
 class ImageError(TrinitySyncError):
-    """A state that cannot be staged, or an image that is truncated, replaced or unreadable."""
+    """A state cannot be staged, or an image is truncated, replaced or unreadable."""
 
 
 class SaveError(TrinitySyncError):
-    """A save that cannot be committed."""
+    """A save cannot be committed."""
 
 
 class MissingShardsError(SaveError):
-    """Ranks or components of a step that were never handed over."""
+    """Ranks or components of a step were not submitted."""
 
 
 class SupersededError(SaveError):
-    """A save of a run that a later run of the same job has left behind."""
+    """A later run of the job has superseded the save."""
 
 
 class SaveFailedError(SaveError):
@@ -180,34 +180,34 @@ class SaveFailedError(SaveError):
 
 
 class SaveTimeoutError(SaveError):
-    """A save has not ended within the time that the caller allowed; it may still commit."""
+    """A save has not ended in time; it may still commit."""
 
 
 class CommitError(TrinitySyncError):
-    """What is on disk is not a committed step."""
+    """A step is not committed, or its files are not those of its manifest."""
 
 
 class ManifestError(CommitError):
-    """A manifest that is torn or corrupted."""
+    """A manifest is torn or corrupted."""
 
 
 class ExportError(TrinitySyncError):
-    """Shards that cannot be written as a Hugging Face model."""
+    """Shards cannot be written as a Hugging Face model."""
 
 
 class RemoteError(TrinitySyncError):
-    """A store of copies cannot be reached, read or written."""
+    """A remote cannot be reached, read or written."""
 
 
 class CorruptedCopyError(RemoteError):
-    """A file in a store has other bytes than its manifest says."""
+    """A file in a remote does not have the digest that its manifest names."""
 
 
 class StepInUseError(TrinitySyncError):
-    """Steps that were to be removed or quarantined are leased, pinned or tagged.
+    """Steps to be removed or quarantined are leased, pinned or tagged.
 
     Attributes:
-        holders: names of the readers, or the reasons of pins and tags, by step.
+        holders: names of readers, and reasons of pins and tags, by step.
     """
 
     def __init__(self, message: str, *, holders: Mapping[int, Sequence[str]] | None = None) -> None:
@@ -216,31 +216,34 @@ class StepInUseError(TrinitySyncError):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps, in order."""
+        """The steps in use, in order."""
         return tuple(sorted(self.holders))
 
 
 class LockTimeoutError(TrinitySyncError):
-    """Another process has a lock for longer than whoever waited for it could wait."""
+    """Another process holds a lock for longer than the caller may wait.
+
+    Attributes:
+        path: path of the lock file.
+        holder: description of the process that holds the lock.
+    """
 
     def __init__(self, message: str, *, path: Path | None = None, holder: str = "") -> None:
         super().__init__(message)
         self.path = path
-        """Of the lock's file."""
         self.holder = holder
-        """Who has it, in words."""
 
 
 class CatalogError(TrinitySyncError):
-    """The SQL index of steps is away, refuses, or is of a newer version; files do not need it."""
+    """The catalog, an SQL index of the files, cannot be used, or is of a newer version."""
 
 
 class WeightSyncError(TrinitySyncError):
-    """Weights that did not get from the trainer to a reader, or not completely."""
+    """Weights did not reach a reader, or not completely."""
 
 
 class DeltaError(WeightSyncError):
-    """A delta that is torn, or does not fit the weights that it is applied to."""
+    """A delta is torn, or does not fit the weights that it is applied to."""
 
 
 class StackError(TrinitySyncError):
@@ -248,11 +251,11 @@ class StackError(TrinitySyncError):
 
 
 class PrefectApiError(StackError):
-    """The API of a Prefect server does not answer, or not as it should.
+    """The API of a Prefect server does not answer as it should.
 
     Attributes:
-        url: of the API, without a password; empty if none is known.
-        status: HTTP status of the answer; 0 if there was none.
+        url: URL of the API without a password; empty if no server is known.
+        status: HTTP status of the answer; 0 if there was no answer.
     """
 
     def __init__(self, message: str, *, url: str = "", status: int = 0) -> None:
@@ -262,7 +265,7 @@ class PrefectApiError(StackError):
 
 
 class RequestRefusedError(PrefectApiError):
-    """The Prefect server will never accept the request, as when client and stack differ."""
+    """The Prefect server will never accept the request: client and stack may differ."""
 
 
 @contextmanager
@@ -270,7 +273,7 @@ def from_extra(extra: str) -> Iterator[None]:
     """Import packages of an extra within the block.
 
     Raises:
-        MissingPackageError: one is not installed; the message names it and the extra.
+        MissingPackageError: a package is not installed; the message names it and the extra.
     """
     try:
         yield

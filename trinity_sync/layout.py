@@ -1,4 +1,4 @@
-"""Names and paths of a job's files: the layout that veRL and Trinity read.
+"""Names and paths of a job's files, in the layout that veRL and Trinity read.
 
 ::
 
@@ -8,15 +8,15 @@
       global_step_40/
         manifest.json
         .full_checkpoint
-        corrupted.json                          only where a verification found corruption
+        corrupted.json                          only if a verification found corruption
         actor/
           model_world_size_2_rank_0.pt            optim_..., extra_state_... likewise
           fsdp_config.json
           huggingface/config.json ...
         critic/...
         attachments/dataloader.json           what rank 0 attached
-        attachments/rank_1/...                what the others did
-      .trinity_sync/runs/3.json                   one small file a run of the job
+        attachments/rank_1/...                what other ranks attached
+      .trinity_sync/runs/3.json                   one small file for each run of the job
 """
 
 import hashlib
@@ -34,15 +34,15 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
     "checkpoint": ("checkpoint", "state_dict"),
     "state_dict": ("state_dict",),
 }
-"""What a commit of a kind is good for: a checkpoint holds the weights too, and so serves syncs."""
+"""Kinds that a commit serves as: a checkpoint includes the weights, so it serves as a sync."""
 
 SaveStrategy = Literal["unrestricted", "single_node", "single_process", "single_thread"]
-"""How many shards of a job are written at once, in Trinity's words."""
+"""How many shards of a job are written at once, by Trinity's names."""
 
 Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 FOLDERS: tuple[Component, ...] = ("metadata", "attachments")
-"""Those that are small files in a folder and not one shard a rank."""
+"""Components that are folders of small files instead of a shard for each rank."""
 
 MANIFEST = "manifest.json"
 FULL_CHECKPOINT_MARK = ".full_checkpoint"
@@ -54,48 +54,51 @@ ITERATION_FILES: dict[Kind, str] = {
 }
 
 SPOOL_FORMAT = 1
-"""Format of the records in a node's spool, and of `SaveRequest`: what is of a save in flight."""
+"""Format of the records of saves in flight: those in a node's spool, and `SaveRequest`."""
 ROOT_FORMAT = 1
-"""Format of the records in a job's root, which may be read years later. See "Formats" in
-``docs/architecture.md`` for what needs a new number, and who refuses what."""
+"""Format of the records in a job's root, which may be read years later. "Formats" in
+``docs/architecture.md`` says which changes need a new number."""
 
 _STEP_FOLDER = "global_step_"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
-
-
 _READABLE = 100
-"""Characters of a folder's name that a job's has: file names of at most 255 are made of it."""
+"""Characters of the root's name in a job's identifier: file names of at most 255 contain it."""
 
 
 def refuse_url(root: str | Path) -> None:
-    """See that a root is no URL, also if it went through a path, which makes ``s3:/`` of it.
+    """Require that a root is a path and not a URL, also after `Path` has made ``s3:/`` of it.
 
     Raises:
-        ConfigError: it is one, and the message says how to have steps in a store; or its name is
-            not text.
+        ConfigError: it is a URL, and the message names the setting for a remote; or the path is not
+            valid text.
     """
     if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
         raise ConfigError(
-            f"root {str(root)!r} holds a NUL or bytes that are not valid UTF-8, and Prefect and "
-            "the catalog could not be told of it; rename the folder"
+            f"root {str(root)!r} has a NUL or bytes that are not valid UTF-8, which Prefect and "
+            "the catalog do not support; rename the folder"
         )
     if url := _URL.fullmatch(str(root)):
         raise ConfigError(
-            f"{root} is a URL, and the root of a job is a folder: steps are written, renamed and "
-            "locked there, which no object store can do. Pass a folder, and for steps that count "
-            f"once they are in a store set TRINITY_SYNC_REMOTE={url[1]}://{url[2]} (docs/roots.md)"
+            f"{root} is a URL, but the root of a job has to be a folder: files are renamed and "
+            "locked there, which object stores cannot do. Pass a folder, and for copies in a store "
+            f"set TRINITY_SYNC_REMOTE={url[1]}://{url[2]} (docs/roots.md)"
         )
 
 
 def step_folder(root: str | Path, step: int) -> Path:
-    """``root/global_step_{step}``."""
+    """Return the path ``root/global_step_{step}``.
+
+    Args:
+        root: the job's root.
+        step: training step.
+    """
     return Path(root) / f"global_step_{step}"
 
 
 def is_step_folder(path: str | Path) -> bool:
-    """Whether a path ends with ``global_step_{N}``."""
+    """Return whether a path ends with ``global_step_{N}``."""
     return step_of_folder(Path(path).name) is not None
 
 
@@ -105,20 +108,26 @@ def step_of_folder(name: str) -> int | None:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the number that ``str`` writes so, of at most 18 digits; None for any other text.
+    """Return the number in a text of at most 18 digits; None for any other text.
 
-    ``007`` and digits of other scripts are no second way to write a step.
+    The text has to be that of ``str(number)``: ``007`` and digits of other scripts return None.
     """
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def shard_file(component: str, world_size: int, rank: int) -> str:
-    """File name of one rank's shard, as veRL's checkpoint manager and merger expect it."""
+    """Return the file name of a rank's shard that veRL's checkpoint manager and merger expect.
+
+    Args:
+        component: ``model``, ``optim`` or ``extra_state``.
+        world_size: number of ranks that save together.
+        rank: rank of the shard.
+    """
     return f"{component}_world_size_{world_size}_rank_{rank}.pt"
 
 
 def steps_on_disk(root: str | Path) -> list[int]:
-    """Steps that have a folder under ``root``, or a link to one, committed or not, by number."""
+    """Return the steps with a folder (or a link to one) in a root, committed or not, in order."""
     base = Path(root)
     if not base.is_dir():
         return []
@@ -132,7 +141,7 @@ def steps_on_disk(root: str | Path) -> list[int]:
 
 
 def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
-    """Take ``root/global_step_{N}/{role}`` apart into (root, N, role).
+    """Split ``root/global_step_{N}/{role}`` into (root, N, role).
 
     Raises:
         ConfigError: the path does not have this form.
@@ -149,7 +158,7 @@ def split_role_path(local_path: str | Path) -> tuple[Path, int, str]:
 
 
 def is_path(text: str) -> bool:
-    """Whether the operating system can be given a text as a path."""
+    """Return whether the operating system accepts a text as a path."""
     try:
         return bool(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -157,16 +166,21 @@ def is_path(text: str) -> bool:
 
 
 def is_below(path: str) -> bool:
-    """Whether a name, as a manifest has them, stays below the step's folder."""
+    """Return whether a path in a manifest stays below the step's folder."""
     pure = PurePosixPath(path)
     return is_path(path) and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
 
 
 def check_number(what: str, value: object) -> int:
-    """Return ``value`` as an ``int``, whichever integral type it has: ``np.int64``, a 0-d tensor.
+    """Return a value of any integral type (``np.int64``, a 0-d tensor) as an ``int``.
+
+    Args:
+        what: name of the value, for the message.
+        value: the value.
 
     Raises:
-        ConfigError: it is a bool, a float or no number at all, negative, or of more than 18 digits.
+        ConfigError: the value is a bool, a float or not a number, is negative, or has more than 18
+            digits.
     """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
     try:
@@ -174,15 +188,19 @@ def check_number(what: str, value: object) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = -1
     if not 0 <= number < 10**18:
-        raise ConfigError(f"{what} {value!r} is no whole number from 0 to 10^18; pass an int")
+        raise ConfigError(f"{what} {value!r} is not a whole number from 0 to 10^18; pass an int")
     return number
 
 
 def check_name(what: str, value: str) -> str:
-    """Return ``value`` if it can be part of a file name (letters, digits, ``_`` and ``-``).
+    """Return a value that can be part of a file name (letters, digits, ``_`` and ``-``).
+
+    Args:
+        what: name of the value, for the message.
+        value: the value.
 
     Raises:
-        ConfigError: it cannot; the message says what ``what`` may contain.
+        ConfigError: the value has other characters, or begins with ``_`` or ``-``.
     """
     if not _NAME.fullmatch(value):
         raise ConfigError(f"{what} {value!r} may hold letters, digits, '_' and '-' only")
@@ -190,7 +208,7 @@ def check_name(what: str, value: str) -> str:
 
 
 def job_id(root: str | Path) -> str:
-    """A name for the job at ``root``, unique on a machine: folder name and a digest of its path."""
+    """Return the identifier of the job at a root: the folder's name and a digest of its path."""
     real = Path(root).resolve()
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", real.name)[:_READABLE].strip("-") or "job"
     return f"{readable}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:8]}"

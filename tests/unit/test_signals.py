@@ -61,7 +61,7 @@ def test_an_emergency_save_raises_nothing_whatever_the_states_are(
     assert any("loader cannot be pickled" in sentence for sentence in words.undone)
     job.commit(6, "model", kind="state_dict")
     words = saves.emergency_save("seven", states, deadline_s=1)  # type: ignore[arg-type]
-    assert "step 'seven' is no whole number" in words.undone[0]
+    assert "step 'seven' is not a whole number" in words.undone[0]
 
 
 def test_an_emergency_save_tells_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:

@@ -57,7 +57,7 @@ def test_an_emergency_save_takes_the_steps_that_a_save_takes(
     if step == 4:
         assert (words.submitted, type(words.step)) == (("model",), int)
     else:
-        assert f"step {step} is no whole number" in words.undone[0]
+        assert f"step {step} is not a whole number" in words.undone[0]
         assert not job.spool.tickets()[0]
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_step_is_refused_before_anything_is_done(
         None,
         10**18,
     ):
-        with pytest.raises(ConfigError, match="is no whole number from 0 to"):
+        with pytest.raises(ConfigError, match="is not a whole number from 0 to"):
             call(saves, step)
     assert sorted(job.spool.folder.glob("*")) == before
 
@@ -103,5 +103,5 @@ def test_ranks_and_world_sizes_are_numbers_too(coordinator_of: Open, job: Job) -
     coordinator_of(np.int64(0), np.int64(1)).save(4, MODEL)
     (sealed,) = job.spool.tickets()[0]
     assert sealed.ticket.path.endswith("model_world_size_1_rank_0.pt")
-    with pytest.raises(ConfigError, match="rank -1 is no whole number"):
+    with pytest.raises(ConfigError, match="rank -1 is not a whole number"):
         CheckpointCoordinator(job.root, rank=-1)
