@@ -74,9 +74,11 @@ async def save_step(request: SaveRequest) -> None:
         persist_s=persisted - start,
         commit_s=committed - persisted,
     )
-    await request_replication(request, Settings().remote_of(request.root))
-    if has_exports:
-        await export_models(request, nodes[0])
+    try:
+        if has_exports:
+            await export_models(request, nodes[0])
+    finally:  # the copy includes the exported models, which are files of the step
+        await request_replication(request, Settings().remote_of(request.root))
     if request.keep:
         await prune(request, nodes[0])
 
@@ -159,7 +161,8 @@ async def commit(request: SaveRequest, nodes: Sequence[NodeSave]) -> bool:
 async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
     """Free the slots of a committed save on the nodes that did not run the commit task.
 
-    A node that cannot be reached keeps its slots until its worker frees them.
+    A node that cannot be reached keeps its slots until a worker there frees them, or later saves
+    evict them.
 
     Args:
         request: The save.
@@ -174,8 +177,8 @@ async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) 
     for outcome in await gather_outcomes(futures):
         if isinstance(outcome, BaseException):
             get_run_logger().error(
-                "%s is committed; cannot free its slots on another node, the worker of that node "
-                "will retry: %s",
+                "%s is committed; cannot free its slots on another node until a worker there does, "
+                "or later saves evict them: %s",
                 request.run_name,
                 outcome,
             )

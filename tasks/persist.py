@@ -49,8 +49,8 @@ def persist_component(
         writers=settings.writers,
         nice=settings.nice,
     )
+    spool = get_job_spool(shards.spool, save.root)  # refuses another job's, before anything is read
     written = persist(shards, save, component, options) if component else []
-    spool = get_job_spool(shards.spool, save.root)
     statuses = await_callable_saves(spool, save) if with_callables else []
     sync_callable_files(save, statuses)
     return Persisted(written, statuses)

@@ -47,7 +47,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     with CheckpointCoordinator(root, settings=settings) as saves:
         saves.save(4, {"model": {"w": torch.ones(9)}})
         saves.wait_all(120)
-        assert Remote(url).step(4).state == "valid"
+        assert Remote(url).read_step(4).state == "valid"
         names = {"persist-model", "commit", "upload-to-required-remote"}
         run = api.ended(api.run_of(key_of(root, 4)).id)
         assert {kind_of(task) for task in api.ended_tasks(run, *names)} == names

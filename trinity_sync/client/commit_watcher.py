@@ -322,7 +322,7 @@ class CommitWatcher:
 
     def _end(self, save: PendingSave, result: SaveResult) -> None:
         request, failure = save.request, ""
-        if result.failure:
+        if result.missed:
             failure = (
                 f"{request.run_name} of {request.root} was not {result.missed}: {result.failure}"
             )

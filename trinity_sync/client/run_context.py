@@ -110,9 +110,9 @@ class RunContext:
     def _warn_of_earlier_steps(self, run: Run) -> None:
         if found := find_newest(self._root):
             logger.warning(
-                "Run %d begins at step 0 in %s, which has steps of earlier runs up to %d. After "
-                "this run's first commit, a resume finds that commit; steps that it replaces are "
-                "kept in %s. To continue the earlier training, stop and load step %d first "
+                "Run %d begins at step 0 in %s, which has steps of earlier runs; the newest is %d. "
+                "After this run's first commit, a resume finds that commit; steps that it replaces "
+                "are kept in %s. To continue the earlier training, stop and load step %d first "
                 "(coordinator.latest_step and load); for another training, use another root.",
                 run.number,
                 self._root,

@@ -79,8 +79,8 @@ class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
 def list_components(tickets: Collection[Ticket]) -> tuple[Component, ...]:
     """Return the components of a save, as far as its tickets on one node name them.
 
-    Only the ticket of rank 0 names the components of small files. If rank 0 is on another node,
-    they are included in any case, and the tasks that look for them find some or none.
+    Only the tickets of rank 0 are sure to name the components of small files. If rank 0 is on
+    another node, they are included in any case, and the tasks that look for them find some or none.
     """
     named = {name for ticket in tickets for name in ticket.components}
     if tickets and all(ticket.rank for ticket in tickets):
@@ -126,7 +126,7 @@ def read_ticket(slot: Path) -> Ticket | None:
     except ValueError as error:
         raise _invalid(path, f"is torn or edited ({error})", content) from error
     if not is_below(ticket.path) or not is_path(ticket.root):
-        raise _invalid(path, "names a file outside of a step's folder", content)
+        raise _invalid(path, "names a root or a file that no step can have", content)
     return ticket
 
 

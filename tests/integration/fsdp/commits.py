@@ -110,8 +110,8 @@ def _save_step(request: SaveRequest) -> None:
     write_export_requests(save, written)
     commit(save, written, await_callable_saves(spool, save))
     free_committed_slots(spool, save, written)
-    for request in list_export_requests(save.root, step=save.step):
-        run_export_request(save.root, request)
+    for wanted in list_export_requests(save.root, step=save.step):
+        run_export_request(save.root, wanted)
     if request.keep:
         prune_after_commit.fn(request)
 
