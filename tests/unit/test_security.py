@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tasks.persist import persist_component
 from tasks.replicate import replicate_to_remote, upload_to_required_remote
 from tests.conftest import environment
 from tests.unit.job import Job
@@ -57,6 +58,7 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.verify_load import load_newest
@@ -278,6 +280,21 @@ def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path
     with pytest.raises(SpoolError, match="open to other users"):
         get_job_spool(job.spool.folder, job.root)
     job.spool.folder.chmod(0o700)
+
+
+def test_a_task_reads_and_writes_nothing_for_the_spool_of_another_job(
+    job: Job, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    (sealed,) = job.spool.tickets()[0]
+    other = tmp_path / "other"
+    other.mkdir()
+    request = SaveRequest(root=str(other), step=1, run=1, components=("model",))
+    shards = NodeShards("here", str(job.spool.folder), {"actor": (0,)})
+    with pytest.raises(SpoolError, match="not of"):
+        persist_component(request, "model", shards)
+    assert list(other.iterdir()) == []
+    assert [image.ticket for image in job.spool.tickets()[0]] == [sealed.ticket]
 
 
 def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
