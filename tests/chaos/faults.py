@@ -80,7 +80,10 @@ def trainer_rank_stopped(world: World, random: Random) -> None:
 @fault
 def writer_killed(world: World, random: Random) -> None:
     in_mid_write(world)
-    writers = world.ray_processes("ray::persist-")
+    writers = [
+        *world.ray_processes("ray::persist-model"),
+        *world.ray_processes("ray::persist-optim"),
+    ]
     if writers:
         with suppress(psutil.NoSuchProcess):
             random.choice(writers).kill()

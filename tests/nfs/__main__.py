@@ -25,10 +25,10 @@ PACKAGES = (
     "kmod",
 )
 PARTS = (
-    "capabilities attachments beginning commit histories leases pins placement reconcile restore "
-    "resuming retention retention_races rewind roots sweep turns verify"
+    "attachments capabilities commit histories leases orphaned_images pins placement reconcile "
+    "restore resuming retention retention_races rewind roots run_context verify write_permits"
 )
-NOT_HERE = "large_files_wait"
+NOT_HERE = "large_files_of_one_step_are_kept"
 """Of a test: files are not recycled where other nodes may see them."""
 FILES = ["tests/nfs/nodes.py", *(f"tests/unit/test_{part}.py" for part in PARTS.split())]
 HERE = Path(__file__).parent
@@ -44,6 +44,8 @@ MEMORY = "6G"
 def main() -> None:
     """Prepare, boot, and exit as pytest has."""
     files = [each for each in sys.argv[1:] if not each.startswith("-")] or FILES
+    if gone := [each for each in files if not (REPOSITORY / each).exists()]:
+        sys.exit(f"there is no {', '.join(gone)}")
     options = [each for each in sys.argv[1:] if each.startswith("-")]
     missing = [tool for tool in ("apt-get", "dpkg", "mkfs.ext4", "ip") if not shutil.which(tool)]
     if missing:
