@@ -44,7 +44,7 @@ MEMORY = "6G"
 def main() -> None:
     """Prepare, boot, and exit as pytest has."""
     files = [each for each in sys.argv[1:] if not each.startswith("-")] or FILES
-    if gone := [each for each in files if not (REPOSITORY / each).exists()]:
+    if gone := [each for each in files if not (REPOSITORY / each.partition("::")[0]).exists()]:
         sys.exit(f"there is no {', '.join(gone)}")
     options = [each for each in sys.argv[1:] if each.startswith("-")]
     missing = [tool for tool in ("apt-get", "dpkg", "mkfs.ext4", "ip") if not shutil.which(tool)]
