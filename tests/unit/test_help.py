@@ -1,5 +1,8 @@
 """What the command says of itself."""
 
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -20,3 +23,20 @@ def test_each_command_shows_an_example(command: str) -> None:
     assert done.exit_code == 0
     assert "Example" in done.stdout
     assert f"trinity-sync {command}" in done.stdout
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback() -> None:
+    script = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "trinity_sync.cli.commands":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from trinity_sync.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

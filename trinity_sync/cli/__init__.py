@@ -22,8 +22,10 @@ def main() -> None:
     tried = os.environ.pop(TRIED, "")
     if missing := [name for name in STACK_PACKAGES if find_spec(name) is None]:
         _run_other_script(missing, tried)
-    from trinity_sync.cli.commands import app
-
+    try:
+        from trinity_sync.cli.commands import app
+    except KeyboardInterrupt:  # the imports take a second, and nothing has started yet
+        sys.exit(130)
     app(prog_name="trinity-sync")
 
 
