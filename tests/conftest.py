@@ -6,6 +6,7 @@ It is of the tests' own environment, or, where that is a trainer's, of the one t
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,10 @@ QUIET = {
 }
 OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
 STACK = os.environ.get("TESTS_STACK", "")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts background jobs so, and the processes that tests interrupt would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

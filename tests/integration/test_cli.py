@@ -315,11 +315,7 @@ def test_run_says_that_there_is_no_such_command(stack: StackState) -> None:
 
 def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_path: Path) -> None:
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:  # a test run in the background of a shell ignores Ctrl-C, and so would its children
-        up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
     settings = Settings(home=tmp_path)
     deadline = time.monotonic() + 60
     while not (found := embedded.find(settings)):
