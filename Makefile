@@ -133,6 +133,6 @@ $(TRINITY)/.ready: pyproject.toml
 	test -x $(TRINITY)/bin/python || $(PYTHON) -m venv $(TRINITY)
 	$(TRINITY)/bin/python -m pip install --quiet "pip>=25.1"
 	$(TRINITY)/bin/python -m pip install --quiet $(TORCH)
-	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" $(TORCH) \
+	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" fastapi greenlet uvicorn $(TORCH) \
 	  pytest pytest-timeout einops
 	touch $@

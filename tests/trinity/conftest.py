@@ -1,8 +1,9 @@
-"""A stack whose Ray node pretends to have GPUs, as many as Trinity's trainer has ranks."""
+"""A stack, and the training's own Ray cluster, whose node pretends to have a GPU for each rank."""
 
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 RANKS = 2
 ON_CPU = {
     "VERL_USE_EXTERNAL_MODULES": "tests.trinity.cpu",
-    "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 32, "GPU": RANKS}),
+    "RAY_AUTH_MODE": "disabled",
     "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "examples")]),
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
@@ -33,9 +34,20 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 
 @pytest.fixture(scope="session")
 def stack(stack_settings: Settings) -> Iterator[StackState]:
-    """Prefect server, Ray node and flow worker of the session; the environment names them."""
-    with running_stack(stack_settings, ON_CPU, num_cpus=32) as state:
-        yield state
+    """The stack of the session; the environment names its server, and the training's Ray."""
+    from ray.cluster_utils import Cluster
+
+    with running_stack(stack_settings, ON_CPU) as state, tempfile.TemporaryDirectory() as folder:
+        node = {"num_cpus": 32, "num_gpus": RANKS, "object_store_memory": 200 << 20}
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={**node, "include_dashboard": False, "temp_dir": folder},
+        )
+        os.environ["RAY_ADDRESS"] = cluster.address
+        try:
+            yield state
+        finally:
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="session")
