@@ -103,7 +103,7 @@ class TrinitySyncCallback(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save if `Trainer` would save after this step.
+        """Save if `Trainer` would save after this step or epoch.
 
         Args:
             args: `Trainer`'s arguments.
@@ -113,16 +113,7 @@ class TrinitySyncCallback(TrainerCallback):
         """
         self._replace_save(args, state, control, parts)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save if `Trainer` would save after this epoch.
-
-        Args:
-            args: `Trainer`'s arguments.
-            state: `Trainer`'s state.
-            control: `Trainer`'s control flow.
-            parts: model, optimizer and schedule, among others.
-        """
-        self._replace_save(args, state, control, parts)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
