@@ -65,7 +65,6 @@ def main() -> None:
         os.environ |= {
             "TRINITY_SYNC_HOME": f"{folder}/home",
             "TRINITY_SYNC_SPOOL": memory,
-            "TRINITY_SYNC_GATHER_S": "600",
             "TRINITY_SYNC_SCHEDULES": "false",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
@@ -176,7 +175,7 @@ def save_without_prefect(job: Job, step: int) -> str:
 
     request = job.stage(step)
     save = make_save(request)
-    shares = await_node_shards(save, gather_s=60)
+    shares = await_node_shards(save, rank_timeout_s=60)
     times = [time.process_time()]
     written = [
         file

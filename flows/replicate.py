@@ -11,8 +11,7 @@ from flows.on_ray import NodeRayTaskRunner, gather_results
 from tasks.replicate import replicate_to_remote
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.prefect_queries import request_run
-from trinity_sync.remote.remote_root import refuse_credentials
-from trinity_sync.storage.required_remote import read_required_remote
+from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
 
@@ -34,26 +33,25 @@ async def replicate_step(root: str, step: int, url: str, keep_last: int = 0) -> 
         await gather_results([replicate_to_remote.submit(root, step, url, keep_last)])
 
 
-async def request_replication(request: SaveRequest, url: str) -> None:
-    """Create a flow run that copies a committed checkpoint to the remote.
+async def request_replication(request: SaveRequest) -> None:
+    """Create a flow run that copies a committed checkpoint to the job's remote, if it has one.
 
     A root with a required remote needs none, because the save itself uploads the step. A failure
     is logged and does not affect the save.
 
     Args:
         request: The committed save.
-        url: URL of the job's folder in the remote; empty for no remote.
     """
-    if not url or request.kind != "checkpoint":
+    if request.kind != "checkpoint":
         return
     try:
-        if await asyncio.to_thread(read_required_remote, request.root):
+        job = await asyncio.to_thread(read_job_settings, request.root)
+        if not job.remote or job.remote_required:
             return
-        refuse_credentials(url)  # the Prefect UI shows parameters
         async with get_client() as client:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
             fields = {
-                "parameters": {"root": request.root, "step": request.step, "url": url},
+                "parameters": {"root": request.root, "step": request.step, "url": job.remote},
                 "name": f"replicate step {request.step}",
                 "tags": request.tags,
                 "idempotency_key": f"{request.key}/replicate",

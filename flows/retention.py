@@ -13,7 +13,7 @@ from tasks.prune import prune
 async def retention(
     root: str | None = None,
     keep: str = "",
-    keep_syncs: str = "",
+    keep_weights: str = "",
     dry_run: bool = False,
     now: datetime | None = None,
 ) -> None:
@@ -23,12 +23,12 @@ async def retention(
         root: Full path of the job's root folder; empty for every job that has committed a step on
             this node (or those of TRINITY_SYNC_MAINTAIN).
         keep: Policy for checkpoints, such as last=3,every=100,hourly=24,best=2:reward:max; empty
-            for TRINITY_SYNC_KEEP, which keeps all unless it is set.
-        keep_syncs: Policy for steps that hold weights only; empty for TRINITY_SYNC_KEEP_SYNCS,
-            which keeps the last 2 unless it is set.
+            for each job's own, which keeps all unless it is set.
+        keep_weights: Policy for steps that hold weights only; empty for each job's own, which
+            keeps the last 2 unless it is set.
         dry_run: Show what would be removed, and remove nothing.
         now: Current time for the policies, to preview a later date with dry_run; empty for the
             present.
     """
     with remote_options(**pin_to_this_node()):  # other nodes may not mount the roots
-        await gather_results([prune.submit(root, keep, keep_syncs, dry_run, now)])
+        await gather_results([prune.submit(root, keep, keep_weights, dry_run, now)])

@@ -33,7 +33,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
-from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
 from trinity_sync.storage.save import Persisted
@@ -78,14 +78,16 @@ async def save_step(request: SaveRequest) -> None:
         if has_exports:
             await export_models(request, nodes[0])
     finally:  # the copy includes the exported models, which are files of the step
-        await request_replication(request, Settings().remote_of(request.root))
+        await request_replication(request)
     if request.keep:
         await prune(request, nodes[0])
 
 
 async def find_nodes(request: SaveRequest) -> list[NodeSave]:
     """Return the nodes that hold images of the save, starting with the node of rank 0."""
-    shards = await asyncio.to_thread(await_node_shards, request.save, gather_s=Settings().gather_s)
+    job = await asyncio.to_thread(read_job_settings, request.root)
+    limit_s = job.rank_timeout_s
+    shards = await asyncio.to_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
     return [NodeSave(each) for each in shards]
 
 

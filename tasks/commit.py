@@ -24,6 +24,7 @@ from trinity_sync.storage.export_requests import (
     list_export_requests,
     write_export_request,
 )
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.late_images import free_committed_slots
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
@@ -61,7 +62,7 @@ def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: No
         spool,
         save,
         at_least=count_expected_callables(request, written) - len(statuses),
-        gather_s=settings.gather_s,
+        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
     )
     write_export_requests(save, written)
     recycle = can_reuse_blocks(save.root, settings.recycle)

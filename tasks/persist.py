@@ -12,6 +12,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -45,7 +46,7 @@ def persist_component(
     options = WriteOptions(
         direct=settings.direct_io,
         bytes_per_s=settings.write_mb_per_s * 1e6,
-        gather_s=settings.gather_s,
+        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
         writers=settings.writers,
         nice=settings.nice,
     )

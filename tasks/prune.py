@@ -20,20 +20,21 @@ from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
 
 
 @task(name="prune", persist_result=False)
 def prune(
-    root: str | None, keep: str, keep_syncs: str, dry_run: bool, now: datetime | None = None
+    root: str | None, keep: str, keep_weights: str, dry_run: bool, now: datetime | None = None
 ) -> None:
     """Remove the steps that no policy keeps, root by root, and show what became of each step.
 
     Args:
         root: Root of the job; None for all known jobs.
-        keep: Policy for checkpoints; empty for that of the settings.
-        keep_syncs: Policy for steps that hold weights only; empty for that of the settings.
+        keep: Policy for checkpoints; empty for each job's own.
+        keep_weights: Policy for steps that hold weights only; empty for each job's own.
         dry_run: Show what would be removed, and remove nothing.
         now: Current time for the policies; by default the present.
 
@@ -41,13 +42,6 @@ def prune(
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
     settings = Settings()
-    quarantine = parse_policy(settings.keep_quarantine)
-    rules = Rules(
-        parse_policy(keep or settings.keep),
-        parse_policy(keep_syncs or settings.keep_syncs),
-        superseded=quarantine,
-        quarantine=quarantine,
-    )
     pruned: list[Pruned] = []
     failures: list[str] = []
     for each in select_roots(root, settings):
@@ -55,7 +49,7 @@ def prune(
             pruned.append(
                 prune_root(
                     each,
-                    rules,
+                    Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
                     now.timestamp() if now else time.time(),
                     spool=settings.spool,
                     recycle=settings.recycle,
@@ -74,11 +68,14 @@ def prune(
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove all checkpoints but the newest ``request.keep``, after the save is committed."""
     settings = Settings()
-    quarantine = parse_policy(settings.keep_quarantine)
     require_allowed(settings, request.root)
     done = prune_root(
         request.root,
-        Rules(checkpoints=LastN(request.keep), syncs=All(), quarantine=quarantine),
+        Rules(
+            checkpoints=LastN(request.keep),
+            syncs=All(),
+            quarantine=parse_policy(read_job_settings(request.root).keep_quarantine),
+        ),
         time.time(),
         spool=settings.spool,
         recycle=settings.recycle,

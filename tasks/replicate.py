@@ -15,6 +15,7 @@ from trinity_sync.orchestration.job_registry import require_allowed, require_all
 from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[An
 def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
     """Upload the files of a step that the remote lacks, then the manifest.
 
-    If ``url`` is the remote of the settings, also prune it by their ``remote_keep``.
+    If ``url`` is the job's remote, also prune it by its ``remote_keep``.
 
     Args:
         root: Full path of the job's root folder.
@@ -47,11 +48,11 @@ def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
         keep_last: Number of newest steps to keep in the remote; 0 keeps all.
     """
     _require_allowed(root, url)
-    settings = Settings()
+    job = read_job_settings(root)
     done = replicate(root, url, step, keep_last=keep_last)
     removed = [*done.removed]
-    if url.rstrip("/") == settings.remote_of(root).rstrip("/"):
-        removed += prune_remote(Path(root), url, settings.remote_keep, time.time())
+    if url.rstrip("/") == job.remote:
+        removed += prune_remote(Path(root), url, job.remote_keep, time.time())
     pruned = f"; removed from the remote: steps {removed}" if removed else ""
     create_markdown_artifact(
         key="replicated",
@@ -82,7 +83,7 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
     replicate_required(Path(root), url, step)
     try:
         replicate_missing(Path(root), url)
-        prune_remote(Path(root), url, Settings().remote_keep, time.time())
+        prune_remote(Path(root), url, read_job_settings(root).remote_keep, time.time())
     except (TrinitySyncError, OSError) as error:
         logger.error(
             "uploaded step %d to %s; cannot upload earlier steps or prune there, the next save "

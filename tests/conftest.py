@@ -85,7 +85,6 @@ def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting
         home=tmp_path_factory.mktemp("home"),
         spool=spool,
         write_mb_per_s=40,
-        gather_s=20,
         schedules=False,  # a test that begins at three at night sees no more runs than another
     )
     shutil.rmtree(spool)

@@ -42,6 +42,7 @@ from trinity_sync.errors import (
 
 if TYPE_CHECKING:
     from trinity_sync.client.coordinator import CheckpointCoordinator
+    from trinity_sync.client.job_settings import set_job_settings
     from trinity_sync.fsdp.broadcast import fsdp_sync_weight_nccl
     from trinity_sync.fsdp.engine import (
         fsdp_save_state_dict,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from trinity_sync.fsdp.manager import FSDPCheckpointManager
     from trinity_sync.settings import Settings
+    from trinity_sync.storage.job_settings import JobSettings
     from trinity_sync.weights.reader import WeightReader
     from trinity_sync.weights.staleness import RolloutGate
     from trinity_sync.weights.synchronizer import Synchronizer
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointCoordinator",
     "FSDPCheckpointManager",
+    "JobSettings",
     "RolloutGate",
     "Settings",
     "Synchronizer",
@@ -66,6 +69,7 @@ __all__ = [
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
     "fsdp_upload_state_dict",
+    "set_job_settings",
     "use_trinity_sync",
     "CatalogError",
     "CommitError",
@@ -102,6 +106,7 @@ __all__ = [
 _MODULES = {
     "CheckpointCoordinator": "trinity_sync.client.coordinator",
     "FSDPCheckpointManager": "trinity_sync.fsdp.manager",
+    "JobSettings": "trinity_sync.storage.job_settings",
     "RolloutGate": "trinity_sync.weights.staleness",
     "Settings": "trinity_sync.settings",
     "Synchronizer": "trinity_sync.weights.synchronizer",
@@ -109,6 +114,7 @@ _MODULES = {
     "fsdp_save_state_dict": "trinity_sync.fsdp.engine",
     "fsdp_sync_weight_nccl": "trinity_sync.fsdp.broadcast",
     "fsdp_upload_state_dict": "trinity_sync.fsdp.engine",
+    "set_job_settings": "trinity_sync.client.job_settings",
     "use_trinity_sync": "trinity_sync.fsdp.engine",
 }
 """Module of each name that is imported when it is first used."""

@@ -36,8 +36,8 @@ SERVES_AS: dict[Kind, tuple[Kind, ...]] = {
 }
 """Kinds that a commit serves as: a checkpoint includes the weights, so it serves as a sync."""
 
-SaveStrategy = Literal["unrestricted", "single_node", "single_process", "single_thread"]
-"""How many shards of a job are written at once, by Trinity's names."""
+WriteConcurrency = Literal["all", "per_node", "per_rank", "one"]
+"""Shards of a job that are written at once."""
 
 Component = Literal["model", "optim", "extra_state", "metadata", "attachments"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
@@ -83,7 +83,7 @@ def refuse_url(root: str | Path) -> None:
         raise ConfigError(
             f"{root} is a URL, but the root of a job has to be a folder: files are renamed and "
             "locked there, which object stores cannot do. Pass a folder, and for copies in a store "
-            f"set TRINITY_SYNC_REMOTE={url[1]}://{url[2]} (docs/roots.md)"
+            f"set its remote: trinity-sync jobs set ROOT remote={url[1]}://{url[2]}"
         )
 
 

@@ -7,12 +7,10 @@ agree between them (paths, run, step) are in tickets and in the flow's parameter
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
-
-from trinity_sync.layout import SaveStrategy, job_id
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 def _default_spool() -> Path:
@@ -32,15 +30,16 @@ class Settings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname, pattern=r"^[^/\s]+$")
     """Name of this node in Ray: the host name, or the value of ``ray start --node-name``."""
 
-    roles: tuple[str, ...] = ("actor",)
-    """Roles that make one checkpoint together; JSON in the environment: ``["actor","critic"]``."""
+    roles: Annotated[tuple[str, ...], NoDecode] = ("actor",)
+    """Roles that make one checkpoint together, with commas between them: ``actor,critic``."""
 
     slots: int = Field(default=2, ge=1, le=4)
     """Slots per shard; with two, one image is persisted while the next is staged."""
 
-    slot_wait_s: float = Field(default=30.0, ge=0)
-    """Seconds after its seal in which an image that is not being persisted cannot be evicted. If
-    all slots are in use, a save evicts an older image at once, so training continues."""
+    slot_wait_s: float = Field(default=300.0, ge=0)
+    """Seconds for which a save waits for the writer of a checkpoint if its images hold all slots;
+    afterwards it evicts them. It is below the time-out of NCCL, since other ranks may wait in a
+    collective. Weights are evicted for newer ones after 10 seconds."""
 
     overlap: bool = False
     """Whether veRL's manager stages while the next forward and backward pass runs."""
@@ -49,19 +48,11 @@ class Settings(BaseSettings):
     """Compare each overlapped image with a digest taken at the call, which detects every change.
     The call then reads the state once, in about half the time of a copy."""
 
-    gather_s: float = Field(default=60.0, gt=0)
-    """Seconds that a flow waits for all ranks and roles to submit their images."""
-
     direct_io: bool = True
     """Write shards with direct I/O if the file system supports it."""
 
     writers: int = Field(default=4, ge=1)
     """Shards that one task writes at a time."""
-
-    save_strategy: SaveStrategy = "unrestricted"
-    """Write concurrency: ``unrestricted``; ``single_process``, one shard of each rank at a time;
-    ``single_node``, one on each node; ``single_thread``, one of the job. The trainer's value
-    applies."""
 
     nice: int = Field(default=10, ge=0, le=19)
     """Nice value of threads that write files or compute deltas, and of the embedded server and
@@ -71,30 +62,8 @@ class Settings(BaseSettings):
     """Keep large files of removed steps, whose disk blocks the next saves overwrite: about twice as
     fast. On a file system that other nodes may see, only ``always`` does so."""
 
-    remote: str = ""
-    """URL of the remote to which checkpoints are copied, such as ``s3://bucket/{job}``, where
-    ``{job}`` stands for the job's identifier; empty for none. No credentials, one job for each URL.
-    """
-
-    remote_required: bool = False
-    """Whether a checkpoint counts only once it is in the remote. Rank 0 then writes the URL into
-    the root when the job begins, and that URL is used from then on. Otherwise a flow run of its own
-    copies the checkpoint after the commit."""
-
-    remote_keep: str = "all"
-    """Retention policy of checkpoints in the remote: as ``keep``, without metrics."""
-
     write_mb_per_s: float = Field(default=0.0, ge=0)
     """Speed limit of each writer in MB/s; 0 for none."""
-
-    keep: str = "all"
-    """Retention policy of checkpoints; see ``retention.policies.parse_policy``."""
-
-    keep_syncs: str = "last=2"
-    """Retention policy of steps with weights only: the next one supersedes them, so two suffice."""
-
-    keep_quarantine: str = "all"
-    """Retention policy of quarantined steps, such as ``newer=30d``."""
 
     host: str = "127.0.0.1"
     """Address of the embedded server and Ray node. With another address than the default, further
@@ -151,10 +120,7 @@ class Settings(BaseSettings):
     keep_runs_h: float = Field(default=30 * 24.0, gt=1)
     """Hours for which the embedded server keeps finished flow runs, with tasks and artifacts."""
 
-    def remote_of(self, root: str | Path) -> str:
-        """Return the URL of a job's folder in the remote; empty if there is none.
-
-        Args:
-            root: the job's root.
-        """
-        return self.remote.replace("{job}", job_id(root))
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value

@@ -110,7 +110,7 @@ class Notes:
 def train(root: str, rank: int, rendezvous: str, notes: Notes, stop: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     key = Path(rendezvous).name
-    saves = CheckpointCoordinator.of_process_group(root, run_key=key)
+    saves = CheckpointCoordinator.of_process_group(root, run_key=key, job={"rank_timeout_s": 15})
     step, model = saves.latest_step(settle_s=30) or 0, Model()
     if step:
         model.load(saves.load(step))

@@ -55,7 +55,6 @@ class World:
             home=folder / "home",
             spool=folder / "spool",
             write_mb_per_s=0.5,
-            gather_s=15,
             slot_wait_s=20,
             schedules=False,
         )

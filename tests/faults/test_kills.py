@@ -121,7 +121,9 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
 def test_a_step_without_one_of_its_ranks_fails_and_names_it(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
-    lonely = CheckpointCoordinator(root, rank=0, world_size=2, settings=stack_settings)
+    lonely = CheckpointCoordinator(
+        root, rank=0, world_size=2, job={"rank_timeout_s": 20}, settings=stack_settings
+    )
     lonely.save(2, {"model": {"w": torch.ones(3)}})
     with pytest.raises(SaveFailedError, match=r"step 2 .*model of role actor rank 1"):
         lonely.wait_all(120)

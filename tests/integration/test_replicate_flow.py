@@ -15,7 +15,7 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.required_remote import write_required_remote
+from trinity_sync.storage.job_settings import write_job_settings
 
 
 def request(root: Path, kind: str = "checkpoint") -> SaveRequest:
@@ -28,9 +28,10 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
     url, api = f"file://{tmp_path}/store", Api()
-    asyncio.run(request_replication(request(job.root, "state_dict"), url))  # syncs are not copied
+    write_job_settings(job.root, {"remote": url})
+    asyncio.run(request_replication(request(job.root, "state_dict")))  # syncs are not copied
     for _ in range(2):
-        asyncio.run(request_replication(request(job.root), url))
+        asyncio.run(request_replication(request(job.root)))
     (run,) = api.runs_of(f"{request(job.root).key}/replicate")
     ended = api.ended(run.id)
     assert ended.state
@@ -43,8 +44,8 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path, api: Api
 ) -> None:
     url = f"file://{tmp_path}/store"
-    settings = stack_settings.model_copy(update={"remote": url, "remote_required": True})
-    with CheckpointCoordinator(root, settings=settings) as saves:
+    required = {"remote": url, "remote_required": True}
+    with CheckpointCoordinator(root, job=required, settings=stack_settings) as saves:
         saves.save(4, {"model": {"w": torch.ones(9)}})
         saves.wait_all(120)
         assert Remote(url).read_step(4).state == "valid"
@@ -52,8 +53,9 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
         run = api.ended(api.run_of(key_of(root, 4)).id)
         assert {kind_of(task) for task in api.ended_tasks(run, *names)} == names
 
-        with CheckpointCoordinator(tmp_path / "elsewhere", settings=settings) as others:
-            assert others.latest() == tmp_path / "elsewhere/global_step_4"
+        other = tmp_path / "elsewhere"
+        with CheckpointCoordinator(other, job=required, settings=stack_settings) as others:
+            assert others.latest() == other / "global_step_4"
             assert torch.equal(others.load(4)["model"]["w"], torch.ones(9))
             others.save(5, {"model": {"w": torch.zeros(9)}})
             others.wait_all(120)
@@ -68,13 +70,14 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
 def test_a_server_that_is_away_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    write_job_settings(tmp_path, {"remote": "file:///nowhere"})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_replication(request(tmp_path), "file:///nowhere"))
+        asyncio.run(request_replication(request(tmp_path)))
     assert "is committed; cannot request its copy" in caplog.text
 
 
 def test_a_required_remote_gets_no_second_copy(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    write_required_remote(job.root, "file:///nowhere")
+    write_job_settings(job.root, {"remote": "file:///nowhere", "remote_required": True})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        asyncio.run(request_replication(request(job.root), "file:///nowhere"))
+        asyncio.run(request_replication(request(job.root)))
     assert caplog.text == ""

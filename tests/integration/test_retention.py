@@ -111,7 +111,7 @@ def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
         deployment = client.read_deployment_by_name("retention/retention")
     assert [schedule.schedule.cron for schedule in deployment.schedules] == ["41 * * * *"]
     parameters = deployment.parameter_openapi_schema["properties"]
-    assert set(parameters) == {"root", "keep", "keep_syncs", "dry_run", "now"}
+    assert set(parameters) == {"root", "keep", "keep_weights", "dry_run", "now"}
     assert "last=3,every=100" in parameters["keep"]["description"]
 
 

@@ -44,6 +44,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease, acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_manifest
@@ -55,7 +56,6 @@ from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.required_remote import (
     is_replicated,
     record_replicated,
-    write_required_remote,
 )
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
@@ -120,7 +120,7 @@ def write_shard(
     job.stage(step, {"model": {"w": torch.full((N,), fill)}}, run=run, rank=rank)
     share = NodeShards(f"node-{rank}", str(job.spool.folder), {"actor": (rank,)})
     try:
-        return persist(share, job.save(step, run=run), "model", WriteOptions(gather_s=0.05))
+        return persist(share, job.save(step, run=run), "model", WriteOptions(rank_timeout_s=0.05))
     finally:
         job.stagers[rank].close()
 
@@ -348,7 +348,7 @@ def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
     root: Path, other: Node
 ) -> None:
     url = "file:///store"
-    write_required_remote(root, url)
+    write_job_settings(root, {"remote": url, "remote_required": True})
     for step in (1, 2):
         commit_files(root, step)
     first, second = require_committed(root, 1), require_committed(root, 2)

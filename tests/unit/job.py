@@ -93,9 +93,9 @@ class Job:
         return NodeShards("here", str(self.spool.folder), dict.fromkeys(self.roles, ranks))
 
     def persist(
-        self, step: int, *components: str, gather_s: float = 0.05, **other: Any
+        self, step: int, *components: str, rank_timeout_s: float = 0.05, **other: Any
     ) -> list[Written]:
-        options = WriteOptions(gather_s=gather_s)
+        options = WriteOptions(rank_timeout_s=rank_timeout_s)
         save = self.save(step, **other)
         return [
             file

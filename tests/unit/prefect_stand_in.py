@@ -27,7 +27,7 @@ from trinity_sync.orchestration.recovery.images import (
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
 
-GATHER_S = 0.03
+RANK_TIMEOUT_S = 0.03
 
 
 def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def save_step(request: SaveRequest) -> Iterator[str]:
     persisted: list[Persisted] = []
     failures: list[Exception] = []
     try:
-        nodes = await_node_shards(request.save, gather_s=GATHER_S)
+        nodes = await_node_shards(request.save, rank_timeout_s=RANK_TIMEOUT_S)
         yield "began"
         for shards in nodes:
             for component in request.components:

@@ -90,7 +90,7 @@ def test_a_file_system_that_lacks_what_a_commit_needs_is_refused_at_the_start(
 ) -> None:
     with restricted(tmp_path, refused) as mount:
         settings = Settings(spool=spool_folder)
-        with pytest.raises(RootError, match=rf"\(fuse.*has no {named} .*TRINITY_SYNC_REMOTE"):
+        with pytest.raises(RootError, match=rf"\(fuse.*has no {named} .*set a remote"):
             CheckpointCoordinator(mount / "ckpts", settings=settings)
         assert list((mount / "ckpts").iterdir()) == []
 
@@ -100,7 +100,7 @@ def test_the_mount_of_an_object_store_is_refused_though_its_renames_look_atomic(
 ) -> None:
     with (
         restricted(tmp_path, called="s3fs") as mount,
-        pytest.raises(RootError, match=r"fuse\.s3fs copies the files .*TRINITY_SYNC_REMOTE"),
+        pytest.raises(RootError, match=r"fuse\.s3fs copies the files .*set a remote"),
     ):
         require_capabilities(mount)
 
@@ -168,8 +168,8 @@ def test_a_url_is_no_root_and_no_folder_is_made_of_it(
     root: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"TRINITY_SYNC_REMOTE=(s3|gs)://bucket"):
+    with pytest.raises(ConfigError, match=r"jobs set ROOT remote=(s3|gs)://bucket"):
         CheckpointCoordinator(root)
-    with pytest.raises(ConfigError, match="TRINITY_SYNC_REMOTE"):
+    with pytest.raises(ConfigError, match="jobs set ROOT remote="):
         split_role_path(f"{root}/global_step_4/actor")
     assert list(tmp_path.iterdir()) == []

@@ -247,7 +247,7 @@ def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> No
     job.stage(3, {"optim": state(2)}, also=("model",))
     sync = threading.Timer(0.1, job.commit, args=(3,), kwargs={"kind": "state_dict"})
     sync.start()
-    written = job.persist(3, "model", "optim", gather_s=60)
+    written = job.persist(3, "model", "optim", rank_timeout_s=60)
     sync.join()
     assert [bool(file.temporary) for file in written] == [False, True]
 
@@ -318,7 +318,7 @@ def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> N
         job.stage(4, {"model": state(1)}, role=role)
     (critic,) = (s.slot for s in job.spool.tickets()[0] if s.ticket.role == "critic")
     ticket_path(critic).write_bytes(b"torn")
-    save, options = job.save(4), WriteOptions(gather_s=0)
+    save, options = job.save(4), WriteOptions(rank_timeout_s=0)
     of_actor = replace(job.share, ranks={"actor": (1,)})
     with pytest.raises(MissingShardsError, match=r"model of role actor rank 1"):
         persist(of_actor, save, "model", options)
@@ -721,7 +721,7 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(job: Job) -> None:
         tar.addfile(tarfile.TarInfo("../../outside"), io.BytesIO())
     job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil.getvalue())
     with pytest.raises(ImageError, match="outside"):
-        persist(job.share, job.save(1), "metadata", WriteOptions(gather_s=0.05))
+        persist(job.share, job.save(1), "metadata", WriteOptions(rank_timeout_s=0.05))
 
 
 def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(

@@ -445,7 +445,7 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
         assert watcher.wait(time.monotonic() + 30) == []
 
 
-@pytest.mark.parametrize("name", ["global_step_4/manifest.json", ".trinity_sync/store.json"])
+@pytest.mark.parametrize("name", ["global_step_4/manifest.json", ".trinity_sync/job.json"])
 def test_a_save_ends_with_its_flow_run_where_another_release_has_written_the_root(
     job: Job, name: str
 ) -> None:

@@ -71,6 +71,7 @@ from trinity_sync.storage.export_requests import (
     write_export_request,
 )
 from trinity_sync.storage.gc import remove_dead_spool
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import (
     advance_latest_pointer,
     read_latest_pointer,
@@ -81,7 +82,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.pins import list_steps_in_use, pin, tag, unpin
 from trinity_sync.storage.quarantine import quarantine_folder
-from trinity_sync.storage.required_remote import record_replicated, write_required_remote
+from trinity_sync.storage.required_remote import record_replicated
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
@@ -278,7 +279,7 @@ def test_a_save_with_an_image_of_another_release_fails_at_once_and_writes_nothin
     job.stage(5, STATE)
     kept = of_another_release(ticket_path(slot := slot_of(job, 5)), change)
     with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
-        job.persist(5, gather_s=3600)
+        job.persist(5, rank_timeout_s=3600)
     assert not step_folder(job.root, 5).exists()
     assert ticket_path(slot).read_bytes() == kept
 
@@ -493,8 +494,8 @@ def test_placements_of_another_release_fail_the_save_and_no_other(job: Job, chan
         job.stage(run, STATE, run=run)
     of_another_release(job.root / ".trinity_sync/placements/1.actor.json", change)
     with pytest.raises(FormatError, match=upgrade(change, "the trainer's environment")):
-        await_node_shards(job.save(1), gather_s=3600)
-    assert await_node_shards(job.save(2, run=2), gather_s=0)
+        await_node_shards(job.save(1), rank_timeout_s=3600)
+    assert await_node_shards(job.save(2, run=2), rank_timeout_s=0)
 
 
 # ---------------------------------------------------------------- retention and care
@@ -548,13 +549,13 @@ def _ticket(job: Job) -> Path:
     return ticket_path(slot_of(job, 1))
 
 
-def _store(job: Job) -> Path:
-    write_required_remote(job.root, "file:///copies")
-    return job.root / ".trinity_sync/store.json"
+def _job(job: Job) -> Path:
+    write_job_settings(job.root, {"remote": "file:///copies", "remote_required": True})
+    return job.root / ".trinity_sync/job.json"
 
 
 def _stored(job: Job) -> Path:
-    write_required_remote(job.root, "file:///copies")
+    write_job_settings(job.root, {"remote": "file:///copies", "remote_required": True})
     for step in (each.step for each in iter_committed_steps(job.root)):
         record_replicated(job.root, "file:///copies", require_committed(job.root, step))
     return job.root / ".trinity_sync/stored/1.json"
@@ -569,7 +570,7 @@ def _stored(job: Job) -> Path:
             for each in (_manifest, _pin, _tag, _lease, _metrics, _export_request, _damage)
         ),
         *((each, [2]) for each in (_receipt, _ticket, _stored)),
-        *((each, []) for each in (_run, _store)),  # nobody can tell which steps they are about
+        *((each, []) for each in (_run, _job)),  # nobody can tell which steps they are about
     ],
     ids=lambda each: each.__name__.strip("_") if callable(each) else "",
 )
@@ -710,7 +711,7 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
     for step in (1, 2, 3):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
-    for record in (_run, _pin, _store):
+    for record in (_run, _pin, _job):
         of_another_release(record(job), change)
     shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
     rows = json.loads(shown.stdout)
@@ -718,7 +719,7 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
     assert shown.stderr.count("upgrade trinity-sync in") == 4
     settings = Settings(spool=spool_folder, home=tmp_path)
     found = {each.name: each for each in run_checks(settings, job.root)}
-    for name in ("records", "steps", "store"):
+    for name in ("records", "steps", "remote"):
         assert found[name].state == "fail"
         assert "upgrade trinity-sync in" in found[name].found
     assert found["latest checkpoint"].state == "ok"
@@ -771,7 +772,7 @@ def test_a_note_of_another_release_that_a_store_has_a_step_keeps_it_there(
     job: Job, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/copies"
-    write_required_remote(job.root, url)
+    write_job_settings(job.root, {"remote": url, "remote_required": True})
     open_run(job.root, "first", 0)
     for step in (1, 2, 3, 4):
         commit_files(job.root, step)

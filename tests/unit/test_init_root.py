@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.storage.required_remote import write_required_remote
+from trinity_sync.storage.job_settings import write_job_settings
 
 RANK = """
 import json, os, sys
@@ -57,7 +57,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     waits_for = tmp_path / "far/global_step_1/manifest.json"
     waits_for.parent.mkdir(parents=True)
     os.mkfifo(waits_for)
-    write_required_remote(slow, f"file://{tmp_path}/far")
+    write_job_settings(slow, {"remote": f"file://{tmp_path}/far", "remote_required": True})
     (own / "loop").symlink_to(own / "loop")  # on rank 0's disk alone
     roots = [str(shared), str(own), "/proc/none", "s3://bucket/job", str(own / "loop")]
     given = [str(path) for path in (tmp_path / "meeting", spool_folder, waits_for)]
@@ -72,7 +72,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
     kind, why = one[1]
     assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
-    assert "TRINITY_SYNC_REMOTE" in why
+    assert "copy its steps to a remote" in why
     assert [kind for kind, _ in one[2:4]] == ["ConfigError", "ConfigError"]
     assert [kind for kind, _ in one[4:]] == ["RootError", "RootError", "RemoteError"]
     assert "loop" in one[4][1]

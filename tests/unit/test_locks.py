@@ -478,7 +478,7 @@ def test_readers_of_a_root_cannot_block_its_locks(
 ) -> None:
     job = open_to_all
     os.umask(0o022)
-    job.stage(1, {"model": {"w": torch.ones(3)}}, strategy="single_thread")
+    job.stage(1, {"model": {"w": torch.ones(3)}}, write_concurrency="one")
     job.commit(1)
     with acquire_commit_lock(job.root), acquire_removal_lock(job.root):
         pass

@@ -112,7 +112,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
         (request,) = trigger.requests
         sizes.append(len(json.dumps(request.flow_run["parameters"])))
     assert sizes[0] == sizes[1] < 1000
-    shares = await_node_shards(request.save, gather_s=0)
+    shares = await_node_shards(request.save, rank_timeout_s=0)
     assert [share.node for share in shares] == names
     assert shares[511].ranks == {"actor": tuple(range(4088, 4096))}
     assert len(pickle.dumps(shares[511])) < 1000  # what each task is given besides
@@ -123,7 +123,7 @@ def test_what_a_save_asks_for_is_as_small_for_4096_ranks_as_for_one(
 def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> None:
     for role, nodes in (("actor", "ab"), ("critic", "bc")):
         write_placement(root, 1, "key", role, group_by_node([(node, "/s") for node in nodes]))
-    shares = await_node_shards(save_of(root, "key", "actor", "critic"), gather_s=0)
+    shares = await_node_shards(save_of(root, "key", "actor", "critic"), rank_timeout_s=0)
     assert [(share.node, share.ranks) for share in shares] == [
         ("a", {"actor": (0,)}),
         ("b", {"actor": (1,), "critic": (0,)}),
@@ -135,14 +135,14 @@ def test_roles_of_separate_process_groups_may_be_on_other_nodes(root: Path) -> N
 def test_a_role_that_has_not_said_where_it_is_is_named(root: Path) -> None:
     write_placement(root, 1, "key", "actor", [NodeRanks("a", "/s", (0,))])
     with pytest.raises(MissingShardsError, match=r"role critic has submitted nothing in run 1"):
-        await_node_shards(save_of(root, "key", "actor", "critic"), gather_s=0)
+        await_node_shards(save_of(root, "key", "actor", "critic"), rank_timeout_s=0)
     assert read_placement(root, 1, "another life of the root", "actor") is None
     (file,) = root.glob(".trinity_sync/placements/*")
     file.write_text("{")
     with pytest.raises(CommitError, match=r"1\.actor\.json.* is torn or edited"):
         read_placement(root, 1, "key", "actor")
     with pytest.raises(SaveError, match="is missing; create it and retry"):
-        await_node_shards(save_of(root / "gone", "key", "actor"), gather_s=0)
+        await_node_shards(save_of(root / "gone", "key", "actor"), rank_timeout_s=0)
 
 
 def test_nodes_write_their_own_ranks_and_one_of_them_commits(two_nodes: list[Job]) -> None:
@@ -197,7 +197,7 @@ def test_files_of_another_node_that_are_not_in_this_ones_root_fail_the_save_with
 def test_ranks_that_submitted_nothing_are_named_with_their_node(two_nodes: list[Job]) -> None:
     share = shares_of(two_nodes)[1]
     with pytest.raises(MissingShardsError, match=r"model of role actor ranks 2-3 .* on node b"):
-        persist(share, two_nodes[1].save(4), "model", WriteOptions(gather_s=0.05))
+        persist(share, two_nodes[1].save(4), "model", WriteOptions(rank_timeout_s=0.05))
 
 
 def test_a_node_waits_for_all_its_ranks_to_find_attachments(
@@ -206,7 +206,7 @@ def test_a_node_waits_for_all_its_ranks_to_find_attachments(
     share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
     two_nodes[1].stage(4, MODEL, rank=2)
     with pytest.raises(MissingShardsError, match="attachments of role actor rank 3"):
-        persist(share, save, "attachments", WriteOptions(gather_s=0.05))
+        persist(share, save, "attachments", WriteOptions(rank_timeout_s=0.05))
     two_nodes[1].stage(4, MODEL, rank=3)
     assert persist(share, save, "attachments", WriteOptions()) == []
 
@@ -259,7 +259,7 @@ def test_what_functions_wrote_on_another_node_is_in_the_commit_or_fails_it(
     asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
     (request,) = trigger.requests
     assert request.components == ()
-    (share,) = await_node_shards(request.save, gather_s=0)
+    (share,) = await_node_shards(request.save, rank_timeout_s=0)
     part = persist_component(request, None, share, True)
     manifest = commit(make_save(request), part.written, part.statuses)
     assert [file.path for file in manifest.files] == ["actor/part.bin"]
@@ -294,7 +294,7 @@ def test_a_save_does_not_wait_for_images_that_were_evicted(two_nodes: list[Job])
     for step in (2, 3):  # two slots, so the model of step 1 is evicted
         job.stage(step, MODEL, rank=2, kind="state_dict")
     share = NodeShards("b", str(job.spool.folder), {"actor": (2,)})
-    options = WriteOptions(gather_s=10)
+    options = WriteOptions(rank_timeout_s=10)
     with pytest.raises(
         MissingShardsError, match=r"model of role actor rank 2 was evicted .* node b"
     ):
@@ -310,7 +310,7 @@ def test_a_save_waits_for_a_rank_that_is_behind(two_nodes: list[Job]) -> None:
     job.stage(3, MODEL, rank=2)
     share = NodeShards("b", str(job.spool.folder), {"actor": (2, 3)})
     with pytest.raises(MissingShardsError, match=r"rank 3 was not submitted on node b within"):
-        persist(share, job.save(2), "model", WriteOptions(gather_s=0.05))
+        persist(share, job.save(2), "model", WriteOptions(rank_timeout_s=0.05))
 
 
 def test_a_save_waits_for_the_commit_of_its_sync_also_once_a_later_step_is_sealed(
@@ -321,5 +321,5 @@ def test_a_save_waits_for_the_commit_of_its_sync_also_once_a_later_step_is_seale
     job.stage(2, {"optim": MODEL["model"]}, rank=2, also=("model",))
     job.stage(3, {"optim": MODEL["model"]}, rank=2)
     share = NodeShards("b", str(job.spool.folder), {"actor": (2,)})
-    (written,) = persist(share, job.save(2), "model", WriteOptions(gather_s=0.2))
+    (written,) = persist(share, job.save(2), "model", WriteOptions(rank_timeout_s=0.2))
     assert written.record.component == "model"

@@ -22,8 +22,6 @@ def kept(policy: str, steps: list, now: float = 0.0) -> list[int]:
     ("policy", "expected"),
     [
         ("all", [10, 20, 30, 40, 50]),
-        ("0", [10, 20, 30, 40, 50]),
-        ("last=0", [10, 20, 30, 40, 50]),
         ("all,last=1", [10, 20, 30, 40, 50]),
         ("2", [40, 50]),
         ("last=2", [40, 50]),

@@ -42,7 +42,7 @@ from hypothesis.stateful import (
 import trinity_sync.client.commit_watcher as watcher_module
 from tests.conftest import environment
 from tests.unit.prefect_stand_in import (
-    GATHER_S,
+    RANK_TIMEOUT_S,
     FlowRun,
     Server,
     Trigger,
@@ -125,7 +125,7 @@ class Promises(RuleBasedStateMachine):
         self.open.callback(shutil.rmtree, self.folder)
         self.root, self.spool = self.folder / "ckpts", self.folder / "spool"
         own = {"TRINITY_SYNC_SPOOL": str(self.spool), "TRINITY_SYNC_HOME": str(self.folder / "h")}
-        self.open.enter_context(environment(own | {"TRINITY_SYNC_GATHER_S": str(GATHER_S)}))
+        self.open.enter_context(environment(own))
         self.settings = Settings(slot_wait_s=0)
         self.log = self.open.enter_context(Log())
         self.server = Server()
@@ -177,6 +177,7 @@ class Promises(RuleBasedStateMachine):
                 world_size=self.world_size,
                 roles=self.roles,
                 run_key=key,
+                job={"rank_timeout_s": RANK_TIMEOUT_S},
                 settings=self.settings,
                 trigger=Trigger(self.server),
             )

@@ -42,6 +42,7 @@ from trinity_sync.storage.export_requests import (
     list_steps_awaiting_export,
     write_export_request,
 )
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.leases import acquire_lease, list_leases
 from trinity_sync.storage.manifest import read_manifest
@@ -52,7 +53,6 @@ from trinity_sync.storage.required_remote import (
     is_replicated,
     read_required_remote,
     record_replicated,
-    write_required_remote,
 )
 from trinity_sync.storage.runs import list_runs, open_run, refuse_superseded
 
@@ -84,7 +84,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     tag(root, 1, "good")
     write_export_request(root, ExportRequest(1, 1, "actor"))
     write_metrics(root, 1, 1, {"reward": 0.5})
-    write_required_remote(root, "file:///copies")
+    write_job_settings(root, {"remote": "file:///copies", "remote_required": True})
     record_replicated(root, "file:///copies", manifest)
     step = step_folder(root, 1)
     slots = {path: path.with_name(path.name.rpartition(".")[0]) for path in (note, ticket)}
@@ -129,16 +129,14 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                     list_steps_awaiting_export(root),
                 )[0],
             ),
-            "store": Kind(
-                private / "store.json", lambda: read_required_remote(root), (CommitError,)
-            ),
+            "job": Kind(private / "job.json", lambda: read_required_remote(root), (CommitError,)),
             "stored": Kind(private / "stored/1.json", lambda: is_replicated(root, manifest)),
         }
 
 
 NAMES = (
     *("manifest", "run", "pin", "tag", "lease", "ticket", "receipt", "note", "placement"),
-    *("corruption", "metrics", "export_request", "store", "stored"),
+    *("corruption", "metrics", "export_request", "job", "stored"),
 )
 GARBAGE = st.recursive(
     st.one_of(

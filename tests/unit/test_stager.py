@@ -21,6 +21,7 @@ import torch
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
+from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_lock import lock_slot
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
@@ -114,6 +115,32 @@ def test_while_nobody_saves_training_does_not_wait_for_images_that_are_old_alrea
         assert staged.waited_s < 1
         now[0] += 60
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
+
+
+def test_weights_are_evicted_for_newer_ones_while_a_checkpoint_waits_for_its_writer(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1e10]
+    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    for step in (2, 3, 4):
+        staged = job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
+        assert staged.waited_s < 1
+        now[0] += slot_pool.WEIGHTS_WAIT_S
+    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 4]
+    assert caplog.text.count("Evicting unsaved image") == 2
+
+
+def test_a_save_that_waits_for_a_slot_says_so_and_fails_in_time(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_pool, "LONG_WAIT_S", 0.01)
+    job.stagers[0] = Stager(job.spool, slot_wait_s=0.1, clock=lambda: 1e10)
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    with pytest.raises(SpoolError, match="step 3, role actor, rank 0: model is not saved"):
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+    assert caplog.text.count("Step 3 waits for a slot for model") == 1
 
 
 def test_a_wall_clock_that_is_set_forward_evicts_no_fresh_image(

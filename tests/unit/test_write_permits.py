@@ -14,37 +14,37 @@ from tests.unit.dying import in_a_process
 from tests.unit.job import Job
 from tests.unit.meanwhile import when_opened
 from trinity_sync.errors import SaveError
-from trinity_sync.layout import SaveStrategy
+from trinity_sync.layout import WriteConcurrency
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.write_permits import acquire_write_permit, write_permit_path
 
-SINGLE: tuple[SaveStrategy, ...] = ("single_thread", "single_node", "single_process")
+SINGLE: tuple[WriteConcurrency, ...] = ("one", "per_node", "per_rank")
 
 
-def stage(job: Job, step: int, strategy: SaveStrategy, *, rank: int = 0) -> None:
-    job.stage(step, {"model": {"w": torch.full((9,), 1.0)}}, rank=rank, strategy=strategy)
+def stage(job: Job, step: int, strategy: WriteConcurrency, *, rank: int = 0) -> None:
+    job.stage(step, {"model": {"w": torch.full((9,), 1.0)}}, rank=rank, write_concurrency=strategy)
 
 
 @pytest.mark.parametrize(
     ("strategy", "rank", "node", "another_job"),
     [
-        ("unrestricted", False, False, False),
-        ("single_process", False, False, False),
-        ("single_node", True, False, True),
-        ("single_thread", True, True, False),
+        ("all", False, False, False),
+        ("per_rank", False, False, False),
+        ("per_node", True, False, True),
+        ("one", True, True, False),
     ],
 )
 def test_the_strategy_decides_which_writes_exclude_each_other(
-    job: Job, strategy: SaveStrategy, rank: bool, node: bool, another_job: bool, tmp_path: Path
+    job: Job, strategy: WriteConcurrency, rank: bool, node: bool, another_job: bool, tmp_path: Path
 ) -> None:
     """Whether a rank's shard waits for that of another rank, node, or job on the node."""
     stage(job, 1, strategy)
     ticket = job.spool.tickets()[0][0].ticket
     lock = write_permit_path(job.spool, ticket)
     same = write_permit_path(job.spool, replace(ticket, component="optim", step=2))
-    assert (lock is not None and lock == same) is (strategy != "unrestricted")
+    assert (lock is not None and lock == same) is (strategy != "all")
     elsewhere = JobSpool(tmp_path / "other node" / job.spool.folder.name)
     neighbour = JobSpool(job.spool.folder.with_name("other-job"))
     others = (
@@ -56,7 +56,7 @@ def test_the_strategy_decides_which_writes_exclude_each_other(
 
 
 @pytest.mark.parametrize("strategy", SINGLE)
-def test_one_shard_is_written_at_a_time(job: Job, strategy: SaveStrategy) -> None:
+def test_one_shard_is_written_at_a_time(job: Job, strategy: WriteConcurrency) -> None:
     stage(job, 1, strategy)
     ticket = job.spool.tickets()[0][0].ticket
     at_once: list[int] = []
@@ -77,7 +77,7 @@ def test_one_shard_is_written_at_a_time(job: Job, strategy: SaveStrategy) -> Non
 
 @pytest.mark.parametrize("strategy", SINGLE)
 def test_a_writer_killed_with_its_permit_blocks_no_later_save(
-    job: Job, strategy: SaveStrategy
+    job: Job, strategy: WriteConcurrency
 ) -> None:
     """A known defect of the system that this one replaces: later saves waited for ever."""
     stage(job, 1, strategy)
@@ -99,7 +99,7 @@ def test_a_writer_killed_with_its_permit_blocks_no_later_save(
 
 @pytest.mark.parametrize("strategy", SINGLE)
 def test_a_save_that_fails_with_its_permit_blocks_no_later_save(
-    job: Job, strategy: SaveStrategy
+    job: Job, strategy: WriteConcurrency
 ) -> None:
     stage(job, 1, strategy)
     (job.root / "global_step_1").write_text("in the way of the step's folder")

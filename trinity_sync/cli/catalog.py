@@ -37,23 +37,23 @@ Roots = Annotated[list[Path], typer.Argument(help="Roots of jobs.")]
 )
 def list_jobs(
     keep: Annotated[
-        str | None, typer.Option(help="Show how much this policy for checkpoints would free.")
-    ] = None,
+        str, typer.Option(help="Show how much this policy for checkpoints would free.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the jobs in the catalog without reading their files; --json includes the steps."""
+    """List the jobs in the catalog without reading their steps; --json includes the steps."""
     from trinity_sync.catalog.database import get_catalog_url, open_catalog
     from trinity_sync.catalog.queries import list_jobs
     from trinity_sync.retention.planner import Rules, plan_removals
-    from trinity_sync.retention.policies import parse_policy
+    from trinity_sync.storage.job_settings import read_job_settings
 
     settings = read_settings()
-    rules = Rules(parse_policy(keep or settings.keep), parse_policy(settings.keep_syncs))
     with open_catalog(get_catalog_url(settings)) as engine:
         found = list_jobs(engine)
     rows: list[dict[str, Any]] = []
     for job in found:
         steps = [{**asdict(each), "flow_run": job.flow_runs.get(each.step)} for each in job.steps]
+        rules = Rules.of_job(read_job_settings(job.root), keep=keep)
         freed = plan_removals(job.steps, rules, time.time()).nbytes
         rows.append({"job": job.job, "root": job.root, "bytes": job.nbytes, "would_free": freed})
         rows[-1].update(steps=steps, newest=job.steps[-1].step if job.steps else None)

@@ -29,16 +29,19 @@ from trinity_sync.cli.app import (
 def prune(
     root: Root,
     keep: Annotated[
-        str | None,
-        typer.Option(help="Checkpoints to keep: all, last=3, every=100, hourly=24, newer=2d, ..."),
-    ] = None,
-    keep_syncs: Annotated[
-        str | None, typer.Option(help="Steps that hold weights only to keep, in the same format.")
-    ] = None,
+        str,
+        typer.Option(
+            help="Checkpoints to keep: all, last=3, every=100, hourly=24, newer=2d, ...; by "
+            "default the job's setting."
+        ),
+    ] = "",
+    keep_weights: Annotated[
+        str, typer.Option(help="Steps that hold weights only to keep, in the same format.")
+    ] = "",
     keep_quarantine: Annotated[
-        str | None,
+        str,
         typer.Option(help="Steps to keep in quarantine, and superseded steps, in the same format."),
-    ] = None,
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
@@ -47,21 +50,13 @@ def prune(
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.retention.planner import Rules
-    from trinity_sync.retention.policies import parse_policy
     from trinity_sync.retention.prune import prune as prune_root
+    from trinity_sync.storage.job_settings import read_job_settings
 
-    settings = read_settings()
-    quarantine = parse_policy(
-        settings.keep_quarantine if keep_quarantine is None else keep_quarantine
-    )
-    rules = Rules(
-        parse_policy(settings.keep if keep is None else keep),
-        parse_policy(settings.keep_syncs if keep_syncs is None else keep_syncs),
-        superseded=quarantine,
-        quarantine=quarantine,
-    )
+    settings, job = read_settings(), read_job_settings(require_existing(root))
+    rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
     done = prune_root(
-        require_existing(root),
+        root,
         rules,
         time.time(),
         spool=settings.spool,

@@ -41,6 +41,7 @@ from trinity_sync.snapshot.save_id import Export
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, Stager
 from trinity_sync.snapshot.version_tag import VersionTag
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
@@ -79,6 +80,9 @@ class CheckpointCoordinator:
             default ``TRINITY_SYNC_RUN``, or a random key. Roles that save from separate process
             groups need it.
         roles: roles that make one checkpoint together; by default those of the settings.
+        job: settings of the job to write into the root, by name as in
+            `trinity_sync.storage.job_settings.JobSettings`, such as ``{"keep": "last=3"}``. Rank 0
+            writes them; those that are not named stay as they are.
         settings: by default read from the environment.
         trigger: requests the flow runs; by default from the Prefect server that ``PREFECT_API_URL``
             or the local stack's state file names. If neither names one, rank 0 logs a warning.
@@ -109,6 +113,7 @@ class CheckpointCoordinator:
         places: Sequence[NodeRanks] = (),
         run_key: str | None = None,
         roles: Sequence[str] | None = None,
+        job: Mapping[str, Any] | None = None,
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
         require_stack: bool = False,
@@ -124,10 +129,11 @@ class CheckpointCoordinator:
         opens = rank == 0 and not places
         if opens and require_stack:
             requests.require_stack()
-        self.root = open_root(root, self.settings) if opens else resolve_root(root)
+        self.root = open_root(root, job) if opens else resolve_root(root)
         self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
+        job_settings = read_job_settings(self.root)
         here = (self.settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
         self._run = RunContext(self.root, run_key or own_run_key())
@@ -151,7 +157,7 @@ class CheckpointCoordinator:
             world_size=world_size,
             roles=self.roles,
             places=self._places,
-            strategy=self.settings.save_strategy,
+            write_concurrency=job_settings.write_concurrency,
         )
         self._stager = Stager(
             self.spool, slots=self.settings.slots, slot_wait_s=self.settings.slot_wait_s
@@ -174,6 +180,7 @@ class CheckpointCoordinator:
         *,
         run_key: str | None = None,
         roles: Sequence[str] | None = None,
+        job: Mapping[str, Any] | None = None,
         settings: Settings | None = None,
         trigger: SaveTrigger | None = None,
         require_stack: bool = False,
@@ -184,7 +191,7 @@ class CheckpointCoordinator:
         coordinators are collective calls, too.
 
         Args:
-            root, run_key, roles, settings, trigger, require_stack: as in the constructor.
+            root, run_key, roles, job, settings, trigger, require_stack: as in the constructor.
 
         Raises:
             RootError: on all ranks: the root's file system lacks an operation that a commit needs,
@@ -194,7 +201,7 @@ class CheckpointCoordinator:
         """
         settings = settings or Settings()
         check = (trigger or SaveTrigger(settings)).require_stack if require_stack else None
-        places, key = open_together(root, settings, run_key or own_run_key(), check=check)
+        places, key = open_together(root, settings, run_key or own_run_key(), job=job, check=check)
         made = cls(
             root,
             rank=dist.get_rank(),
@@ -202,6 +209,7 @@ class CheckpointCoordinator:
             places=places,
             run_key=key,
             roles=roles,
+            job=job,
             settings=settings,
             trigger=trigger,
             require_stack=require_stack,

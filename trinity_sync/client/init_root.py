@@ -8,7 +8,7 @@ the ranks run a collective every minute, so none of them exceeds a collective's 
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
@@ -24,8 +25,8 @@ from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import job_id, refuse_url
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeRanks, group_by_node
-from trinity_sync.storage.required_remote import read_required_remote
 
 VISIBLE_S = 30.0
 """Seconds within which a node has to see a file that another has created: by default, NFS may keep
@@ -64,27 +65,28 @@ def resolve_root(root: str | Path) -> Path:
     return folder
 
 
-def open_root(root: str | Path, settings: Settings) -> Path:
+def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
     """Create and check a job's root; one process of the job calls it.
 
     With a required remote, the remote's newest step is in the root afterwards.
 
     Args:
         root: the job's root.
-        settings: settings of this process.
+        job: settings of the job to change, by name.
 
     Returns:
         The full path of the root.
 
     Raises:
-        ConfigError: the root is a URL or cannot be created, or the remote's URL is invalid.
+        ConfigError: the root is a URL or cannot be created, or a setting of the job is invalid.
         RootError: the file system lacks an operation that a commit needs.
         RemoteError: the remote cannot be read or written.
         CommitError: the root has another step of the number of the remote's newest.
     """
     folder = resolve_root(root)
     require_capabilities(folder)
-    if url := settings.remote_of(folder) * settings.remote_required or read_required_remote(folder):
+    settings = set_job_settings(folder, job) if job else read_job_settings(folder)
+    if url := settings.required_remote:
         from trinity_sync.remote.required import init_required_remote  # imports fsspec
 
         init_required_remote(folder, url)
@@ -92,7 +94,12 @@ def open_root(root: str | Path, settings: Settings) -> Path:
 
 
 def open_together(
-    root: str | Path, settings: Settings, key: str, *, check: Callable[[], None] | None = None
+    root: str | Path,
+    settings: Settings,
+    key: str,
+    *,
+    job: Mapping[str, Any] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[tuple[NodeRanks, ...], str]:
     """Open a job's root on all ranks of the default process group; a collective call.
 
@@ -100,6 +107,7 @@ def open_together(
         root: the job's root.
         settings: settings of this process.
         key: run key of this process; rank 0's is used.
+        job: settings of the job to change, by name; rank 0's are used.
         check: called on rank 0 first.
 
     Returns:
@@ -115,7 +123,7 @@ def open_together(
     def open_checked() -> Path:
         if check:
             check()
-        return open_root(root, settings)
+        return open_root(root, job)
 
     opened = None if rank else ThreadPoolExecutor(1, "open-root").submit(open_checked)
     while any(_from_all(opened is not None and not wait([opened], ROUND_S).done)):
@@ -207,7 +215,7 @@ def _why_not_seen(proof: Path, theirs: str, mine: str) -> str:
             return (
                 f"node {mine} does not see in {root} ({find_mount(root)}) what rank 0 has written "
                 f"there on node {theirs}. The root has to be on a file system that all nodes "
-                "share; otherwise run the job on one node and copy its steps (TRINITY_SYNC_REMOTE)"
+                "share; otherwise run the job on one node and copy its steps to a remote"
             )
         time.sleep(0.05)
     return ""

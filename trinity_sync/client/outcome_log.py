@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 UNANNOUNCED_S = 60.0
 """Seconds within which rank 0 submits a save that another rank has submitted; by default a flow
-waits as long for its ranks (``gather_s``)."""
+waits as long for its ranks (``rank_timeout_s`` of the job)."""
 _REMEMBERED = 1024
 """Number of saves of each file whose outcome a reader keeps."""
 

@@ -14,7 +14,7 @@ from trinity_sync.layout import (
     FOLDERS,
     Component,
     Kind,
-    SaveStrategy,
+    WriteConcurrency,
     check_name,
 )
 from trinity_sync.snapshot.save_id import Export, Origin, SaveId
@@ -37,7 +37,7 @@ class SaveSubmitter:
         world_size: number of ranks that save together.
         roles: roles that make one checkpoint together.
         places: ranks of each node.
-        strategy: write concurrency of the job.
+        write_concurrency: shards of the job that are written at once.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SaveSubmitter:
         world_size: int,
         roles: Sequence[str],
         places: Sequence[NodeRanks],
-        strategy: SaveStrategy,
+        write_concurrency: WriteConcurrency,
     ) -> None:
         self._root = root
         self._spool = spool
@@ -63,7 +63,7 @@ class SaveSubmitter:
         self._world_size = world_size
         self._roles = tuple(roles)
         self._places = tuple(places)
-        self._strategy = strategy
+        self._write_concurrency = write_concurrency
         self._placed: set[str] = set()
         """Roles whose placement this run has written."""
         self._monitored: set[tuple[int, Kind]] = set()
@@ -92,7 +92,7 @@ class SaveSubmitter:
             world_size=self._world_size,
             keep=keep,
             export=export,
-            strategy=self._strategy,
+            write_concurrency=self._write_concurrency,
         )
 
     def write_placement(self, role: str) -> None:
@@ -125,7 +125,7 @@ class SaveSubmitter:
         if kind == "checkpoint" and role not in self._roles:
             raise ConfigError(
                 f"role {role!r} is none of this job's roles {list(self._roles)}; name all roles "
-                f'that make one checkpoint, e.g. TRINITY_SYNC_ROLES=\'["actor", "{role}"]\''
+                f"that make one checkpoint, e.g. TRINITY_SYNC_ROLES=actor,{role}"
             )
 
     def require_not_monitored(self, step: int, kind: Kind) -> None:

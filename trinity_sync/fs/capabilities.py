@@ -70,7 +70,7 @@ def require_capabilities(root: Path) -> Capabilities:
             f"{root} cannot be the root of a job. Its file system ({found.mount}) has no "
             + "; no ".join(f"{a.name} ({a.reason}), so {a.consequence}" for a in lacking)
             + ". Choose a folder on a local disk, or on a shared file system with POSIX semantics; "
-            "for an object store, set TRINITY_SYNC_REMOTE and keep the root on a disk."
+            "for an object store, set a remote of the job and keep the root on a disk."
         )
     return found
 

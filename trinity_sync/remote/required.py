@@ -20,7 +20,6 @@ import logging
 from pathlib import Path
 
 from trinity_sync.errors import (
-    ConfigError,
     CorruptedCopyError,
     FormatError,
     ManifestError,
@@ -42,7 +41,6 @@ from trinity_sync.storage.required_remote import (
     is_replicated,
     needs_replication,
     record_replicated,
-    write_required_remote,
 )
 from trinity_sync.storage.runs import Run, add_run, build_lineage, find_superseding_run, list_runs
 
@@ -50,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def init_required_remote(root: Path, url: str) -> Manifest | None:
-    """Require a remote for the steps of a root, and fetch its newest step.
+    """Check the required remote of a root, and fetch its newest step.
 
     Args:
         root: the job's root; it may be new.
@@ -71,7 +69,6 @@ def init_required_remote(root: Path, url: str) -> Manifest | None:
             "there at the same time are not detected",
             remote.url,
         )
-    write_required_remote(root, remote.url)
     return fetch_newest(root, remote)
 
 
@@ -164,11 +161,9 @@ def prune_remote(root: Path, url: str, policy: str, now: float) -> tuple[int, ..
         now: seconds since the epoch.
 
     Raises:
-        ConfigError: the policy is invalid, or uses metrics, which a remote does not have.
+        ConfigError: the policy is invalid.
     """
     rules = Rules(parse_policy(policy), All())
-    if "best=" in policy:
-        raise ConfigError(f"TRINITY_SYNC_REMOTE_KEEP={policy}: remotes have no metrics")
     if isinstance(rules.checkpoints, All):
         return ()  # without a request
     remote, held = Remote(url), list_steps_in_use(root)

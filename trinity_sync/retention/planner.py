@@ -11,7 +11,8 @@ from typing import Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import KINDS, Kind
-from trinity_sync.retention.policies import All, Policy, StepInfo
+from trinity_sync.retention.policies import All, Policy, StepInfo, parse_policy
+from trinity_sync.storage.job_settings import JobSettings
 from trinity_sync.storage.manifest import Manifest
 
 
@@ -28,6 +29,28 @@ class Rules:
     forgotten to load them, so they do not count among the others."""
     quarantine: Policy = field(default_factory=All)
     """Policy for folders in quarantine; each counts as a step of the time when it was created."""
+
+    @classmethod
+    def of_job(
+        cls, job: JobSettings, *, keep: str = "", keep_weights: str = "", keep_quarantine: str = ""
+    ) -> "Rules":
+        """Return the policies of a job, or others in their place.
+
+        Args:
+            job: settings of the job.
+            keep, keep_weights, keep_quarantine: short forms that replace those of the job; empty
+                for those of the job.
+
+        Raises:
+            ConfigError: a policy is invalid.
+        """
+        quarantine = parse_policy(keep_quarantine or job.keep_quarantine)
+        return cls(
+            parse_policy(keep or job.keep),
+            parse_policy(keep_weights or job.keep_weights),
+            superseded=quarantine,
+            quarantine=quarantine,
+        )
 
 
 @dataclass(frozen=True)

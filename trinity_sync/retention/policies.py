@@ -231,8 +231,7 @@ class AnyOf:
 def parse_policy(text: str) -> Policy:
     """Return the policy of a short form, e.g. ``last=3,every=100,hourly=24,best=2:reward:max``.
 
-    ``all``, and a bare ``0`` as in Trinity's ``max_checkpoints_to_keep``, keep everything; any
-    other bare number means ``last``.
+    ``all`` keeps everything; a bare number means ``last``.
 
     Raises:
         ConfigError: a word or value is unknown; the message lists the known ones.
@@ -248,7 +247,7 @@ def _parse_word(word: str, text: str) -> Policy:
     if name == "all" and not value:
         return All()
     if name == "last":
-        return LastN(_count(value, word, text)) if value != "0" else All()
+        return LastN(_count(value, word, text))
     if name == "every":
         return EveryN(_count(value, word, text))
     if name in PERIODS:

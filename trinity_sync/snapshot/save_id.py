@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.fs.records import Count
-from trinity_sync.layout import Kind, SaveStrategy, step_folder
+from trinity_sync.layout import Kind, WriteConcurrency, step_folder
 
 Export = Literal["", "hf_model", "hf_model with remote code"]
 """Whether a role's model is exported once the step is committed."""
@@ -57,7 +57,7 @@ class Origin(SaveId):
     keep: Count = 0
     """Checkpoints to keep once this one is committed; 0 for all."""
     export: Export = ""
-    strategy: SaveStrategy = "unrestricted"
+    write_concurrency: WriteConcurrency = "all"
     """The trainer's write concurrency, which all tasks of the job apply."""
 
     @property

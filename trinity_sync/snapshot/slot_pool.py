@@ -1,9 +1,11 @@
 """Choose the slot for the next image of a component, so that training hardly ever waits.
 
 A free slot is acquired first, the one with the newest published version last. If readers hold all
-free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, an
-image is evicted whose save failed or that was not persisted in time. An image that another release
-of trinity-sync sealed is never evicted; a slot is added instead.
+free slots, a slot is added: training never waits for a reader. If all slots hold sealed images, the
+call waits for their writer. An image is evicted if its save failed or it was not persisted in time:
+a checkpoint is waited for as long as the caller says, weights for a few seconds, since newer ones
+supersede them. An image that another release of trinity-sync sealed is never evicted; a slot is
+added instead.
 """
 
 import itertools
@@ -20,6 +22,12 @@ from trinity_sync.snapshot.ticket import Ticket, failure_path, read_ticket, tick
 from trinity_sync.snapshot.version_tag import read_version_tag
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS_WAIT_S = 10.0
+"""Seconds after its seal in which an image of weights only is not evicted. A commit takes one or
+two; with two slots, an image is rarely younger when the next version needs its slot."""
+LONG_WAIT_S = 5.0
+"""Seconds after which a warning says what a save waits for."""
 
 
 class SlotPool:
@@ -102,7 +110,7 @@ class SlotPool:
             FormatError: another release has sealed the images in the slots.
         """
         slots = self.list_slots(origin.role, component, origin.rank)
-        start, may_add = time.monotonic(), True
+        start, may_add, warned = time.monotonic(), True, False
         while True:
             waited = time.monotonic() - start
             free = sorted((slot for slot in slots if slot.free), key=_published_last)
@@ -111,23 +119,32 @@ class SlotPool:
                     if slot.free:
                         return slot, waited
                     slot.unlock()
-            ages = {slot: self._age_s(slot) for slot in slots if slot not in free}
-            others = [slot for slot, age in ages.items() if age < 0]
+            held = [slot for slot in slots if slot not in free]
+            overdue = {slot: self._overdue_s(slot) for slot in held}
+            others = [slot for slot in held if overdue[slot] == -math.inf]
             lacks = not free and 0 < len(others) > len(slots) - self._count
             if may_add and (lacks or any(slot.published for slot in free)):
                 if added := self._add_slot(origin, component, nbytes):
                     return added, waited
                 may_add = False
-            for slot in sorted(ages, key=lambda slot: -ages[slot]):
-                if not self._may_evict(slot, ages[slot]) or not slot.try_lock():
+            for slot in sorted(held, key=lambda slot: -overdue[slot]):
+                if overdue[slot] < 0 or not slot.try_lock():
                     continue
                 if slot.free:  # its commit has just freed it
                     return slot, waited
-                age = self._age_s(slot)
-                if self._may_evict(slot, age):
-                    self._evict(slot, origin, age)
+                if self._overdue_s(slot) >= 0:
+                    self._evict(slot, origin)
                     return slot, waited
                 slot.unlock()  # another trainer has just sealed an image there
+            if waited >= LONG_WAIT_S and not warned:
+                warned = True
+                logger.warning(
+                    "Step %d waits for a slot for %s, for up to %.0f s: no image of the steps "
+                    "before it is persisted yet. Is the stack up? See trinity-sync status",
+                    origin.step,
+                    component,
+                    self._wait_s,
+                )
             if waited >= self._wait_s:
                 if others:
                     read_ticket(others[0].path)  # raises what to upgrade
@@ -154,10 +171,11 @@ class SlotPool:
         slot.close(remove=True)
         return None
 
-    def _age_s(self, slot: Slot) -> float:
-        """Return the seconds since the image in ``slot`` was sealed.
+    def _overdue_s(self, slot: Slot) -> float:
+        """Return for how many seconds the image in ``slot`` has been evictable.
 
-        Infinite if it cannot be saved, negative if another release has sealed it.
+        Negative if it may not be evicted yet; infinite if it cannot be saved, or its save failed;
+        minus infinity if another release has sealed it.
         """
         try:
             ticket = read_ticket(slot.path)
@@ -165,14 +183,19 @@ class SlotPool:
             return math.inf
         except FormatError:
             return -math.inf
-        return ticket.age_s(self._clock()) if ticket else 0.0
+        if slot.failed:
+            return math.inf
+        age = ticket.age_s(self._clock()) if ticket else 0.0
+        is_checkpoint = ticket is None or ticket.kind == "checkpoint"
+        return age - (self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_WAIT_S))
 
-    def _may_evict(self, slot: Slot, age: float) -> bool:
-        """Return whether the image in a slot may be evicted; another release's never is."""
-        return age >= self._wait_s or (slot.failed and age >= 0)
-
-    def _evict(self, slot: Slot, origin: Origin, age: float) -> None:
+    def _evict(self, slot: Slot, origin: Origin) -> None:
         """Remove the ticket of the image in ``slot``, which was not persisted in time."""
+        try:
+            ticket = read_ticket(slot.path)
+            age = ticket.age_s(self._clock()) if ticket else math.inf
+        except TicketError:
+            age = math.inf
         if slot.failed:
             why = "its save failed"
         elif math.isinf(age):

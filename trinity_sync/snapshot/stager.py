@@ -111,8 +111,8 @@ class Stager:
     Args:
         spool: the job's folder on this node.
         slots: slots per component; with two, one image is persisted while the next is staged.
-        slot_wait_s: seconds after its seal in which an image that is not being persisted cannot be
-            evicted, and seconds for which staging waits for a slot.
+        slot_wait_s: seconds for which staging waits for a slot, and in which the image of a
+            checkpoint cannot be evicted.
         clock: monotonic seconds, the same for all processes of the node. With the wall clock,
             setting it forward would age new images.
     """
@@ -122,7 +122,7 @@ class Stager:
         spool: JobSpool,
         *,
         slots: int = 2,
-        slot_wait_s: float = 30.0,
+        slot_wait_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock

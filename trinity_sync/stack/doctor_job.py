@@ -144,13 +144,13 @@ def _check_required_remote(root: Path) -> Iterator[Check]:
             each.step for each in iter_committed_steps(root) if needs_replication(root, each)
         ]
     except TrinitySyncError as error:
-        yield Check("store", "fail", str(error), "correct that; saves fail until then")
+        yield Check("remote", "fail", str(error), "correct that; saves fail until then")
         return
     found = f"{len(uploaded)} valid steps at {url}"
     if missing:
-        yield Check("store", "warn", f"{found}; it lacks {missing}", "the next save sends them")
+        yield Check("remote", "warn", f"{found}; it lacks {missing}", "the next save sends them")
     else:
-        yield Check("store", "ok", found)
+        yield Check("remote", "ok", found)
 
 
 def _check_write_speed(root: Path) -> Check:

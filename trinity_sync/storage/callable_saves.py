@@ -20,7 +20,7 @@ def await_callable_saves(
     save: SaveId,
     *,
     at_least: int = 0,
-    gather_s: float = 60.0,
+    rank_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[CallableStatus]:
     """Wait until the callable saves of this node have ended, and return their statuses.
@@ -29,14 +29,14 @@ def await_callable_saves(
         spool: spool of the job on this node.
         save: the save.
         at_least: number of callable saves to wait for.
-        gather_s: seconds to wait for so many to start.
+        rank_timeout_s: seconds to wait for so many to start.
         clock: monotonic seconds.
 
     Raises:
         SaveError: a callable failed, or its process died.
-        MissingShardsError: fewer than ``at_least`` started within ``gather_s``.
+        MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
     """
-    deadline = clock() + gather_s
+    deadline = clock() + rank_timeout_s
     while True:
         statuses = list(read_statuses(spool, save.run, save.step, save.kind))
         for status in statuses:
@@ -50,7 +50,7 @@ def await_callable_saves(
         if len(statuses) < at_least and clock() >= deadline:
             raise MissingShardsError(
                 f"{save} is not committed: {at_least} callable saves were registered and "
-                f"{len(statuses)} started within {gather_s:g} s"
+                f"{len(statuses)} started within {rank_timeout_s:g} s"
             )
         time.sleep(0.02)
 

@@ -16,7 +16,11 @@ from trinity_sync.storage.save import Written
 
 
 def gather_images(
-    shards: NodeShards, save: SaveId, component: str, gather_s: float, clock: Callable[[], float]
+    shards: NodeShards,
+    save: SaveId,
+    component: str,
+    rank_timeout_s: float,
+    clock: Callable[[], float],
 ) -> tuple[list[SealedImage], list[Written]]:
     """Return the images to write, and the files that a commit of the same step contains already.
 
@@ -24,7 +28,7 @@ def gather_images(
         shards: ranks whose images are on this node.
         save: the save.
         component: component of the images.
-        gather_s: seconds to wait for all ranks.
+        rank_timeout_s: seconds to wait for all ranks.
         clock: monotonic seconds.
 
     Raises:
@@ -37,7 +41,7 @@ def gather_images(
         role: [rank for rank in ranks if rank == 0 or component != "metadata"]
         for role, ranks in shards.ranks.items()
     }
-    deadline = clock() + gather_s
+    deadline = clock() + rank_timeout_s
     later: set[tuple[str, int]] = set()
     while True:
         waiting, bad = spool.tickets()
@@ -107,9 +111,9 @@ def gather_images(
             )
             raise MissingShardsError(
                 f"{save} is not committed: {component} of {lacking} was not submitted on node "
-                f"{shards.node} within {gather_s:g} s. Check the trainer's log: its process died, "
-                f"or its image was evicted. Submitted images are in {spool.folder}; later saves "
-                "are unaffected."
+                f"{shards.node} within {rank_timeout_s:g} s. Check the trainer's log: its process "
+                f"died, or its image was evicted. Submitted images are in {spool.folder}; later "
+                "saves are unaffected."
             )
         time.sleep(0.01)
 

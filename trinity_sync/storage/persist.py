@@ -39,7 +39,7 @@ class WriteOptions:
 
     direct: bool = True
     bytes_per_s: float = 0.0
-    gather_s: float = 60.0
+    rank_timeout_s: float = 60.0
     writers: int = 4
     """Shards that one task writes at a time."""
     nice: int = 0
@@ -67,12 +67,12 @@ def persist(
         The written files, and those that an earlier commit of the step contains already.
 
     Raises:
-        MissingShardsError: a rank did not submit its image within ``options.gather_s``.
+        MissingShardsError: a rank did not submit its image within ``options.rank_timeout_s``.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: another release has staged an image of the save, or committed the step.
         SaveError: a file cannot be written; the cause is the OSError of the file system.
     """
-    sealed, committed = gather_images(shards, save, component, options.gather_s, clock)
+    sealed, committed = gather_images(shards, save, component, options.rank_timeout_s, clock)
     attempt = uuid.uuid4().hex[:8]
     initializer = partial(lower_thread_priority, options.nice)
     with ExitStack() as locks:

@@ -138,21 +138,21 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
 
 
 def await_node_shards(
-    save: SaveId, *, gather_s: float, clock: Callable[[], float] = time.monotonic
+    save: SaveId, *, rank_timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> list[NodeShards]:
     """Return what each node holds of a save; the node of the first role's rank 0 comes first.
 
     Args:
         save: the save.
-        gather_s: seconds to wait for the placements of its roles.
+        rank_timeout_s: seconds to wait for the placements of its roles.
         clock: monotonic seconds.
 
     Raises:
-        MissingShardsError: a role has not written its placement within ``gather_s``.
+        MissingShardsError: a role has not written its placement within ``rank_timeout_s``.
         SaveError: the root is missing.
         CommitError, FormatError: as `read_placement`.
     """
-    deadline = clock() + gather_s
+    deadline = clock() + rank_timeout_s
     if not Path(save.root).is_dir():
         raise SaveError(f"the job's root {save.root} is missing; create it and retry the flow run")
     nodes: dict[tuple[str, str], dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -161,8 +161,8 @@ def await_node_shards(
             if clock() >= deadline:
                 raise MissingShardsError(
                     f"role {role} has submitted nothing in run {save.run} of {save.root} within "
-                    f"{gather_s:g} s: {_path(save.root, save.run, role)} is missing. Check that "
-                    "its training runs and that all nodes see this root. Later saves are "
+                    f"{rank_timeout_s:g} s: {_path(save.root, save.run, role)} is missing. Check "
+                    "that its training runs and that all nodes see this root. Later saves are "
                     "unaffected."
                 )
             time.sleep(0.05)

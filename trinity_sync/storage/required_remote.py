@@ -2,28 +2,21 @@
 
 ::
 
-    root/.trinity_sync/store.json           its URL; written when a run of the job begins
     root/.trinity_sync/stored/40.json       the remote has the checkpoint of step 40, of this run
 
-The URL is in the root, as the placement is: commits, waits and removals on every node use the same
-remote, and a worker without the setting cannot omit it.
+Its URL is a setting of the job (`job_settings`), so commits, waits and removals on every node use
+the same remote.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, Kind
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import find_superseding_run, list_runs
-
-
-@dataclass(frozen=True)
-class _Store(Record, format=ROOT_FORMAT):
-    url: str
 
 
 @dataclass(frozen=True)
@@ -33,37 +26,14 @@ class _Stored(Record, format=ROOT_FORMAT):
     kinds: tuple[Kind, ...]
 
 
-def write_required_remote(root: str | Path, url: str) -> None:
-    """Require a remote: from now on a checkpoint of the root counts once the remote has it.
-
-    Args:
-        root: the job's root.
-        url: URL of the job's folder in the remote.
-    """
-    with suppress(CommitError):  # a torn file is written again
-        if read_required_remote(root) == url:
-            return
-    make_folder(_url_path(root).parent)
-    replace_file(_url_path(root), encode_record(_Store(url)))
-
-
 def read_required_remote(root: str | Path) -> str:
     """Return the URL of the remote that a root requires; empty if it requires none.
 
     Raises:
-        CommitError: the file with the URL is torn.
+        CommitError: the file with the job's settings is torn.
         FormatError: another release has written it.
     """
-    try:
-        return decode_record(_Store, read_uncached(_url_path(root)), _url_path(root)).url
-    except FileNotFoundError:
-        return ""
-    except ValueError as error:
-        raise CommitError(
-            f"{_url_path(root)} is torn, so the required remote of the root is unknown; start "
-            "the training with TRINITY_SYNC_REMOTE and TRINITY_SYNC_REMOTE_REQUIRED=true, which "
-            "write it again"
-        ) from error
+    return read_job_settings(root).required_remote
 
 
 def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
@@ -111,10 +81,6 @@ def needs_replication(root: str | Path, manifest: Manifest) -> bool:
     if is_replicated(root, manifest):
         return False
     return find_superseding_run(list_runs(root), manifest.run, manifest.step) is None
-
-
-def _url_path(root: str | Path) -> Path:
-    return Path(root) / PRIVATE_FOLDER / "store.json"
 
 
 def _record_path(root: str | Path, step: int) -> Path:

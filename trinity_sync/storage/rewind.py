@@ -17,7 +17,7 @@ under the commit lock and the removal lock, in an order that keeps the root vali
 
 So a resume finds a valid step at every instant, and the same call finishes an interrupted rewind:
 it finds its own run record, and quarantines the steps that are left. Steps stay in quarantine until
-a policy removes them (``TRINITY_SYNC_KEEP_QUARANTINE``) or a user does.
+a policy removes them (``keep_quarantine`` of the job) or a user does.
 """
 
 import time

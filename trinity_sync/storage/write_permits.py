@@ -1,4 +1,4 @@
-"""Write permits: which shards may be written at the same time (Trinity's save strategies).
+"""Write permits: which shards may be written at the same time (``write_concurrency`` of the job).
 
 A permit is a kernel lock on an empty file. It ends with the block or with the process, so a failed
 save never blocks later ones, and no server is needed. Writers are not ordered: the kernel decides
@@ -6,9 +6,9 @@ which of them acquires a free permit.
 
 ::
 
-    root/.trinity_sync/writing.lock       single_thread: one shard of the job, on any node
-    spool/writing.lock                    single_node: one shard on this node, of any job of a user
-    spool/{job}/writing.rank{R}.lock      single_process: one shard of each rank
+    root/.trinity_sync/writing.lock       one: one shard of the job, on any node
+    spool/writing.lock                    per_node: one shard on this node, of any job of a user
+    spool/{job}/writing.rank{R}.lock      per_rank: one shard of each rank
 
 The first needs a shared file system whose locks reach other nodes, as commits do.
 """
@@ -50,12 +50,12 @@ def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:
         ticket: ticket of the image.
     """
     name = "writing.lock"
-    match ticket.strategy:
-        case "single_thread":
+    match ticket.write_concurrency:
+        case "one":
             return Path(ticket.root) / PRIVATE_FOLDER / name
-        case "single_node":
+        case "per_node":
             return spool.folder.parent / name
-        case "single_process":
+        case "per_rank":
             return spool.folder / f"writing.rank{ticket.rank}.lock"
         case _:
             return None

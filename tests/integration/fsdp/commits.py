@@ -103,7 +103,7 @@ def _save_step(request: SaveRequest) -> None:
     from tasks.prune import prune_after_commit
 
     save = make_save(request)
-    (share,) = await_node_shards(save, gather_s=60)
+    (share,) = await_node_shards(save, rank_timeout_s=60)
     spool = JobSpool(Path(share.spool))
     parts = [persist_component(request, component, share) for component in request.components]
     written = [file for part in parts for file in part.written]

@@ -328,7 +328,7 @@ def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictC
 def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_KEEP", "last=3")
+    monkeypatch.setenv("TRINITY_SYNC_SLOTS", "3")
     monkeypatch.setenv("TRINITY_SYNC_CATALOG_URL", "postgresql://user:secret@host/db")
     monkeypatch.setenv("TRINITY_SYNC_NODE", "this-one")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
@@ -337,10 +337,10 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     with_critic, grpo = config.copy(), config.copy()
     grpo.algorithm.adv_estimator = "grpo"
     first, second = (launch(each)["env_vars"] for each in (with_critic, grpo))
-    assert first["TRINITY_SYNC_ROLES"] == '["actor","critic"]'
+    assert first["TRINITY_SYNC_ROLES"] == "actor,critic"
     assert "TRINITY_SYNC_ROLES" not in second
     assert first["TRINITY_SYNC_RUN"] != second["TRINITY_SYNC_RUN"]
-    assert first["TRINITY_SYNC_KEEP"] == "last=3"
+    assert first["TRINITY_SYNC_SLOTS"] == "3"
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,ours"
     assert "secret" not in str(first)
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone

@@ -12,10 +12,19 @@ from typing import Any
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.driver import read_forwarded_variables
-from trinity_sync.settings import Settings
+from trinity_sync.layout import WriteConcurrency
 
 POSITION = "trainer_meta.json"
 """Name under which the trainer's position in its data is committed with a step."""
+
+
+SAVE_STRATEGIES: dict[str, WriteConcurrency] = {
+    "unrestricted": "all",
+    "single_process": "per_rank",
+    "single_node": "per_node",
+    "single_thread": "one",
+}
+"""``write_concurrency`` for Trinity's ``trainer.save_strategy``."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +35,8 @@ class Job:
     """``checkpoint_job_dir``, as an absolute path."""
     run_key: str
     roles: tuple[str, ...]
-    save_strategy: str
-    """``trainer.save_strategy``, whose names trinity_sync uses."""
+    write_concurrency: WriteConcurrency
+    """``trainer.save_strategy``."""
     keep: int
     """``trainer.max_checkpoints_to_keep``; 0 keeps all."""
     position: str
@@ -50,16 +59,18 @@ class Job:
             root=str(root),
             run_key=read_forwarded_variables().get("TRINITY_SYNC_RUN") or uuid.uuid4().hex,
             roles=("actor", "critic") if critic else ("actor",),
-            save_strategy=trainer.save_strategy.value,
+            write_concurrency=SAVE_STRATEGIES[trainer.save_strategy.value],
             keep=max(0, trainer.max_checkpoints_to_keep or 0),
             position=str(root / f"{trainer.name}_meta.json"),
         )
 
     def make_coordinator(self) -> CheckpointCoordinator:
         """Make this rank's coordinator; collective on the default process group."""
-        settings = Settings().model_copy(update={"save_strategy": self.save_strategy})
         return CheckpointCoordinator.of_process_group(
-            self.root, run_key=self.run_key, roles=self.roles, settings=settings
+            self.root,
+            run_key=self.run_key,
+            roles=self.roles,
+            job={"write_concurrency": self.write_concurrency},
         )
 
 

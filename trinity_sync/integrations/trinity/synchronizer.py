@@ -19,6 +19,7 @@ from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, parse_policy
 from trinity_sync.retention.prune import prune
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import Lease, acquire_lease
 from trinity_sync.weights.liveness import PROBE_S, wait_for_death
 from trinity_sync.weights.reader import WeightReader
@@ -189,5 +190,5 @@ def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, No
 
 def _prune_syncs(root: str) -> None:
     settings = Settings()
-    rules = Rules(checkpoints=All(), syncs=parse_policy(settings.keep_syncs))
+    rules = Rules(All(), parse_policy(read_job_settings(root).keep_weights))
     prune(root, rules, time.time(), spool=settings.spool, recycle=settings.recycle)

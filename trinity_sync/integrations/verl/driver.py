@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import refuse_url, step_folder
-from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
@@ -45,7 +44,7 @@ def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[
         if path is None or directory_format != "global_step_{}":
             return original(path, directory_format)
         refuse_url(path)
-        if not Path(path).is_dir() and not Settings().remote_required:
+        if not Path(path).is_dir():
             return original(path, directory_format)
         with closing(CheckpointCoordinator(path)) as saves:
             newest = saves.latest(settle_s=SETTLE_S)
@@ -141,7 +140,7 @@ def wrap_get_ppo_ray_runtime_env(
         ours = read_forwarded_variables()
         ours.setdefault("TRINITY_SYNC_RUN", uuid.uuid4().hex)
         if config is not None and "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
-            ours["TRINITY_SYNC_ROLES"] = '["actor","critic"]'
+            ours["TRINITY_SYNC_ROLES"] = "actor,critic"
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
         modules = [name for name in given if name and name != switch]
         ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, switch])

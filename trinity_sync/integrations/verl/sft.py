@@ -42,7 +42,7 @@ def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
             if handler.default_hdfs_dir and handler.rank == 0:
                 logger.warning(
                     "nothing is copied to trainer.default_hdfs_dir=%s, since steps are committed "
-                    "later; to copy committed steps, set TRINITY_SYNC_REMOTE",
+                    "later; to copy committed steps, set the job's remote: trinity-sync jobs set",
                     handler.default_hdfs_dir,
                 )
         folder = step_folder(handler.default_local_dir, step)

@@ -1,0 +1,103 @@
+"""The settings of a job, which every process reads in the root."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, FormatError, Settings
+from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.fs.records import encode_body
+from trinity_sync.layout import ROOT_FORMAT, job_id
+from trinity_sync.storage.job_settings import (
+    JobSettings,
+    read_job_settings,
+    read_set_job_settings,
+    write_job_settings,
+)
+
+
+def file_of(root: Path) -> Path:
+    return root / ".trinity_sync/job.json"
+
+
+def test_a_job_without_settings_has_the_defaults_and_no_file(root: Path) -> None:
+    assert read_job_settings(root) == JobSettings()
+    write_job_settings(root, {})
+    assert not file_of(root).exists()
+
+
+def test_only_what_was_set_is_written_and_the_rest_stays(root: Path) -> None:
+    set_job_settings(root, {"keep": "last=3", "rank_timeout_s": "30"})
+    found = set_job_settings(root, {"keep_weights": "last=1"})
+    assert found == read_job_settings(root)
+    assert found == JobSettings(keep="last=3", keep_weights="last=1", rank_timeout_s=30)
+    assert read_set_job_settings(root) == {
+        "keep": "last=3",
+        "keep_weights": "last=1",
+        "rank_timeout_s": 30.0,
+    }
+    assert set_job_settings(root, {"keep": None}).keep == "all"
+    assert "keep" not in json.loads(file_of(root).read_text())
+
+
+def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_folder: Path) -> None:
+    set_job_settings(root, {"keep_weights": "last=5"})
+    settings = Settings(spool=spool_folder)
+    with CheckpointCoordinator(root, job={"keep": "last=3"}, settings=settings):
+        assert read_job_settings(root) == JobSettings(keep="last=3", keep_weights="last=5")
+    with CheckpointCoordinator(root, settings=settings):
+        assert read_job_settings(root).keep == "last=3"
+
+
+def test_jobs_beside_each_other_have_policies_of_their_own(tmp_path: Path) -> None:
+    for name, keep in (("one", "last=1"), ("other", "last=9")):
+        (tmp_path / name).mkdir()
+        set_job_settings(tmp_path / name, {"keep": keep})
+    assert read_job_settings(tmp_path / "one").keep == "last=1"
+    assert read_job_settings(tmp_path / "other").keep == "last=9"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kepe": "last=3"}, r"kepe is not a setting of a job; did you mean keep\?"),
+        ({"colour": "red"}, r"there are keep, keep_weights"),
+        ({"keep": "most"}, "'most' is unknown"),
+        ({"keep": "0"}, "'0'"),
+        ({"keep": "last=0"}, "'last=0'"),
+        ({"remote_keep": "best=1:reward:max"}, "remotes have no metrics"),
+        ({"remote": "s3://me:secret@bucket/job"}, "contains a user, a password"),
+        ({"remote_required": True}, "set remote as well"),
+        ({"write_concurrency": "single_thread"}, "single_thread"),
+        ({"rank_timeout_s": "soon"}, "rank_timeout_s"),
+        ({"rank_timeout_s": 0}, "rank_timeout_s"),
+    ],
+)
+def test_a_wrong_name_or_value_is_refused_and_changes_nothing(
+    root: Path, changes: dict[str, Any], words: str
+) -> None:
+    set_job_settings(root, {"keep": "last=3"})
+    before = file_of(root).read_bytes()
+    with pytest.raises(ConfigError, match=words):
+        set_job_settings(root, changes)
+    assert file_of(root).read_bytes() == before
+
+
+def test_the_remote_is_written_in_full(root: Path) -> None:
+    found = set_job_settings(root, {"remote": "s3://bucket/{job}/", "remote_required": True})
+    assert found.remote == f"s3://bucket/{job_id(root)}"
+    assert found.required_remote == found.remote
+    assert set_job_settings(root, {"remote_required": "false"}).required_remote == ""
+
+
+def test_a_torn_file_and_one_of_another_release_are_not_taken_for_defaults(root: Path) -> None:
+    set_job_settings(root, {"keep_weights": "all"})
+    file_of(root).write_text(file_of(root).read_text()[:-9])
+    for refused in (read_job_settings, lambda root: set_job_settings(root, {"keep": "all"})):
+        with pytest.raises(CommitError, match="is torn"):
+            refused(root)
+    file_of(root).write_text(encode_body({"keep": "all"}, ROOT_FORMAT + 1))
+    with pytest.raises(FormatError):
+        read_job_settings(root)

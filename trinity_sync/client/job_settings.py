@@ -1,0 +1,39 @@
+"""Change the settings of a job, after a check of the values."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.storage.job_settings import JobSettings, write_job_settings
+
+POLICIES = "keep", "keep_weights", "keep_quarantine", "remote_keep"
+"""Settings that are retention policies."""
+
+
+def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
+    """Change settings of a job in its root; those that are not named stay as they are.
+
+    Args:
+        root: the job's root, which exists.
+        changes: values by name, as in `JobSettings`; None restores the default.
+
+    Returns:
+        The settings of the job.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is invalid; nothing was changed.
+        CommitError: the file with the settings is torn.
+        FormatError: another release has written it.
+    """
+    for name in POLICIES:
+        if changes.get(name) is not None:
+            parse_policy(str(changes[name]))
+    if "best=" in str(changes.get("remote_keep")):
+        raise ConfigError(f"remote_keep={changes['remote_keep']}: remotes have no metrics")
+    if remote := changes.get("remote"):
+        from trinity_sync.remote.remote_root import refuse_credentials  # imports fsspec
+
+        refuse_credentials(str(remote))
+    return write_job_settings(root, changes)
