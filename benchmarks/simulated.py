@@ -73,6 +73,7 @@ class Job:
                         nbytes=len(content),
                         sealed_at=time.time(),
                         monotonic_s=time.monotonic(),
+                        stall_s=0.0,
                     )
                     seal(slot, ticket)
         return SaveRequest(

@@ -54,14 +54,14 @@ async def save_step(request: SaveRequest) -> None:
     Args:
         request: The save. The placement files in the root name the nodes that hold its images.
     """
-    start = time.perf_counter()
+    started_at = time.time()
     nodes: list[NodeSave] = []
     try:
         nodes = await find_nodes(request)
         await persist_images(request, nodes)
-        persisted = time.perf_counter()
-        has_exports = await commit(request, nodes)
-        committed = time.perf_counter()
+        persisted_at = time.time()
+        has_exports = await commit(request, nodes, started_at, persisted_at)
+        committed_at = time.time()
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
     except Exception as error:
@@ -71,8 +71,9 @@ async def save_step(request: SaveRequest) -> None:
     metrics.METRICS.count_committed_save(
         request,
         [result for node in nodes for result in node.persisted],
-        persist_s=persisted - start,
-        commit_s=committed - persisted,
+        started_at=started_at,
+        persisted_at=persisted_at,
+        committed_at=committed_at,
     )
     try:
         if has_exports:
@@ -143,19 +144,23 @@ def _node_lost_error(request: SaveRequest, node: NodeSave, why: str) -> SaveErro
     )
 
 
-async def commit(request: SaveRequest, nodes: Sequence[NodeSave]) -> bool:
+async def commit(
+    request: SaveRequest, nodes: Sequence[NodeSave], started_at: float, persisted_at: float
+) -> bool:
     """Commit what the tasks of all nodes have persisted, and free the slots of the first node.
 
     Args:
         request: The save.
         nodes: The nodes that hold its images, starting with the node of rank 0.
+        started_at: When the flow run started, in seconds since the epoch.
+        persisted_at: When all files were durable, likewise.
 
     Returns:
         Whether models of the step are to be exported.
     """
     persisted = [result for node in nodes for result in node.persisted]
     with remote_options(**pin_to_node(nodes[0].shards.node)):
-        future = commit_step.submit(request, persisted, nodes[0].shards)
+        future = commit_step.submit(request, persisted, nodes[0].shards, started_at, persisted_at)
         (has_exports,) = await gather_results([future])
     return bool(has_exports)
 

@@ -43,13 +43,21 @@ MAX_ARTIFACT_ROWS = 200
     retry_condition_fn=is_io_error,
     persist_result=False,
 )
-def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> bool:
+def commit_step(
+    request: SaveRequest,
+    persisted: Sequence[Persisted],
+    shards: NodeShards,
+    started_at: float,
+    persisted_at: float,
+) -> bool:
     """Commit what the tasks of all nodes have persisted, then free the slots of this node.
 
     Args:
         request: The save.
         persisted: The results of the persist tasks of all nodes.
         shards: The shards that this node holds.
+        started_at: When the flow run started, in seconds since the epoch.
+        persisted_at: When all files were durable, likewise.
 
     Returns:
         Whether models of the step are to be exported.
@@ -66,7 +74,14 @@ def commit_step(request: SaveRequest, persisted: Sequence[Persisted], shards: No
     )
     write_export_requests(save, written)
     recycle = can_reuse_blocks(save.root, settings.recycle)
-    manifest = commit(save, written, statuses, recycle=recycle)
+    manifest = commit(
+        save,
+        written,
+        statuses,
+        recycle=recycle,
+        started_at=started_at,
+        persisted_at=persisted_at,
+    )
     free_committed_slots(spool, save, written)
     try:
         register_job(settings, request.root)

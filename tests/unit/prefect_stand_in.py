@@ -55,7 +55,8 @@ def save_step(request: SaveRequest) -> Iterator[str]:
                 yield f"{component} is written"
         if failures:
             raise failures[0]
-        commit_step.fn(request, persisted, nodes[0])
+        now = time.time()
+        commit_step.fn(request, persisted, nodes[0], now, now)
         yield "committed"
     except Exception as error:
         for shards in nodes:

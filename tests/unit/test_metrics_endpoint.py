@@ -21,6 +21,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.stack.ports import free_port
 from trinity_sync.storage.save import Persisted
 
+TIMES = {"started_at": 1.7e9, "persisted_at": 1.7e9 + 1, "committed_at": 1.7e9 + 1.25}
+
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:
     """Values by name and labels, without the job's."""
@@ -44,14 +46,22 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
     job.stage(4, {"model": {"w": torch.zeros(1000)}})
     written = job.persist(4)
     metrics.count_committed_save(
-        request(job, 4), [Persisted(written)], persist_s=2.0, commit_s=0.25
+        request(job, 4),
+        [Persisted(written)],
+        started_at=written[0].submitted_at + 0.5,
+        persisted_at=written[0].submitted_at + 2.5,
+        committed_at=written[0].submitted_at + 2.75,
     )
-    metrics.count_committed_save(request(job, 3), [], persist_s=1.0, commit_s=0.25)  # late
+    metrics.count_committed_save(request(job, 3), [], **TIMES)  # late
     metrics.count_failed_save(request(job, 5))
     found = scraped(metrics.serve(settings))
     assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
     assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
-    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "persist"] == 3.0
+    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "write"] == pytest.approx(3.0)
+    assert found["trinity_sync_phase_seconds_sum", "checkpoint", "queue"] == pytest.approx(0.5)
+    stall = found["trinity_sync_stall_seconds_sum", "checkpoint", "actor"]
+    assert stall == pytest.approx(written[0].stall_s)
+    assert stall > 0
     assert found["trinity_sync_saved_bytes_total", "checkpoint"] == written[0].record.nbytes
     assert found["trinity_sync_newest_step", "checkpoint"] == 4
     assert found["trinity_sync_newest_step", "state_dict"] == 4
@@ -83,9 +93,9 @@ def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
 
 def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
     metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
-    metrics.count_committed_save(request(job, 40, 2, "old"), [], persist_s=1.0, commit_s=0.25)
+    metrics.count_committed_save(request(job, 40, 2, "old"), [], **TIMES)
     for step in (3, 2):  # the second is late
-        metrics.count_committed_save(request(job, step, 1, "new"), [], persist_s=1.0, commit_s=0.25)
+        metrics.count_committed_save(request(job, step, 1, "new"), [], **TIMES)
     assert newest_step(metrics.serve(settings)) == 3
 
 
@@ -97,7 +107,7 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
     os.mkfifo(manifest)  # whoever opens it waits until somebody writes
     metrics = WorkerMetrics()
     port = metrics.serve(settings)
-    metrics.count_committed_save(request(job, 8), [], persist_s=1.0, commit_s=0.25)
+    metrics.count_committed_save(request(job, 8), [], **TIMES)
     assert newest_step(port) == 8
     with manifest.open("w"):
         manifest.unlink()

@@ -27,6 +27,7 @@ TICKET = Ticket(
     nbytes=123,
     sealed_at=1.5,
     monotonic_s=2.5,
+    stall_s=0.25,
 )
 
 

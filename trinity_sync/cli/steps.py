@@ -121,6 +121,8 @@ def show(
         + "".join(f", tagged {name}" for name in tagged),
         highlight=False,
     )
+    for timing in manifest.timings:
+        console.print(f"{timing.kind}: {timing}", highlight=False)
     table = Table("file", "bytes", "digest", "state")
     table.columns[1].justify = "right"
     for record in manifest.files:

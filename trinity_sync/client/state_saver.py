@@ -86,6 +86,7 @@ class StateSaver:
                 later save is one of `take_failures`, and training continues.
         """
         self.wait_staged()
+        began = time.perf_counter()  # comparing earlier images stalls the caller as well
         role, step, kind = origin.role, origin.step, origin.kind
         earlier = [
             name
@@ -117,6 +118,7 @@ class StateSaver:
                 attachments=attachments,
                 overlap=overlap,
                 check=self._check_overlap,
+                began=began,
             )
         except Exception as error:
             return self._failed(origin, error)
@@ -167,6 +169,7 @@ class StateSaver:
         if overlapping is None:
             return 0.0
         start = time.perf_counter()
+        self._stager.wait_copied()
         wait([overlapping])  # before it is reset: another thread may wait as well
         if self._overlapping is overlapping:
             self._overlapping = None

@@ -19,9 +19,11 @@ from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.save_timing import find_stalls, find_submission
 
 logger = logging.getLogger(__name__)
 
+_STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -40,9 +42,16 @@ class WorkerMetrics:
         )
         self._phases = Histogram(
             "trinity_sync_phase_seconds",
-            "Seconds of the persist tasks and of the commit task of a save",
+            "Seconds of a save from submission to commit: queue, write, commit",
             ["job", "kind", "phase"],
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stalls = Histogram(
+            "trinity_sync_stall_seconds",
+            "Seconds for which a save stalled the training thread of the slowest rank of the role",
+            ["job", "kind", "role"],
+            buckets=_STALL_SECONDS,
             registry=self.registry,
         )
         self._bytes = Counter(
@@ -68,22 +77,29 @@ class WorkerMetrics:
         self,
         request: SaveRequest,
         persisted: Iterable[Persisted],
-        persist_s: float,
-        commit_s: float,
+        *,
+        started_at: float,
+        persisted_at: float,
+        committed_at: float,
     ) -> None:
         """Count a committed save, its bytes and its durations.
 
         Args:
             request: The save.
             persisted: The results of its persist tasks.
-            persist_s: Seconds until all files were durable.
-            commit_s: Seconds of the commit task.
+            started_at: When the flow run started, in seconds since the epoch.
+            persisted_at: When all files were durable, likewise.
+            committed_at: When the commit task had ended, likewise.
         """
         labels = (request.job, request.kind)
-        self._saves.labels(*labels, "committed").inc()
-        self._phases.labels(*labels, "persist").observe(persist_s)
-        self._phases.labels(*labels, "commit").observe(commit_s)
         written = [file for result in persisted for file in result.written]
+        for stall in find_stalls(written):
+            self._stalls.labels(*labels, stall.role).observe(stall.seconds)
+        if submitted_at := find_submission(written):
+            self._phases.labels(*labels, "queue").observe(max(started_at - submitted_at, 0.0))
+        self._saves.labels(*labels, "committed").inc()
+        self._phases.labels(*labels, "write").observe(max(persisted_at - started_at, 0.0))
+        self._phases.labels(*labels, "commit").observe(max(committed_at - persisted_at, 0.0))
         self._bytes.labels(*labels).inc(
             sum(file.record.nbytes for file in written if file.temporary)
         )

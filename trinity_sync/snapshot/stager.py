@@ -44,7 +44,7 @@ class Staged:
     components: tuple[str, ...]
     nbytes: int
     stall_s: float
-    """Seconds from the call to the last seal."""
+    """Seconds for which the caller was stalled until the seal, as in the tickets."""
     waited_s: float
     """Seconds of it spent waiting for a free slot: the storage does not keep up."""
     images: tuple[str, ...] = ()
@@ -74,6 +74,10 @@ class _Plan:
     parts: Sequence[_Part]
     computed: ComputedEvents
     began: float
+    laid_out_s: float
+    """Seconds from the beginning until the plan was complete, which is all that an overlapped save
+    stalls the call for."""
+    overlap: bool
     seals: bool
     locks: ExitStack
     """Releases the slots that already hold an image."""
@@ -130,6 +134,7 @@ class Stager:
         self._layouts: dict[tuple[str, str, int], Layout] = {}
         self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
+        self._waiting_since: float | None = None
 
     def stage(
         self,
@@ -142,6 +147,7 @@ class Stager:
         overlap: bool = False,
         check: bool = False,
         seals: bool = True,
+        began: float | None = None,
     ) -> StagingHandle:
         """Copy states into slots and seal the images, which then survive this process.
 
@@ -157,6 +163,7 @@ class Stager:
             overlap: copy in a thread while training continues, and detect tensors that change.
             check: as in `MutationGuard`.
             seals: False for images that are only published and not saved.
+            began: value of `time.perf_counter` from which the stall is counted; by default now.
 
         Returns:
             A handle, which is done already unless the copy overlaps.
@@ -168,11 +175,20 @@ class Stager:
                 Nothing is sealed after an error. With ``overlap``, the handle raises errors of the
                 copy.
         """
-        if self._overlapping is not None:
-            wait([self._overlapping])
+        began = time.perf_counter() if began is None else began
+        self.wait_copied()
         plan = self._lay_out(
-            origin, states, also, metadata, attachments, overlap=overlap, check=check, seals=seals
+            origin,
+            states,
+            also,
+            metadata,
+            attachments,
+            overlap=overlap,
+            check=check,
+            seals=seals,
+            began=began,
         )
+        self._waiting_since = None
         if overlap:
             self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
             sealed = self._overlapping = self._background.submit(self._copy, plan, threads=1)
@@ -193,8 +209,8 @@ class Stager:
         overlap: bool,
         check: bool,
         seals: bool,
+        began: float,
     ) -> _Plan:
-        began = time.perf_counter()
         parts: list[_Part] = []
         with ExitStack() as locks:  # released here if a state cannot be laid out
             for component, state in states.items():
@@ -226,6 +242,8 @@ class Stager:
                 parts=parts,
                 computed=record_computed(storage for part in parts for storage in part.storages),
                 began=began,
+                laid_out_s=time.perf_counter() - began,
+                overlap=overlap,
                 seals=seals,
                 locks=locks.pop_all(),
             )
@@ -248,16 +266,23 @@ class Stager:
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part, threads)))
             if plan.seals:
-                self._seal(filled)
+                self._seal(filled, self._measure_stall(plan))
             for slot, ticket in filled:
                 slot.holds = ticket
         except OSError as error:
             raise _cannot_write(plan.origin, error) from error
         images = tuple(ticket.image for _, ticket in filled)
-        stall_s = time.perf_counter() - plan.began
-        return Staged(plan.components, plan.nbytes, stall_s, waited, images)
+        return Staged(plan.components, plan.nbytes, self._measure_stall(plan), waited, images)
 
-    def _seal(self, filled: Sequence[tuple[Slot, Ticket]]) -> None:
+    def _measure_stall(self, plan: _Plan) -> float:
+        """Return the seconds for which a save has stalled its caller until now."""
+        now = time.perf_counter()
+        if not plan.overlap:
+            return now - plan.began
+        waiting_since = self._waiting_since
+        return plan.laid_out_s + (now - waiting_since if waiting_since is not None else 0.0)
+
+    def _seal(self, filled: Sequence[tuple[Slot, Ticket]], stall_s: float) -> None:
         """Seal all images, or none."""
         done: list[Slot] = []
         sealed_at, monotonic_s = time.time(), self._clock()  # one value identifies a submission
@@ -271,7 +296,10 @@ class Stager:
                         "Later saves try again."
                     )
                 was_free = slot.free
-                seal(slot.path, replace(ticket, sealed_at=sealed_at, monotonic_s=monotonic_s))
+                seal(
+                    slot.path,
+                    replace(ticket, sealed_at=sealed_at, monotonic_s=monotonic_s, stall_s=stall_s),
+                )
                 if was_free:
                     done.append(slot)
         except BaseException:
@@ -361,6 +389,12 @@ class Stager:
                 finally:
                     slot.unlock()
 
+    def wait_copied(self) -> None:
+        """Wait until an overlapped copy has ended; its tickets count the wait as a stall."""
+        if self._overlapping is not None and not self._overlapping.done():
+            self._waiting_since = time.perf_counter()
+            wait([self._overlapping])
+
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds to wait for a slot: the process is about to end."""
         self._slots.wait_at_most(seconds)
@@ -396,6 +430,7 @@ class Stager:
             nbytes=part.layout.nbytes,
             sealed_at=0.0,
             monotonic_s=0.0,
+            stall_s=0.0,
             **vars(plan.origin),
         )
 

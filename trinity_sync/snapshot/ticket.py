@@ -59,6 +59,9 @@ class Ticket(Origin, Record, format=SPOOL_FORMAT, writer=TRAINER):
     """When the image was sealed, in seconds since the epoch."""
     monotonic_s: Seconds
     """The same by the node's monotonic clock, which all its processes share."""
+    stall_s: Seconds
+    """Seconds for which the save held the rank's training thread until the seal. An overlapped save
+    holds it during the call, and while it waits for the copy."""
 
     @property
     def what(self) -> str:

@@ -9,6 +9,7 @@ from trinity_sync.errors import FormatError, ManifestError
 from trinity_sync.fs.atomic import read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, ROOT_FORMAT, Kind, is_below, shard_file, step_folder
+from trinity_sync.storage.save_timing import SaveTiming
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class Manifest(Record, format=ROOT_FORMAT):
     callables: tuple[CallableRecord, ...]
     committed_at: Seconds
     """Time of the newest commit of the step, in seconds since the epoch."""
+    timings: tuple[SaveTiming, ...] = ()
+    """One for each save of the step: a sync and the checkpoint that follows it are two. None for a
+    step that was imported."""
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +98,10 @@ class Manifest(Record, format=ROOT_FORMAT):
         """
         return kind in self.kinds and {*roles} <= {*self.roles}
 
+    def find_timing(self, kind: Kind) -> SaveTiming | None:
+        """Return the timing of the step's newest save of a kind, or None."""
+        return next((each for each in reversed(self.timings) if each.kind == kind), None)
+
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)
@@ -106,6 +114,7 @@ class Manifest(Record, format=ROOT_FORMAT):
         """
         theirs = {record.path: record for record in later.files}
         names = {(each.name, each.rank) for each in later.callables}
+        saves = {(each.kind, each.roles) for each in self.timings}
         return replace(
             later,
             kinds=tuple(sorted({*self.kinds, *later.kinds})),
@@ -115,6 +124,11 @@ class Manifest(Record, format=ROOT_FORMAT):
             callables=(
                 *(each for each in self.callables if (each.name, each.rank) not in names),
                 *later.callables,
+            ),
+            # a save that is retried after its commit keeps its timing
+            timings=(
+                *self.timings,
+                *(each for each in later.timings if (each.kind, each.roles) not in saves),
             ),
         )
 

@@ -158,6 +158,7 @@ def _write_one(
     content: memoryview,
 ) -> Written:
     ticket = sealed.ticket
+    own = ticket.kind == save.kind
     final = save.folder / path
     if not final.resolve().is_relative_to(save.folder.resolve()):
         raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
@@ -195,7 +196,9 @@ def _write_one(
         seconds=time.perf_counter() - start,
         export=ticket.export,
         node=node,
-        sealed_s=ticket.monotonic_s if ticket.kind == save.kind else 0.0,
+        sealed_s=ticket.monotonic_s if own else 0.0,
+        submitted_at=ticket.sealed_at if own else 0.0,
+        stall_s=ticket.stall_s if own else 0.0,
     )
 
 

@@ -31,6 +31,10 @@ class Written:
     sealed_s: float = 0.0
     """Time at which its submission was sealed, in seconds of the node's monotonic clock; 0 for a
     file of another save of the step."""
+    submitted_at: float = 0.0
+    """The same in seconds since the epoch; 0 likewise."""
+    stall_s: float = 0.0
+    """Seconds for which its submission stalled the rank's training thread."""
 
 
 class Persisted:
