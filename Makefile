@@ -97,13 +97,11 @@ torch-suites: $(READY)
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
 	$(BIN)/python -m tests.nfs
 
-tutorials: $(READY) ## the pages of docs/tutorials, run as they are written
+tutorials: $(READY) ## the tutorials of the documentation, run as they are written
 	$(BIN)/python -m pytest tests/integration/test_tutorials.py
 
-docs: $(READY) ## the API reference, from the docstrings, into build/api
-	$(call install,$(VENV),[docs])
-	$(BIN)/python -m pdoc --docformat google -o build/api trinity_sync \
-	  '!trinity_sync.integrations.verl' '!trinity_sync.integrations.trinity' '!trinity_sync.catalog.migrations'
+docs: $(READY) ## the documentation site, into build/site; a dead link fails it (MERMAID_JS=file for diagrams without a network)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove the virtual environment and what the tools left behind
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-output chaos-output

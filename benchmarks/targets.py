@@ -1,6 +1,6 @@
 """The figures that the project promises, each a ratio within one case of one run.
 
-``python -m benchmarks.targets`` prints them from the last full run, as in docs/performance.md.
+``python -m benchmarks.targets`` prints them from the last full run, as in docs/benchmarks.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED (any); docs/chaos.md has the rest."""
+"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED; see docs/contributing/chaos.md."""
 
 import os
 import secrets

@@ -1,6 +1,6 @@
 """What must hold whatever happened, seen from outside: files, veRL's own way to them, Prefect.
 
-After docs/architecture.md: what was said to be committed is there; every commit is whole, of one
+After docs/concepts/save.md: what was said to be committed is there; every commit is whole, of one
 step, and the state of that step to the last bit; the iteration file names a commit; a save that was
 handed over is committed, or somebody was told that it is not.
 """

@@ -12,7 +12,8 @@ import pytest
 from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
-TUTORIALS = sorted((REPOSITORY / "docs/tutorials").glob("*.md"))
+DOCS = REPOSITORY / "docs"
+TUTORIALS = [DOCS / "get-started/first-save.md", *sorted((DOCS / "tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

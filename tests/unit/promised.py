@@ -1,7 +1,8 @@
 """What the documentation promises of a job, as a model of a few dictionaries.
 
 It shares no code with the product: not its order of runs, not its choice of the newest step, not
-its policies. All of it is written from README.md, docs/failures.md and docs/retention.md.
+its policies. All of it is written from README.md, docs/operations/failures.md and
+docs/how-to/retention.md.
 """
 
 from dataclasses import dataclass, field

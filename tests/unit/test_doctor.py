@@ -141,7 +141,7 @@ def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
     with restricted(tmp_path, "flock", "link") as root:
         found = {check.name: check for check in check_root(root, Settings())}
     assert found["locks between processes"].state == "fail"
-    assert "docs/roots.md" in found["locks between processes"].todo
+    assert "docs/concepts/file-systems.md" in found["locks between processes"].todo
     assert found["hard links"].state == "ok"
     assert "files are copied" in found["hard links"].found
     assert "which other nodes may see" in found["file system"].found

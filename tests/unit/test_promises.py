@@ -3,7 +3,8 @@
 Hypothesis draws the life of a job: trainers that start, resume, save and die; flow runs that are
 doubled, broken off and retried; outages, retention, rewinds, a spool that vanishes. Slots, files,
 commits and the coordinator are the real ones; `prefect_stand_in` plays Prefect and Ray. After each
-rule, what the product says and has on disk is compared with the model. docs/chaos.md has more.
+rule, what the product says and has on disk is compared with the model. See
+docs/contributing/chaos.md.
 
 ``PROMISES_MINUTES`` tries random lives for that long; ``PROMISES_SEED`` repeats them.
 """

@@ -58,7 +58,7 @@ def check_root(root: Path, settings: Settings) -> Iterator[Check]:
     try:
         yield from _check_capabilities(probe_capabilities(root), settings)
     except RootError as error:
-        yield Check("root", "fail", str(error), "see docs/roots.md")
+        yield Check("root", "fail", str(error), "see docs/concepts/file-systems.md")
         return
     yield from _check_required_remote(root)
     yield _check_records(root)
@@ -125,7 +125,7 @@ def _check_capabilities(found: Capabilities, settings: Settings) -> Iterator[Che
     for each in found.each:
         state: Literal["ok", "fail"] = "fail" if each.reason and each.required else "ok"
         answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
-        todo = "use another file system for the root, see docs/roots.md"
+        todo = "use another file system for the root, see docs/concepts/file-systems.md"
         yield Check(each.name, state, answer, todo if state == "fail" else "")
     used = can_reuse_blocks(found.root, settings.recycle) and found.has("leases")
     why = "" if used else " (needs TRINITY_SYNC_RECYCLE and a local file system with leases)"

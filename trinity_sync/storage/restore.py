@@ -120,8 +120,8 @@ def load_states(
         raise CommitError(
             f"step {step} in {root}, role {role}, was saved by {ranks}, and this is rank {rank} of "
             f"{world_size}; load it with as many ranks. FSDPCheckpointManager.load_checkpoint "
-            "reshards FSDP states (docs/resharding.md); with DDP, load the state of any rank "
-            "(docs/tutorials/ddp.md)."
+            "reshards FSDP states; with DDP, load the state of any rank "
+            "(docs/how-to/resharding.md)."
         )
     if not mine:
         raise CommitError(

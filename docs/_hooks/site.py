@@ -1,0 +1,79 @@
+"""MkDocs hook: reference pages made from the code, and files of the repository as downloads.
+
+A line ``<!-- generated: NAME -->`` of a page is replaced by the output of `reference.GENERATORS`. A
+link that leaves ``docs/`` and works in the repository gets a copy of the file on the site.
+"""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import reference
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).parents[2]
+DOWNLOADS = "files"
+"""Folder of the site with the files of the repository that pages link to."""
+PAGES = {"contributing/index.md": "CONTRIBUTING.md", "contributing/changelog.md": "CHANGELOG.md"}
+"""Pages that are files of the repository."""
+
+_LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)([^)]*\))")
+_DIRECTIVE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Take Mermaid from a file, for a site that is read without a network (``MERMAID_JS=...``)."""
+    if os.environ.get("MERMAID_JS"):
+        config.extra_javascript.append("assets/mermaid.min.js")
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and downloads that are not below ``docs/``."""
+    if script := os.environ.get("MERMAID_JS"):
+        files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=script))
+    for page, source in PAGES.items():
+        text = (REPOSITORY / source).read_text()
+        text = _LINK_INTO_DOCS.sub(r"](../", text)
+        files.append(File.generated(config, page, content=text))
+    linked = {
+        target
+        for file in files.documentation_pages()
+        if file.abs_src_path
+        for target in _links_outside(file.src_uri, Path(file.abs_src_path).read_text())
+    }
+    for target in sorted(linked):
+        if (REPOSITORY / target).is_file():  # another target is left, and so reported
+            path = str(REPOSITORY / target)
+            files.append(File.generated(config, f"{DOWNLOADS}/{target}", abs_src_path=path))
+    return files
+
+
+_LINK_INTO_DOCS = re.compile(r"\]\(docs/")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Insert what is generated, and point links that leave ``docs/`` at the downloads."""
+    markdown = _DIRECTIVE.sub(lambda found: reference.GENERATORS[found[1]](), markdown)
+    own = page.file.src_uri
+
+    def point(found: re.Match[str]) -> str:
+        target = _outside(own, found[2])
+        if target is None or not (REPOSITORY / target).is_file():
+            return found[0]
+        path = posixpath.relpath(f"{DOWNLOADS}/{target}", posixpath.dirname(own) or ".")
+        return f"{found[1]}{path}{found[3]}"
+
+    return _LINK.sub(point, markdown)
+
+
+def _links_outside(page: str, text: str) -> set[str]:
+    return {target for found in _LINK.finditer(text) if (target := _outside(page, found[2]))}
+
+
+def _outside(page: str, link: str) -> str | None:
+    """Return the path in the repository of a link that leaves ``docs/``; None for other links."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith(("docs/", "..")) else path
