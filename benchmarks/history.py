@@ -63,15 +63,20 @@ class Side:
 
     @property
     def settings(self) -> Any:
-        """Of server and job."""
+        """Of the job."""
         from trinity_sync.settings import Settings
 
-        return Settings(
-            home=self.folder / "home",
-            spool=self.folder / "spool",
-            schedules=False,
-            keep_events_h=self.keep_h[0],
-            keep_runs_h=self.keep_h[1],
+        return Settings(home=self.folder / "home", spool=self.folder / "spool")
+
+    @property
+    def stack_settings(self) -> Any:
+        """Of the server."""
+        from trinity_sync.settings import MaintenanceSettings, ServerSettings, StackSettings
+
+        events, runs = (timedelta(hours=hours) for hours in self.keep_h)
+        return StackSettings(
+            server=ServerSettings(port=0, keep_events=events, keep_runs=runs),
+            maintenance=MaintenanceSettings(schedules=False),
         )
 
     def start(self) -> float:
@@ -83,7 +88,9 @@ class Side:
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.spool.mkdir(mode=0o700, exist_ok=True)
         os.environ |= self.database.environment
-        state = self.state = services.start_server(settings, services.StackState())
+        state = self.state = services.start_server(
+            settings, self.stack_settings, services.StackState()
+        )
         assert state.server
         daemon.await_ready(
             "the Prefect server",
@@ -92,7 +99,7 @@ class Side:
             daemon.StartupDeadline(300),
         )
         took = time.perf_counter() - began
-        deploy(settings, state.api_url)
+        deploy(self.stack_settings, state.api_url)
         self.pipe, theirs = SPAWN.Pipe()
         variables = {
             "PREFECT_API_URL": state.api_url,

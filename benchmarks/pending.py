@@ -118,7 +118,7 @@ def main() -> None:
         ExitStack() as relays,
     ):
         own = {"TRINITY_SYNC_HOME": f"{folder}/home", "TRINITY_SYNC_SPOOL": memory}
-        os.environ |= own | {"TRINITY_SYNC_SCHEDULES": "false"}
+        os.environ |= own | {"TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false"}
         with prefect_server():
             target = os.environ["PREFECT_API_URL"]
             each = [relays.enter_context(Relay(target)) for _ in range(ranks)]

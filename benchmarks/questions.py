@@ -24,7 +24,7 @@ from trinity_sync.orchestration.prefect_queries import (
 )
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import reconcile
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -78,7 +78,7 @@ class Questions:
         return self._loop.run_until_complete(coroutine)
 
     def _ours(self) -> dict[str, Callable[[], Any]]:
-        settings, pool = self._settings, self._settings.work_pool
+        settings, pool = self._settings, StackSettings().worker.pool
         asked = self._sync.create_flow_run_from_deployment
         due = self._client.get_scheduled_flow_runs_for_work_pool
         client, sync, root = self._client, self._sync, self._root

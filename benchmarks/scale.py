@@ -65,7 +65,8 @@ def main() -> None:
         os.environ |= {
             "TRINITY_SYNC_HOME": f"{folder}/home",
             "TRINITY_SYNC_SPOOL": memory,
-            "TRINITY_SYNC_SCHEDULES": "false",
+            "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
+            "TRINITY_SYNC_STACK__SERVER__PORT": "0",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
             "DO_NOT_TRACK": "1",
@@ -284,12 +285,12 @@ def root_job(root: Path) -> str:
 def prefect_server() -> Iterator[int]:
     """A Prefect server with the deployments; its pid."""
     from trinity_sync.orchestration.deploy import deploy
-    from trinity_sync.settings import Settings
+    from trinity_sync.settings import Settings, StackSettings
     from trinity_sync.stack import daemon, services
 
-    settings = Settings()
+    settings, stack = Settings(), StackSettings()
     settings.home.mkdir(parents=True, exist_ok=True)
-    state = services.start_server(settings, services.StackState())
+    state = services.start_server(settings, stack, services.StackState())
     assert state.server
     try:
         daemon.await_ready(
@@ -302,7 +303,7 @@ def prefect_server() -> Iterator[int]:
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
-        deploy(settings, state.api_url)
+        deploy(stack, state.api_url)
         CALLS.count()
         yield state.server.pid
     finally:

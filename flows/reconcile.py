@@ -14,7 +14,7 @@ async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
 
     Args:
         root: Full path of the job's root folder; empty for every job that has committed a step on
-            this node (or those of TRINITY_SYNC_MAINTAIN).
+            this node.
         grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
     with remote_options(**pin_to_this_node()):

@@ -21,7 +21,7 @@ async def retention(
 
     Args:
         root: Full path of the job's root folder; empty for every job that has committed a step on
-            this node (or those of TRINITY_SYNC_MAINTAIN).
+            this node.
         keep: Policy for checkpoints, such as last=3,every=100,hourly=24,best=2:reward:max; empty
             for each job's own, which keeps all unless it is set.
         keep_weights: Policy for steps that hold weights only; empty for each job's own, which

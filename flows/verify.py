@@ -24,7 +24,7 @@ async def verify(
 
     Args:
         root: Full path of the job's root folder; empty for every job that has committed a step on
-            this node (or those of TRINITY_SYNC_MAINTAIN).
+            this node.
         step: Step to read in addition to the newest ones.
         newest: Number of newest steps to read, per job.
         sample_gb: Approximate size in GB of an additional sample of all steps. Consecutive days

@@ -13,7 +13,7 @@ from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
@@ -73,7 +73,7 @@ def commit_step(
         rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
     )
     write_export_requests(save, written)
-    recycle = can_reuse_blocks(save.root, settings.recycle)
+    recycle = can_reuse_blocks(save.root, StackSettings().io.reuse_files)
     manifest = commit(
         save,
         written,

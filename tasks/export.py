@@ -8,7 +8,6 @@ from prefect.artifacts import create_markdown_artifact
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.job_registry import require_allowed
-from trinity_sync.settings import Settings
 from trinity_sync.storage.export_requests import list_export_requests
 
 
@@ -17,7 +16,7 @@ def export_requested_models(request: SaveRequest) -> None:
     """Export the models that the trainer requested with a committed save."""
     from trinity_sync.formats.hf_export import run_export_request  # imports torch, which is slow
 
-    require_allowed(Settings(), request.root)
+    require_allowed(request.root)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for export in list_export_requests(request.root, step=request.step):
         if export.run == request.run:
@@ -41,7 +40,7 @@ def export_model(
     from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
 
     for path in (root, *([to] if to else [])):
-        require_allowed(Settings(), path)
+        require_allowed(path)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     done = export_step(
         root,

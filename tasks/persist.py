@@ -6,9 +6,10 @@ from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.layout import Component
 from trinity_sync.orchestration.job_registry import require_allowed
-from trinity_sync.settings import Settings
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.callable_saves import await_callable_saves, sync_callable_files
@@ -24,7 +25,7 @@ def make_save(request: SaveRequest) -> SaveId:
     Raises:
         ConfigError: this node's settings do not allow flows to work there.
     """
-    require_allowed(Settings(), request.root)
+    require_allowed(request.root)
     return request.save
 
 
@@ -42,15 +43,14 @@ def persist_component(
         shards: The shards that this node holds.
         with_callables: Also wait for the callable saves of this node, and sync their files.
     """
-    settings, save = Settings(), make_save(request)
-    options = WriteOptions(
-        direct=settings.direct_io,
-        bytes_per_s=settings.write_mb_per_s * 1e6,
-        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
-        writers=settings.writers,
-        nice=settings.nice,
-    )
+    stack, save = StackSettings(), make_save(request)
     spool = get_job_spool(shards.spool, save.root)  # refuses another job's, before anything is read
+    rate = stack.io.max_mb_per_s * 1e6
+    options = WriteOptions(
+        limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
+        rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
+        nice=stack.worker.nice,
+    )
     written = persist(shards, save, component, options) if component else []
     statuses = await_callable_saves(spool, save) if with_callables else []
     sync_callable_files(save, statuses)

@@ -19,7 +19,7 @@ from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
 from trinity_sync.retention.prune import prune as prune_root
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def prune(
                     Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights),
                     now.timestamp() if now else time.time(),
                     spool=settings.spool,
-                    recycle=settings.recycle,
+                    recycle=StackSettings().io.reuse_files,
                     dry_run=dry_run,
                     on_removed=partial(_update_catalog, each, settings),
                 )
@@ -68,7 +68,7 @@ def prune(
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove all checkpoints but the newest ``request.keep``, after the save is committed."""
     settings = Settings()
-    require_allowed(settings, request.root)
+    require_allowed(request.root)
     done = prune_root(
         request.root,
         Rules(
@@ -78,7 +78,7 @@ def prune_after_commit(request: SaveRequest) -> None:
         ),
         time.time(),
         spool=settings.spool,
-        recycle=settings.recycle,
+        recycle=StackSettings().io.reuse_files,
         on_removed=lambda steps: try_mirror(settings, request.root, steps),
     )
     for step, why in done.removal.spared if done.removal else ():

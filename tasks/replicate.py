@@ -14,7 +14,6 @@ from trinity_sync.errors import RemoteError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
 from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.remote.upload import replicate
-from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import read_job_settings
 
 logger = logging.getLogger(__name__)
@@ -95,6 +94,5 @@ def upload_to_required_remote(root: str, step: int, url: str) -> None:
 
 
 def _require_allowed(root: str, url: str) -> None:
-    settings = Settings()
-    require_allowed(settings, root)
-    require_allowed_store(settings, url)
+    require_allowed(root)
+    require_allowed_store(url)

@@ -9,7 +9,7 @@ from prefect.artifacts import create_table_artifact
 
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import select_roots
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage import verify
 from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
 
@@ -44,7 +44,7 @@ def choose_files(
 @task(name="read-files", persist_result=False)
 def read_files(files: Sequence[ChosenFile]) -> list[CheckedFile]:
     """Read files and compare their digests with the manifests."""
-    return verify.check_files(files, nice=Settings().nice, clock=time.perf_counter)
+    return verify.check_files(files, nice=StackSettings().worker.nice, clock=time.perf_counter)
 
 
 @task(name="mark-steps", persist_result=False)

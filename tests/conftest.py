@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState, build_environment
 
@@ -30,7 +30,16 @@ QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "TRINITY_SYNC_CONFIG": os.devnull,  # not the file of who runs the tests
+    "TRINITY_SYNC_STACK__SERVER__PORT": "0",
 }
+STACK_VARIABLES = {
+    "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "160",
+    # a test that begins at three at night sees no more runs than another
+    "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
+}
+"""Settings of the session's stack."""
+os.environ.update(QUIET)
 OURS = ("PREFECT_", "RAY_", "TRINITY_SYNC_")
 STACK = os.environ.get("TESTS_STACK", "")
 
@@ -84,8 +93,6 @@ def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting
     yield Settings(
         home=tmp_path_factory.mktemp("home"),
         spool=spool,
-        write_mb_per_s=40,
-        schedules=False,  # a test that begins at three at night sees no more runs than another
     )
     shutil.rmtree(spool)
 
@@ -102,6 +109,7 @@ def running_stack(
         "TRINITY_SYNC_HOME": str(settings.home),
         "TRINITY_SYNC_SPOOL": str(settings.spool),
         "PREFECT_HOME": str(settings.home / "prefect"),
+        **STACK_VARIABLES,
     }
     with environment(own | (more or {})), stopped_if_killed(settings):
         state = started(settings, num_cpus)
@@ -118,7 +126,7 @@ def started(settings: Settings, num_cpus: int) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
         return embedded.up(settings, num_cpus=num_cpus)
-    env = build_environment(settings, StackState())
+    env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]
     subprocess.run(command, env=env, check=True, capture_output=True)

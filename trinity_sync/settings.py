@@ -1,28 +1,143 @@
-"""Settings, read from the environment (``TRINITY_SYNC_*``).
+"""Settings of a process, read from the environment, and of a stack, read from a file.
 
-Trainer ranks, Ray tasks and the flow worker each read their own environment. Values that have to
-agree between them (paths, run, step) are in tickets and in the flow's parameters.
+`Settings` are those of any process: trainer ranks, rollout workers, the flow worker and Ray tasks.
+Each reads its own environment. Values that have to agree between them (paths, run, step) are in
+tickets and in the flow's parameters.
+
+`StackSettings` are those of a stack's processes, in the file ``trinity_sync.toml``. It is the one
+that ``TRINITY_SYNC_CONFIG`` names, otherwise ``~/.config/trinity_sync/trinity_sync.toml``,
+otherwise ``/etc/trinity_sync/trinity_sync.toml``. Neither the working folder nor a project is
+searched: a stack outlives both. A variable such as ``TRINITY_SYNC_STACK__SERVER__PORT`` goes before
+the file.
 """
 
+import difflib
+import json
 import os
+import re
 import socket
+import sys
+import zoneinfo
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.retention.policies import format_duration, parse_duration
+
+CONFIG_FILE = "trinity_sync.toml"
+CONFIG = "TRINITY_SYNC_CONFIG"
+"""Environment variable with the path of the stack's file; ``/dev/null`` for none."""
+PREFIX = "TRINITY_SYNC_"
+STACK_PREFIX = "TRINITY_SYNC_STACK__"
+
+
+def _to_duration(value: Any) -> Any:
+    if isinstance(value, timedelta):
+        return value
+    seconds = parse_duration(value) if isinstance(value, str) else None
+    if seconds is None:
+        raise ValueError("must be a number with a unit: s, m, h or d")
+    return timedelta(seconds=seconds)
+
+
+def _to_share(value: Any) -> Any:
+    if isinstance(value, float):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", value) if isinstance(value, str) else None
+    if value != "off" and (not found or not 0 < float(found[1]) <= 100):
+        raise ValueError("must be a percentage above 0% and up to 100%, or off")
+    return float(found[1]) / 100 if found else 0.0
+
+
+def _to_paths(value: Any) -> Any:
+    return value.split(os.pathsep) if isinstance(value, str) else value
+
+
+def _to_names(value: Any) -> Any:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _to_time_zone(name: str) -> str:
+    try:
+        if name:
+            zoneinfo.ZoneInfo(name)
+    except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
+        raise ValueError("must be the name of a time zone") from None
+    return name
+
+
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(_to_duration),
+    PlainSerializer(lambda value: format_duration(value.total_seconds()), str, "json"),
+]
+"""A duration, as text in files and variables: ``90s``, ``2m``, ``6h``, ``30d``."""
+Share = Annotated[
+    float,
+    BeforeValidator(_to_share),
+    PlainSerializer(lambda value: f"{100 * value:g}%" if value else "off", str, "json"),
+]
+"""A share of 1, as text in files and variables: ``2%``; ``off`` for 0."""
+Paths = Annotated[
+    tuple[Path, ...],
+    BeforeValidator(_to_paths),
+    PlainSerializer(lambda value: os.pathsep.join(map(str, value)), str, "json"),
+]
+"""Folders: a list in files, separated by ``:`` in variables."""
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(_to_names), PlainSerializer(",".join, str, "json")
+]
+"""Names, with commas between them in variables."""
+
+
+class _Environment(EnvSettingsSource):
+    """Variables of the environment, whose lists are text if they are not JSON."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Return a list in JSON as such, and other text as it is, for the validators."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
+
+
+class _ReadSettings(BaseSettings):
+    """Base of the settings: what is wrong in them is a `ConfigError`."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
 
 
 def _default_spool() -> Path:
     return Path(f"/dev/shm/trinity_sync-{os.getuid()}")
 
 
-class Settings(BaseSettings):
-    """The settings of trinity_sync; the variable of a field is ``TRINITY_SYNC_<FIELD>``."""
+class Settings(_ReadSettings):
+    """The settings of a process; the variable of a field is ``TRINITY_SYNC_<FIELD>``."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TRINITY_SYNC_", env_ignore_empty=True, frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True)
 
     spool: Path = Field(default_factory=_default_spool)
     """Folder in shared memory for the slots and tickets of this node."""
@@ -30,7 +145,7 @@ class Settings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname, pattern=r"^[^/\s]+$")
     """Name of this node in Ray: the host name, or the value of ``ray start --node-name``."""
 
-    roles: Annotated[tuple[str, ...], NoDecode] = ("actor",)
+    roles: Names = ("actor",)
     """Roles that make one checkpoint together, with commas between them: ``actor,critic``."""
 
     slots: int = Field(default=2, ge=1, le=4)
@@ -48,79 +163,286 @@ class Settings(BaseSettings):
     """Compare each overlapped image with a digest taken at the call, which detects every change.
     The call then reads the state once, in about half the time of a copy."""
 
-    direct_io: bool = True
-    """Write shards with direct I/O if the file system supports it."""
-
-    writers: int = Field(default=4, ge=1)
-    """Shards that one task writes at a time."""
-
-    nice: int = Field(default=10, ge=0, le=19)
-    """Nice value of threads that write files or compute deltas, and of the embedded server and
-    worker."""
-
-    recycle: bool | Literal["always"] = True
-    """Keep large files of removed steps, whose disk blocks the next saves overwrite: about twice as
-    fast. On a file system that other nodes may see, only ``always`` does so."""
-
-    write_mb_per_s: float = Field(default=0.0, ge=0)
-    """Speed limit of each writer in MB/s; 0 for none."""
-
-    host: str = "127.0.0.1"
-    """Address of the embedded server and Ray node. With another address than the default, further
-    machines can join, and the server requires a password."""
-
-    ray_address: str = ""
-    """Ray cluster of the stack's tasks, as ``host:port``; empty for a Ray node of the stack's own.
-    ``RAY_ADDRESS``, which names the training's cluster, is not read."""
-
-    ray_python: str = ""
-    """Path of the stack's Python on the nodes of that cluster, if they run another environment,
-    which needs the same versions of Ray and Python."""
-
-    work_pool: str = "trinity-sync"
-    """Prefect work pool (of type ``trinity-sync``) that the deployments belong to."""
-
-    poll_s: float = Field(default=5.0, gt=0)
-    """Seconds between two polls of the flow worker, unless an event wakes it before."""
-
-    runs_at_once: int = Field(default=4, ge=0)
-    """Most flow runs of a work queue that a worker executes at a time; 0 for no limit."""
-
-    silent_s: float = Field(default=120.0, ge=10)
-    """Seconds without a heartbeat (one every 30) after which the server marks a flow run as
-    crashed; applied by ``deploy``. Prefect requires at least 10."""
-
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the flow worker's Prometheus metrics; 0 for none."""
-
-    metrics_host: str = "127.0.0.1"
-    """Address of the Prometheus metrics; ``0.0.0.0`` for all addresses of the node."""
-
     home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
     """Folder of the embedded stack: its database, logs and state file."""
 
-    maintain: tuple[Path, ...] = ()
-    """Roots of the jobs that scheduled flows maintain; JSON in the environment:
-    ``["/data/ckpts"]``. By default all jobs that have committed a step on the node."""
+    def to_variables(self) -> dict[str, str]:
+        """Return environment variables with all values."""
+        values = self.model_dump(mode="json").items()
+        return {f"{PREFIX}{name.upper()}": to_text(value) for name, value in values}
 
-    allowed: tuple[Path, ...] = ()
-    """Folders below which flows may read and write roots, exports and local remotes; JSON in the
-    environment. Empty for no restriction."""
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, *_others: Any, **_more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments go before variables."""
+        return init_settings, _Environment(settings_cls)
+
+
+class _Section(BaseModel):
+    """A section of the stack's file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServerSettings(_Section):
+    """The Prefect server that ``up`` starts."""
+
+    host: str = "127.0.0.1"
+    """Address of the server and of the Ray node. With another address of this machine than the
+    default, other machines can join the stack."""
+
+    port: int = Field(default=4200, ge=0, le=65535)
+    """Port of the server and its UI. If another process uses it, the next free one is taken; 0
+    takes any free one."""
+
+    keep_events: Duration = timedelta(hours=6)
+    """Time for which the server keeps events; ``0s`` for none. Runs, tasks, logs and artifacts do
+    not need them."""
+
+    keep_runs: Duration = Field(default=timedelta(days=30), gt=timedelta(hours=1))
+    """Time for which the server keeps finished flow runs, with their tasks and artifacts."""
+
+
+class RaySettings(_Section):
+    """The Ray cluster in which the stack's tasks run."""
+
+    address: str = ""
+    """Address of an existing cluster, as ``host:port``; empty for a Ray node of the stack's own.
+    ``RAY_ADDRESS``, which names the training's cluster, is not read."""
+
+    python: str = ""
+    """Path of the stack's Python on the nodes of an existing cluster that runs another environment,
+    with the same versions of Ray and Python."""
+
+    cpus: int = Field(default=0, ge=0)
+    """CPUs of the stack's own Ray node; 0 for all of the machine. Saves request none."""
+
+    object_store_mb: int = Field(default=80, ge=80)
+    """Shared memory in MB for the object store of the stack's own Ray node. Saves need almost
+    none; no training should join this node."""
+
+
+class WorkerSettings(_Section):
+    """The flow worker, and the tasks of its flows."""
+
+    pool: str = Field(default="trinity-sync", min_length=1)
+    """Prefect work pool, of type ``trinity-sync``, of the deployments and of the worker."""
+
+    max_runs: int = Field(default=4, ge=0)
+    """Flow runs of a work queue that a worker executes at a time, at most; 0 for no limit."""
+
+    heartbeat_timeout: Duration = Field(default=timedelta(minutes=2), ge=timedelta(seconds=10))
+    """Time without a heartbeat (one every 30 s) after which the server marks a flow run as crashed;
+    at least ``10s``."""
+
+    metrics: str = Field(default="", pattern=r"^$|^\S+:\d{1,5}$", examples=["127.0.0.1:9464"])
+    """Address and port of the worker's Prometheus metrics, such as ``127.0.0.1:9464``; ``0.0.0.0``
+    is every address of the node. Empty for none."""
+
+    nice: int = Field(default=10, ge=0, le=19)
+    """Niceness of the server, the worker and the threads that write and read files."""
+
+    allowed_paths: Paths = Field(default=(), examples=["/data"])
+    """Folders below which flows may use roots, exports and remotes in folders; none for no limit.
+    """
+
+
+class IoSettings(_Section):
+    """Reads and writes of checkpoints."""
+
+    max_mb_per_s: float = Field(default=0.0, ge=0)
+    """Speed in MB/s at which a node writes checkpoints, all flow runs and writers of the node
+    together; 0 for no limit. Exports and copies from a remote are not counted."""
+
+    reuse_files: bool | Literal["always"] = True
+    """Whether large files of removed steps are kept for the next saves to write over, which is
+    about twice as fast. On a file system that other nodes may see, only ``"always"`` does so."""
+
+
+class MaintenanceSettings(_Section):
+    """The scheduled flows."""
 
     schedules: bool = True
-    """Whether the schedules of new deployments are active; False for paused."""
+    """Whether the schedules are active; false deploys them paused."""
 
-    catalog_url: str = ""
-    """SQLAlchemy URL of the catalog; SQLite in ``home`` if it is empty."""
 
-    keep_events_h: float = Field(default=6.0, ge=0)
-    """Hours for which the embedded server keeps events; 0 for none. Runs, tasks, logs and artifacts
-    do not need them."""
+class CatalogSettings(_Section):
+    """The SQL mirror of committed steps."""
 
-    keep_runs_h: float = Field(default=30 * 24.0, gt=1)
-    """Hours for which the embedded server keeps finished flow runs, with tasks and artifacts."""
+    url: str = Field(default="", examples=["postgresql+psycopg://user@host/database"])
+    """SQLAlchemy URL of the database; empty for SQLite in the stack's home."""
 
-    @field_validator("roles", mode="before")
+
+class StackSettings(_ReadSettings):
+    """The settings of a stack, by sections of ``trinity_sync.toml``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=STACK_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    ray: RaySettings = RaySettings()
+    worker: WorkerSettings = WorkerSettings()
+    io: IoSettings = IoSettings()
+    maintenance: MaintenanceSettings = MaintenanceSettings()
+    catalog: CatalogSettings = CatalogSettings()
+
     @classmethod
-    def _split(cls, value: Any) -> Any:
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, *_others: Any, **_more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments go before variables, and these before the file."""
+        if init_settings.init_kwargs.keys() >= cls.model_fields.keys():
+            return (init_settings,)
+        file = InitSettingsSource(settings_cls, read_config_file())
+        return init_settings, _Environment(settings_cls), file
+
+    def to_variables(self) -> dict[str, str]:
+        """Return environment variables with all values, for a process that reads no file."""
+        variables = {
+            stack_variable(section, key): to_text(value)
+            for section, values in self.model_dump(mode="json").items()
+            for key, value in values.items()
+        }
+        return variables | {CONFIG: os.devnull}
+
+
+def to_text(value: Any) -> str:
+    """Return a value, as ``model_dump(mode="json")`` gives it, in the form of a variable."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def stack_variable(section: str, key: str) -> str:
+    """Return the environment variable of a stack setting."""
+    return f"{STACK_PREFIX}{section}__{key}".upper()
+
+
+def iter_stack_fields() -> Iterator[tuple[str, str, FieldInfo]]:
+    """Yield section, key and field of each stack setting."""
+    for section, field in StackSettings.model_fields.items():
+        for key, each in _section_fields(field).items():
+            yield section, key, each
+
+
+def _section_fields(field: FieldInfo) -> dict[str, FieldInfo]:
+    assert isinstance(field.annotation, type)
+    assert issubclass(field.annotation, BaseModel)
+    return field.annotation.model_fields
+
+
+def find_config_file() -> Path | None:
+    """Return the path of the stack's file; None if there is none.
+
+    Raises:
+        ConfigError: ``TRINITY_SYNC_CONFIG`` names a file that does not exist.
+    """
+    if named := os.environ.get(CONFIG):
+        if not Path(named).exists():
+            raise ConfigError(
+                f"there is no file {named}, which {CONFIG} names; write one with: "
+                f"trinity-sync config init {named}"
+            )
+        return Path(named)
+    user = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    folders = (Path(os.path.expanduser(user)), Path("/etc"))  # noqa: PTH111, it never fails
+    paths = (folder / "trinity_sync" / CONFIG_FILE for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def read_config_file() -> dict[str, Any]:
+    """Return the content of the stack's file, which is not validated; empty without one.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not TOML.
+    """
+    path = find_config_file()
+    if path is None:
+        return {}
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # of the stack extra: a client reads no file
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: the nearest one, or all that are known.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+
+
+def _explain(error: ValidationError, model: type[BaseSettings]) -> str:
+    """Return a sentence for each wrong value, which says where it is and shows a valid one."""
+    stack = issubclass(model, StackSettings)
+    whys: dict[tuple[str, ...], list[str]] = {}
+    inputs: dict[tuple[str, ...], Any] = {}
+    for each in error.errors():
+        name = tuple(map(str, each["loc"][: 1 + stack]))
+        why = "unknown" if each["type"] == "extra_forbidden" else each["msg"]
+        whys.setdefault(name, []).append(why.removeprefix("Value error, "))
+        inputs[name] = each["input"]
+    explain = _explain_stack_value if stack else _explain_value
+    return "\n".join(explain(name, inputs[name], " or ".join(whys[name])) for name in whys)
+
+
+def _explain_value(name: tuple[str, ...], value: Any, why: str) -> str:
+    variable = f"{PREFIX}{name[0]}".upper()
+    field = Settings.model_fields.get(name[0])
+    if field is None:
+        return f"{name[0]} is no setting; {suggest(name[0], Settings.model_fields)}"
+    where = variable if os.environ.get(variable) else name[0]
+    return f"{where}={value}: {_lower(why)}{_example(where, field)}"
+
+
+def _explain_stack_value(name: tuple[str, ...], value: Any, why: str) -> str:
+    sections = StackSettings.model_fields
+    file = find_config_file()
+    in_file = read_config_file()
+    variable = stack_variable(name[0], name[-1])
+    section = sections.get(name[0])
+    if section is None:
+        what = f"unknown section [{name[0]}]; {suggest(name[0], sections)}"
+    elif len(name) == 1:
+        what = f"[{name[0]}]: {_lower(why)}"
+    else:
+        fields = _section_fields(section)
+        field = fields.get(name[1])
+        if field is None:
+            what = f"unknown key {name[1]} in [{name[0]}]; {suggest(name[1], fields)}"
+        elif os.environ.get(variable):
+            return f"{variable}={value}: {_lower(why)}{_example(variable, field)}"
+        else:
+            what = f"{name[1]} = {value!r} in [{name[0]}]: {_lower(why)}"
+            what += _example(f"{name[1]} ", field, quote=True)
+    return f"{file}: {what}" if name[0] in in_file else what
+
+
+def _example(name: str, field: FieldInfo, *, quote: bool = False) -> str:
+    """Return the end of a sentence with a valid value; empty if none can be shown."""
+    if field.default_factory is not None:
+        return ""
+    value = (field.examples or [field.default])[0]
+    if isinstance(value, timedelta):
+        value = format_duration(value.total_seconds())
+    text = json.dumps(value) if quote else to_text(value)
+    return f"; e.g. {name}={' ' * quote}{text}"
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -23,7 +23,7 @@ def main() -> None:
     root, notes = sys.argv[1], Notes(Path(sys.argv[2]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # there is memory for one Ray cluster: that of the stack serves this training, too
-    address = os.environ["TRINITY_SYNC_RAY_ADDRESS"]
+    address = os.environ["TRINITY_SYNC_STACK__RAY__ADDRESS"]
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     synchronizer = Synchronizer.get_actor(root=root)
     expected, had = Expected(), (0, 0)

@@ -25,7 +25,7 @@ from tests.chaos.trouble import Trouble
 from tests.conftest import environment, stopped_if_killed
 from tests.integration.prefect_api import Api
 from tests.postgres import Postgres
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import iter_committed_steps
@@ -54,9 +54,7 @@ class World:
         self.settings = Settings(
             home=folder / "home",
             spool=folder / "spool",
-            write_mb_per_s=0.5,
             slot_wait_s=20,
-            schedules=False,
         )
         self._server_settings = self.settings.model_copy(update={"home": folder / "server"})
         self.server = StackState()
@@ -76,7 +74,12 @@ class World:
     def running(cls, *, on_postgres: bool) -> Iterator["World"]:
         folder = Path(tempfile.mkdtemp(prefix="trinity_sync-chaos-", dir="/tmp"))
         world = cls(folder)
-        own = {"PREFECT_HOME": str(world.settings.home / "prefect"), "OMP_NUM_THREADS": "1"}
+        own = {
+            "PREFECT_HOME": str(world.settings.home / "prefect"),
+            "OMP_NUM_THREADS": "1",
+            "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "2",
+            "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
+        }
         with ExitStack() as open_ones:
             open_ones.enter_context(environment(own))
             open_ones.enter_context(stopped_if_killed(world.settings))
@@ -119,7 +122,7 @@ class World:
 
     def _started_server(self) -> bool:
         if not self.server.lives:  # or no more: another process may have taken the port just now
-            self.server = services.start_server(self._server_settings, self.server)
+            self.server = services.start_server(self._server_settings, StackSettings(), self.server)
         return services.is_server_ready(self.server)
 
     def mend(self) -> None:
@@ -186,7 +189,8 @@ class World:
     def _start(
         self, name: str, module: str, *arguments: str, last: str = ""
     ) -> "subprocess.Popen[bytes]":
-        env = services.build_environment(self.settings, self.stack) | self.trouble.environment
+        env = services.build_environment(self.settings, StackSettings(), self.stack)
+        env |= self.trouble.environment
         here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
         env["GLOO_SOCKET_IFNAME"] = "lo"

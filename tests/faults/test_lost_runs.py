@@ -55,6 +55,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     ATTEMPTS,
     end_unreported_tasks,
 )
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
@@ -179,7 +180,7 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
             return client.read_flow_runs(deployment_filter=of_it)
 
     before = len(reconciles())
-    deploy(stack_settings.model_copy(update={"silent_s": 10}))
+    deploy(StackSettings(worker={"heartbeat_timeout": "10s"}))
     try:
         begin_slow_save(saves, root, 2)
         run = api.run_of(key(saves, 2))
@@ -189,7 +190,7 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
         assert "No heartbeat" in crashed.state.message
         until(lambda: len(reconciles()) > before, "a run of reconcile")
     finally:
-        deploy(stack_settings)
+        deploy(StackSettings())
         embedded.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(run.id).run_count == 2
@@ -267,7 +268,7 @@ def test_tasks_whose_reports_a_server_lost_end_like_their_run(
 
     async def mend(late_s: float) -> None:
         async with get_client() as client:
-            await end_unreported_tasks(client, stack_settings.work_pool, late_s=late_s)
+            await end_unreported_tasks(client, StackSettings().worker.pool, late_s=late_s)
 
     asyncio.run(mend(60.0))
     assert "Running" in [task.state.name for task in api.tasks_of(run)]  # it may be on its way

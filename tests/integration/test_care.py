@@ -18,6 +18,7 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import count_waiting_runs, open_client
+from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -169,10 +170,10 @@ def test_schedules_are_made_once_and_then_left_to_people(
         deployment = client.read_deployment_by_name("verify/verify").id
         client.update_deployment_schedule(deployment, made.id, active=True)
         try:
-            deploy(stack_settings, stack.api_url)
+            deploy(StackSettings(), stack.api_url)
             assert (nightly().id, nightly().active) == (made.id, True)
             assert (
-                count_waiting_runs(client, stack_settings.work_pool) == 0
+                count_waiting_runs(client, StackSettings().worker.pool) == 0
             )  # those of tonight are not
         finally:
             client.update_deployment_schedule(deployment, made.id, active=False)

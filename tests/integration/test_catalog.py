@@ -226,14 +226,14 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
             connection.execute(sa.delete(Job))
         rebuild(engine, root)
         assert [each.step for each in list_jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
-    (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_CATALOG_URL=url).stdout)
+    (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_STACK__CATALOG__URL=url).stdout)
     assert row["versions"][-1]["step"] == 29
 
 
 def test_a_newer_schema_is_one_sentence(url: str) -> None:
     with open_catalog(url) as engine, engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
-    done = run("catalog", "ls", TRINITY_SYNC_CATALOG_URL=url)
+    done = run("catalog", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
     assert f"has schema 99, this trinity_sync knows {SCHEMA}" in done.stderr
@@ -256,7 +256,7 @@ def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
     ],
 )
 def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
-    done = run("catalog", "ls", TRINITY_SYNC_CATALOG_URL=url)
+    done = run("catalog", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
 
@@ -281,11 +281,11 @@ def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) ->
 
 
 def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_path: Path) -> None:
-    named = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_CATALOG_URL": url}
+    named = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_STACK__CATALOG__URL": url}
     history(root)
     other = tmp_path / "other"
     commit_files(other, 10)
-    settings = Settings(home=tmp_path / "home", catalog_url=url)
+    settings = Settings(home=tmp_path / "home")
     with open_catalog(url) as engine:
         for each in (root, other):
             rebuild(engine, each)

@@ -16,6 +16,7 @@ from tests.integration.conftest import CommitStep
 from tests.unit.job import Job
 from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
@@ -198,7 +199,10 @@ def test_diff_shows_what_changed(root: Path, job: Job) -> None:
 
 def test_a_worker_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
     done = run(
-        "worker", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="", TRINITY_SYNC_RAY_ADDRESS=""
+        "worker",
+        TRINITY_SYNC_HOME=str(tmp_path),
+        PREFECT_API_URL="",
+        TRINITY_SYNC_STACK__RAY__ADDRESS="",
     )
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
@@ -236,7 +240,7 @@ def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
         "--json",
         TRINITY_SYNC_HOME=str(tmp_path),
         PREFECT_API_URL="",
-        TRINITY_SYNC_RAY_ADDRESS="",
+        TRINITY_SYNC_STACK__RAY__ADDRESS="",
     )
     assert done.returncode == 1
     assert {part["state"] for part in json.loads(done.stdout)["parts"]} == {"absent"}
@@ -346,17 +350,17 @@ def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(
 
 
 def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path, work_pool="foreground")
+    settings, pool = Settings(home=tmp_path), StackSettings(worker={"pool": "foreground"})
     own = {
         "TRINITY_SYNC_HOME": str(tmp_path),
-        "TRINITY_SYNC_WORK_POOL": "foreground",
-        "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address,
+        "TRINITY_SYNC_STACK__WORKER__POOL": "foreground",
+        "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address,
         **(stack.ray_auth or {}),
     }
     with (tmp_path / "worker.log").open("w") as log:
         worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
     deadline = time.monotonic() + 60
-    while not embedded.status(settings).workers_online:
+    while not embedded.status(settings, pool).workers_online:
         assert worker.poll() is None, (tmp_path / "worker.log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.2)

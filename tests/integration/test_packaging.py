@@ -23,6 +23,7 @@ import pytest
 
 from tests.waiting import until
 from trinity_sync import Settings
+from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.ports import free_port
 from trinity_sync.stack.services import StackState
@@ -195,7 +196,7 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
     )
     home = str(project / "home")
-    own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address}
+    own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
     said = run(project, installed / "python", script, **own)
     assert said == f"{stack.api_url} False False"
 
@@ -240,7 +241,7 @@ def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
     """Why a worker of the installed stack does not start on a Ray cluster."""
     done = subprocess.run(
         [installed / "python", "-m", "trinity_sync.orchestration.worker_main"],
-        env=environment(project, TRINITY_SYNC_RAY_ADDRESS=address, **NO_TOKEN, **own),
+        env=environment(project, TRINITY_SYNC_STACK__RAY__ADDRESS=address, **NO_TOKEN, **own),
         cwd=project,
         capture_output=True,
         text=True,
@@ -256,13 +257,13 @@ def test_a_ray_cluster_of_another_environment_runs_tasks_with_the_stacks_python(
     with ray_of_another_environment(tmp_path / "theirs") as address:
         why = worker_on(address, installed, project, TRINITY_SYNC_HOME=str(tmp_path))
         assert "No module named 'trinity_sync'" in why
-        assert "Set TRINITY_SYNC_RAY_PYTHON" in why
-        settings = Settings(home=tmp_path / "home", work_pool="another-ray")
+        assert "Set ray.python" in why
+        settings = Settings(home=tmp_path / "home")
         own = {
             "TRINITY_SYNC_HOME": str(settings.home),
-            "TRINITY_SYNC_WORK_POOL": settings.work_pool,
-            "TRINITY_SYNC_RAY_ADDRESS": address,
-            "TRINITY_SYNC_RAY_PYTHON": str(installed / "python"),
+            "TRINITY_SYNC_STACK__WORKER__POOL": "another-ray",
+            "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
+            "TRINITY_SYNC_STACK__RAY__PYTHON": str(installed / "python"),
             **NO_TOKEN,
         }
         await_online(settings, installed, project, own, tmp_path / "worker.log")
@@ -282,11 +283,11 @@ def test_a_ray_cluster_of_another_version_is_refused_and_both_versions_are_named
 def test_a_worker_takes_the_installed_flows_here_and_on_ray(
     project: Path, installed: Path, stack: StackState, tmp_path: Path
 ) -> None:
-    settings = Settings(home=tmp_path / "home", work_pool="packaging")
+    settings = Settings(home=tmp_path / "home")
     own = {
         "TRINITY_SYNC_HOME": str(settings.home),
-        "TRINITY_SYNC_WORK_POOL": "packaging",
-        "TRINITY_SYNC_RAY_ADDRESS": stack.ray_address,
+        "TRINITY_SYNC_STACK__WORKER__POOL": "packaging",
+        "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address,
         **(stack.ray_auth or {}),
     }
     await_online(settings, installed, project, own, tmp_path / "worker.log")
@@ -303,7 +304,8 @@ def await_online(
         )
     try:
         deadline = time.monotonic() + 90
-        while not embedded.status(settings).workers_online:
+        pool = StackSettings(worker={"pool": own["TRINITY_SYNC_STACK__WORKER__POOL"]})
+        while not embedded.status(settings, pool).workers_online:
             assert worker.poll() is None, log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)

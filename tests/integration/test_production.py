@@ -24,6 +24,7 @@ from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.deploy import PRIORITIES
+from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
@@ -52,15 +53,16 @@ def driven(url: str) -> str:
     return url.replace("postgresql://", "postgresql+psycopg://")
 
 
+def catalog_url(url: str) -> str:
+    return driven(url).removesuffix("postgres") + "catalog"
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterator[Settings]:
     spool = Path(tempfile.mkdtemp(prefix="trinity_sync-test-", dir="/dev/shm"))
     yield Settings(
         home=tmp_path_factory.mktemp("home"),
         spool=spool,
-        schedules=False,
-        runs_at_once=1,
-        catalog_url=driven(postgres).removesuffix("postgres") + "catalog",
     )
     shutil.rmtree(spool)
 
@@ -77,6 +79,8 @@ def stack(settings: Settings, postgres: str) -> Iterator[StackState]:
         ),
         "PREFECT_SERVER_API_AUTH_STRING": SECRET,
         "PREFECT_API_AUTH_STRING": SECRET,
+        "TRINITY_SYNC_STACK__WORKER__MAX_RUNS": "1",
+        "TRINITY_SYNC_STACK__CATALOG__URL": catalog_url(postgres),
     }
     with running_stack(settings, named) as state:
         yield state
@@ -108,7 +112,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 ) -> None:
     second = subprocess.Popen(
         [sys.executable, "-m", "trinity_sync.cli", "worker"],
-        env=services.build_environment(settings, stack),
+        env=services.build_environment(settings, StackSettings(), stack),
         cwd=tmp_path,
         stdout=(tmp_path / "worker.log").open("w"),
         stderr=subprocess.STDOUT,
@@ -138,7 +142,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     finally:
         second.terminate()
         second.wait(30)
-    runs, steps = rows(driven(postgres), "flow_run"), rows(settings.catalog_url, "steps")
+    runs, steps = rows(driven(postgres), "flow_run"), rows(catalog_url(postgres), "steps")
     assert runs == 6
     assert steps == 3
 
@@ -182,7 +186,10 @@ def test_nobody_without_the_password_is_let_in_and_it_is_written_nowhere(
     run = ended(tmp_path / "job", 1, "checkpoint")
     answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
     assert answer.status_code == 401
-    env = {**services.build_environment(settings, stack), "PREFECT_API_AUTH_STRING": ""}
+    env = {
+        **services.build_environment(settings, StackSettings(), stack),
+        "PREFECT_API_AUTH_STRING": "",
+    }
     worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
     refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1

@@ -18,14 +18,16 @@ from trinity_sync.orchestration.automations import HEARTBEAT_AUTOMATION, RECONCI
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_compat import PickledSettings
 from trinity_sync.orchestration.prefect_queries import open_client
+from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 
 
 @pytest.fixture
-def another(tmp_path: Path, stack: StackState) -> Settings:
+def another(tmp_path: Path, stack: StackState, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Settings of a second stack, with a pool of its own."""
-    return Settings(home=tmp_path / "home", spool=tmp_path / "spool", work_pool="another")
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__POOL", "another")
+    return Settings(home=tmp_path / "home", spool=tmp_path / "spool")
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def on_the_same_ray(
     """The same, where the Ray cluster is that of the first."""
     for name, value in (stack.ray_auth or {}).items():
         monkeypatch.setenv(name, value)
-    return another.model_copy(update={"ray_address": stack.ray_address})
+    monkeypatch.setenv("TRINITY_SYNC_STACK__RAY__ADDRESS", stack.ray_address)
+    return another
 
 
 def part(settings: Settings, name: str) -> embedded.ServiceStatus:
@@ -81,13 +84,13 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
 ) -> None:
     from prefect.client.schemas.actions import DeploymentUpdate
 
-    names = deploy.deploy(stack_settings, stack.api_url)
+    names = deploy.deploy(StackSettings(), stack.api_url)
     assert "save-step/save-step" in names
     with open_client(stack.api_url) as client:
         first = client.read_deployment_by_name("save-step/save-step")
         client.update_deployment(first.id, DeploymentUpdate(concurrency_limit=3))
         try:
-            deploy.deploy(stack_settings, stack.api_url)
+            deploy.deploy(StackSettings(), stack.api_url)
             again = client.read_deployment_by_name("save-step/save-step")
             assert again.id == first.id
             assert again.global_concurrency_limit
@@ -113,7 +116,8 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
         old = AutomationCore.model_validate({**made.model_dump(exclude={"id"}), "enabled": True})
         client.create_automation(old)
         try:
-            deploy.deploy(stack_settings.model_copy(update={"silent_s": 500}), stack.api_url)
+            longer = StackSettings(worker={"heartbeat_timeout": "500s"})
+            deploy.deploy(longer, stack.api_url)
             changed = watch()
             assert not changed.enabled
             assert isinstance(changed.trigger, EventTrigger)
@@ -129,7 +133,7 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
                 assert str(save) in watched
                 assert str(reconcile) not in watched
         finally:
-            deploy.deploy(stack_settings, stack.api_url)
+            deploy.deploy(StackSettings(), stack.api_url)
             client.resume_automation(watch().id)
 
 
@@ -137,7 +141,7 @@ def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
     with PickledSettings.of_now(HEARTBEAT_S):  # as the worker runs a flow
         seconds = get_current_settings().flows.heartbeat_frequency
     assert seconds
-    assert 3 * seconds <= Settings().silent_s
+    assert 3 * seconds <= StackSettings().worker.heartbeat_timeout.total_seconds()
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
@@ -153,14 +157,14 @@ def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     assert processes
     assert not left_of(processes)
     # the deployment belongs to one pool, and that is the session's again
-    deploy.deploy(stack_settings)
+    deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     assert part(stack_settings, "server").state == "running"
     assert part(stack_settings, "ray").state == "running"
 
 
 def test_down_leaves_no_process_and_no_file(another: Settings, stack_settings: Settings) -> None:
     state = embedded.up(another, num_cpus=1, worker=False)
-    deploy.deploy(stack_settings)
+    deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
     names = {process.name() for process in processes}
     assert {"gcs_server", "raylet"} <= names
@@ -183,24 +187,24 @@ def test_what_was_started_is_stopped_when_the_rest_fails(
         client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(StackError, match="of type 'process'"):
-        embedded.up(another.model_copy(update={"work_pool": "of-another-type"}))
+        embedded.up(another, StackSettings(worker={"pool": "of-another-type"}))
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - children))
     assert embedded.find(another) is None
 
 
 @pytest.mark.parametrize(
-    ("variable", "address"),
+    ("variable", "name", "address"),
     [
-        ("PREFECT_API_URL", "http://127.0.0.1:9/api"),
-        ("TRINITY_SYNC_RAY_ADDRESS", "127.0.0.1:9"),
+        ("PREFECT_API_URL", "PREFECT_API_URL", "http://127.0.0.1:9/api"),
+        ("TRINITY_SYNC_STACK__RAY__ADDRESS", "ray.address", "127.0.0.1:9"),
     ],
 )
 def test_a_given_part_that_does_not_answer_is_an_error_before_anything_starts(
-    another: Settings, monkeypatch: pytest.MonkeyPatch, variable: str, address: str
+    another: Settings, monkeypatch: pytest.MonkeyPatch, variable: str, name: str, address: str
 ) -> None:
     monkeypatch.setenv(variable, address)
     another = Settings(home=another.home)
-    with pytest.raises(StackError, match=f"{variable}={address}"):
+    with pytest.raises(StackError, match=f"{name}={address}"):
         embedded.up(another)
     assert not (another.home / "logs").exists()
 
@@ -219,7 +223,7 @@ def test_an_address_that_is_no_prefect_api_is_named(
 ) -> None:
     url = wrong.format(server=stack.api_url.removesuffix("/api"))
     with pytest.raises(StackError) as caught:
-        deploy.deploy(stack_settings, url)
+        deploy.deploy(StackSettings(), url)
     assert url in str(caught.value)
 
 
@@ -237,7 +241,7 @@ def test_the_queue_of_a_run_says_how_urgent_it_is(
     stack: StackState, stack_settings: Settings
 ) -> None:
     with open_client(stack.api_url) as client:
-        queues = client.read_work_queues(work_pool_name=stack_settings.work_pool)
+        queues = client.read_work_queues(work_pool_name=StackSettings().worker.pool)
         priorities = {queue.name: queue.priority for queue in queues}
         deployments = {
             name: client.read_deployment_by_name(name).work_queue_name

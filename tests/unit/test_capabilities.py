@@ -14,7 +14,7 @@ from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import split_role_path
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.restore import load_states
@@ -157,10 +157,10 @@ def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(
     assert not can_reuse_blocks(tmp_path, False)
     assert can_reuse_blocks("/proc", "always")
     assert not can_reuse_blocks("/proc", True)
-    monkeypatch.setenv("TRINITY_SYNC_RECYCLE", "always")
-    assert Settings().recycle == "always"
-    monkeypatch.setenv("TRINITY_SYNC_RECYCLE", "false")
-    assert Settings().recycle is False
+    monkeypatch.setenv("TRINITY_SYNC_STACK__IO__REUSE_FILES", "always")
+    assert StackSettings().io.reuse_files == "always"
+    monkeypatch.setenv("TRINITY_SYNC_STACK__IO__REUSE_FILES", "false")
+    assert StackSettings().io.reuse_files is False
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/job", Path("s3://bucket/job"), "gs://bucket"])

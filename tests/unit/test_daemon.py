@@ -15,7 +15,7 @@ import pytest
 
 from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline
 from trinity_sync.stack.services import StackState
@@ -167,6 +167,8 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
 def test_a_full_disk_leaves_no_half_of_the_file_of_authorities(tmp_path: Path) -> None:
     settings, state = Settings(home=tmp_path), StackState(api_url="http://127.0.0.1:9/api")
     with pytest.raises(OSError, match="too large"), full_disk():
-        services.build_environment(settings, state)
-    named = services.build_environment(settings, state)["PREFECT_API_SSL_CERT_FILE"]
+        services.build_environment(settings, StackSettings(), state)
+    named = services.build_environment(settings, StackSettings(), state)[
+        "PREFECT_API_SSL_CERT_FILE"
+    ]
     assert ssl.create_default_context(cafile=named).get_ca_certs()

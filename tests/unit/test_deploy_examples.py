@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy"
 OTHERS = {"TRINITY_SYNC_TRUSTED", "TRINITY_SYNC_RUN"}
@@ -62,7 +62,7 @@ def test_worker_trainer_and_ray_share_memory_host_name_and_processes() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
 def test_every_setting_of_ours_exists(name: str) -> None:
-    known = {f"TRINITY_SYNC_{field.upper()}" for field in Settings.model_fields} | OTHERS
+    known = {*Settings().to_variables(), *StackSettings().to_variables()} | OTHERS
     named = set(re.findall(r"TRINITY_SYNC_[A-Z_]+", "\n".join(texts(loaded(name)))))
     assert named <= known
 

@@ -6,13 +6,13 @@ import random
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, digest_cached_file, write_file
+from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.storage.persist import lower_thread_priority
 
 
@@ -65,10 +65,11 @@ def test_a_file_that_grows_too_large_is_an_error_and_nothing_is_written_after_it
     assert not [thread for thread in threading.enumerate() if "writer" in thread.name]
 
 
-def test_a_limited_writer_takes_its_time(tmp_path: Path) -> None:
-    began = time.monotonic()
-    write_file(tmp_path / "file", mapped(bytes(2 * CHUNK)), bytes_per_s=4 * CHUNK)
-    assert time.monotonic() - began >= 0.5
+def test_every_chunk_waits_for_the_limit(tmp_path: Path) -> None:
+    waits: list[float] = []
+    limit = RateLimit(tmp_path / "rate", CHUNK, clock=lambda: 0.0, sleep=waits.append)
+    write_file(tmp_path / "file", mapped(bytes(3 * CHUNK)), limit=limit)
+    assert waits == [1.0, 1.0]
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:

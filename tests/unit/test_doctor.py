@@ -17,7 +17,7 @@ from tests.unit.answers import server
 from tests.unit.job import Job
 from tests.unit.restricted import restricted
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
 
@@ -59,7 +59,10 @@ def test_what_is_away_fails_with_what_to_do(committed: Job) -> None:
         assert found[name].state == "fail"
         assert "trinity-sync up" in found[name].todo
     with environment(
-        {"PREFECT_API_URL": "http://127.0.0.1:9/api", "TRINITY_SYNC_RAY_ADDRESS": "127.0.0.1:9"}
+        {
+            "PREFECT_API_URL": "http://127.0.0.1:9/api",
+            "TRINITY_SYNC_STACK__RAY__ADDRESS": "127.0.0.1:9",
+        }
     ):
         found = checks(committed)
     assert "127.0.0.1:9" in found["prefect server"].found
@@ -139,7 +142,7 @@ def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
 
 def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
     with restricted(tmp_path, "flock", "link") as root:
-        found = {check.name: check for check in check_root(root, Settings())}
+        found = {check.name: check for check in check_root(root, Settings(), StackSettings())}
     assert found["locks between processes"].state == "fail"
     assert "docs/concepts/file-systems.md" in found["locks between processes"].todo
     assert found["hard links"].state == "ok"

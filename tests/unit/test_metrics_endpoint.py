@@ -17,7 +17,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.metrics import WorkerMetrics
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.ports import free_port
 from trinity_sync.storage.save import Persisted
 
@@ -37,12 +37,16 @@ def scraped(port: int) -> dict[tuple[str, ...], float]:
     }
 
 
+def at(port: int) -> StackSettings:
+    return StackSettings(worker={"metrics": f"127.0.0.1:{port}"})
+
+
 def request(job: Job, step: int, run: int = 1, run_key: str = "") -> SaveRequest:
     return SaveRequest(root=str(job.root), step=step, run=run, run_key=run_key)
 
 
 def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_path: Path) -> None:
-    metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path)
     job.stage(4, {"model": {"w": torch.zeros(1000)}})
     written = job.persist(4)
     metrics.count_committed_save(
@@ -54,7 +58,7 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
     )
     metrics.count_committed_save(request(job, 3), [], **TIMES)  # late
     metrics.count_failed_save(request(job, 5))
-    found = scraped(metrics.serve(settings))
+    found = scraped(metrics.serve(settings, at(free_port())))
     assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
     assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
     assert found["trinity_sync_phase_seconds_sum", "checkpoint", "write"] == pytest.approx(3.0)
@@ -71,42 +75,42 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
 def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     job: Job, tmp_path: Path
 ) -> None:
-    settings = Settings(home=tmp_path, metrics_port=free_port())
+    settings = Settings(home=tmp_path)
     job.stage(7, {"model": {"w": torch.zeros(3)}})
     job.commit(7)
     register_job(settings, job.root)
-    port = WorkerMetrics().serve(settings)
+    port = WorkerMetrics().serve(settings, at(free_port()))
     assert newest_step(port) == 7
 
 
 def test_a_worker_knows_where_the_others_stand_beside_a_job_of_another_release(
     job: Job, tmp_path: Path
 ) -> None:
-    settings = Settings(home=tmp_path, metrics_port=free_port())
+    settings = Settings(home=tmp_path)
     first = tmp_path / "a"  # is looked up before the other one
     of_another_release(commit_files(first, 9) / "manifest.json")
     commit_files(job.root, 7)
     for root in (first, job.root):
         register_job(settings, root)
-    assert newest_step(WorkerMetrics().serve(settings)) == 7
+    assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
 
 
 def test_a_root_that_was_begun_anew_is_not_where_the_old_one_was(job: Job, tmp_path: Path) -> None:
-    metrics, settings = WorkerMetrics(), Settings(home=tmp_path, metrics_port=free_port())
+    metrics, settings = WorkerMetrics(), Settings(home=tmp_path)
     metrics.count_committed_save(request(job, 40, 2, "old"), [], **TIMES)
     for step in (3, 2):  # the second is late
         metrics.count_committed_save(request(job, step, 1, "new"), [], **TIMES)
-    assert newest_step(metrics.serve(settings)) == 3
+    assert newest_step(metrics.serve(settings, at(free_port()))) == 3
 
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path, metrics_port=free_port())
+    settings = Settings(home=tmp_path)
     register_job(settings, job.root)
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
     os.mkfifo(manifest)  # whoever opens it waits until somebody writes
     metrics = WorkerMetrics()
-    port = metrics.serve(settings)
+    port = metrics.serve(settings, at(free_port()))
     metrics.count_committed_save(request(job, 8), [], **TIMES)
     assert newest_step(port) == 8
     with manifest.open("w"):
@@ -128,7 +132,7 @@ def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
-            WorkerMetrics().serve(Settings(home=tmp_path, metrics_port=port))
+            WorkerMetrics().serve(Settings(home=tmp_path), at(port))
 
 
 def test_a_flow_that_counts_can_be_handed_to_ray() -> None:

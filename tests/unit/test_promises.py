@@ -516,7 +516,7 @@ class Promises(RuleBasedStateMachine):
     def prune(self, last: int, last_syncs: int) -> None:
         """``trinity-sync prune --keep last=... --keep-syncs last=...``"""
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
-        options = {"spool": self.settings.spool, "recycle": self.settings.recycle}
+        options = {"spool": self.settings.spool, "recycle": True}
         prune(self.root, rules, time.time(), **options)
         self.see_removal(self.model.kept(last=last, last_syncs=last_syncs))
 

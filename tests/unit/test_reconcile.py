@@ -336,11 +336,13 @@ def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Set
         assert find_differences(engine, job.root) == []
 
 
-def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(job: Job, settings: Settings) -> None:
+def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(job, 1, 2)
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")
-    away = settings.model_copy(update={"catalog_url": "sqlite:////proc/nowhere/catalog.db"})
-    found = asyncio.run(reconcile(away, [job.root], None))
+    monkeypatch.setenv("TRINITY_SYNC_STACK__CATALOG__URL", "sqlite:////proc/nowhere/catalog.db")
+    found = asyncio.run(reconcile(settings, [job.root], None))
     assert [(each.what, each.state) for each in found] == [
         ("latest_checkpointed_iteration.txt", "repaired"),
         ("catalog", "left"),

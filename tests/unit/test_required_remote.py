@@ -32,7 +32,7 @@ from trinity_sync.retention.planner import Rules, plan_removals
 from trinity_sync.retention.policies import All, LastN
 from trinity_sync.retention.prune import remove_steps
 from trinity_sync.retention.step_infos import NOT_REPLICATED, list_step_infos
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit
@@ -310,7 +310,7 @@ def test_a_torn_file_of_the_settings_is_named_and_no_training_begins(machine: Ma
     one = machine("one")
     saves = one.start("first")
     (saves.root / ".trinity_sync/job.json").write_text("{")
-    found = {check.name: check for check in check_root(saves.root, saves.settings)}
+    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
     assert (found["remote"].state, "job.json is torn" in found["remote"].found) == ("fail", True)
     with pytest.raises(CommitError, match=r"job\.json is torn"):
         one.start("second")
@@ -358,7 +358,7 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     run = CliRunner().invoke
     assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
     assert "in remote" in run(app, ["ls", str(saves.root)]).output
-    found = {check.name: check for check in check_root(saves.root, saves.settings)}
+    found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
     assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
     assert "step 1 is valid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read_file(1, SHARD)

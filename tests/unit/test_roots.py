@@ -53,14 +53,6 @@ def test_a_torn_note_hides_no_other_root(settings: Settings, tmp_path: Path) -> 
     assert list_known_roots(settings) == [root]
 
 
-def test_roots_that_are_configured_are_the_only_ones(tmp_path: Path) -> None:
-    noted, named = job_at(tmp_path / "noted"), job_at(tmp_path / "named")
-    settings = Settings(home=tmp_path / "home", maintain=(named,))
-    register_job(settings, noted)
-    assert list_known_roots(settings) == [named]
-    assert select_roots(None, settings) == [named]
-
-
 def test_a_root_that_is_named_is_the_only_one(settings: Settings, tmp_path: Path) -> None:
     root = job_at(tmp_path / "ckpts")
     assert select_roots(str(root), settings) == [root]

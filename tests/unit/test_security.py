@@ -44,7 +44,7 @@ from trinity_sync.orchestration.job_registry import (
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.remote.upload import replicate
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.callable_status import CallableStatus
 from trinity_sync.snapshot.safe_load import TRUSTED, load_file
 from trinity_sync.snapshot.spool import get_job_spool
@@ -298,15 +298,16 @@ def test_a_task_reads_and_writes_nothing_for_the_spool_of_another_job(
 
 
 def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
-    allowed = Settings(allowed=(tmp_path / "jobs",))
+    allowed = StackSettings(worker={"allowed_paths": [tmp_path / "jobs"]})
     (tmp_path / "jobs" / "one").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "jobs" / "link").symlink_to(tmp_path / "out")
-    assert select_roots(str(tmp_path / "jobs" / "one"), allowed) == [tmp_path / "jobs" / "one"]
-    require_allowed(Settings(), tmp_path / "out")
+    one = tmp_path / "jobs" / "one"
+    assert select_roots(str(one), Settings(), allowed) == [one]
+    require_allowed(tmp_path / "out", StackSettings())
     for path in (tmp_path / "out", tmp_path / "jobs/../out", tmp_path / "jobs/link"):
-        with pytest.raises(ConfigError, match="TRINITY_SYNC_ALLOWED names"):
-            require_allowed(allowed, path)
+        with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
+            require_allowed(path, allowed)
 
 
 SPELLED = [
@@ -344,7 +345,7 @@ def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     commit_files(tmp_path / "theirs", 1)
     before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
     url = spelled.format(tmp_path / "theirs")
-    with environment({"TRINITY_SYNC_ALLOWED": json.dumps([str(job.root)])}):
+    with environment({"TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS": str(job.root)}):
         for task in (replicate_to_remote.fn, upload_to_required_remote.fn):
             with pytest.raises(ConfigError):
                 task(str(job.root), 1, url, *([0] if task is replicate_to_remote.fn else []))
@@ -356,12 +357,12 @@ def test_a_store_in_an_allowed_folder_or_elsewhere_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    allowed = Settings(allowed=(tmp_path,))
-    require_allowed_store(allowed, inside.format(tmp_path))
-    require_allowed_store(allowed, "s3://bucket/job")
+    allowed = StackSettings(worker={"allowed_paths": [tmp_path]})
+    require_allowed_store(inside.format(tmp_path), allowed)
+    require_allowed_store("s3://bucket/job", allowed)
     (tmp_path / "copies").symlink_to("/")
-    with pytest.raises(ConfigError, match="TRINITY_SYNC_ALLOWED names"):
-        require_allowed_store(allowed, inside.format(tmp_path))
+    with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
+        require_allowed_store(inside.format(tmp_path), allowed)
 
 
 def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path) -> None:
@@ -370,8 +371,8 @@ def test_jobs_that_are_not_allowed_any_more_are_not_looked_after(tmp_path: Path)
         root.mkdir()
         register_job(Settings(home=tmp_path / "home"), root)
     assert sorted(list_known_roots(Settings(home=tmp_path / "home"))) == roots
-    allowed = Settings(home=tmp_path / "home", allowed=(roots[0],))
-    assert list_known_roots(allowed) == roots[:1]
+    allowed = StackSettings(worker={"allowed_paths": roots[:1]})
+    assert list_known_roots(Settings(home=tmp_path / "home"), allowed) == roots[:1]
 
 
 def test_a_password_in_a_url_is_not_repeated() -> None:

@@ -19,7 +19,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState, is_server_ready
@@ -37,7 +37,7 @@ def listening() -> Iterator[int]:
 def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
     named = {
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
-        "TRINITY_SYNC_RAY_ADDRESS": f"127.0.0.1:{listening}",
+        "TRINITY_SYNC_STACK__RAY__ADDRESS": f"127.0.0.1:{listening}",
     }
     with environment(named):
         found = embedded.status(Settings(home=tmp_path))
@@ -47,7 +47,10 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:
     address = f"127.0.0.1:{listening}"
-    named = {"PREFECT_API_URL": f"http://{address}/api", "TRINITY_SYNC_RAY_ADDRESS": address}
+    named = {
+        "PREFECT_API_URL": f"http://{address}/api",
+        "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
+    }
     with environment(named):
         settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     with environment(named), pytest.raises(StackError, match=f"at http://{address}/api in time"):
@@ -62,7 +65,7 @@ def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
     state = {"ray_address": ours, "server": None, "ray": None, "worker": None}
     (tmp_path / "stack.json").write_text(json.dumps(state))
     for named, differs in ((theirs, True), (ours, False), ("", False)):
-        with environment({"TRINITY_SYNC_RAY_ADDRESS": named}):
+        with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": named}):
             sentences = embedded.status(Settings(home=tmp_path)).elsewhere
         assert len(sentences) == differs
         assert all(theirs in sentence and ours in sentence for sentence in sentences)
@@ -109,8 +112,8 @@ def test_who_speaks_another_protocol_at_its_port_is_no_prefect_server() -> None:
 
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
-    with pytest.raises(StackError, match=r"TRINITY_SYNC_HOST is 0\.0\.0\.0"):
-        embedded.up(Settings(home=tmp_path, host="0.0.0.0"), timeout_s=1)
+    with pytest.raises(StackError, match=r"server\.host is 0\.0\.0\.0"):
+        embedded.up(Settings(home=tmp_path), StackSettings(server={"host": "0.0.0.0"}), timeout_s=1)
     assert not (tmp_path / "logs").exists()
 
 

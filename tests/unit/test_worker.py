@@ -95,7 +95,7 @@ class Standing(TrinitySyncWorker):
 def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_RUNS_AT_ONCE", "2")
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "2")
     pool, syncs, checkpoints, maintenance = (uuid4() for _ in range(4))
 
     def due(queue: UUID, count: int) -> list[WorkerFlowRunResponse]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, build_environment
 
@@ -29,8 +29,10 @@ def test_what_is_named_counts_instead_of_the_stacks_part(tmp_path: Path) -> None
     there = STACK.with_external("", "10.0.0.4:6379")
     assert (there.ray_address, there.api_url) == ("10.0.0.4:6379", STACK.api_url)
     settings = Settings(home=tmp_path)
-    assert "RAY_AUTH_MODE" in build_environment(settings, STACK)
-    assert "RAY_AUTH_MODE" not in build_environment(settings, there)  # the token is of our own node
+    assert "RAY_AUTH_MODE" in build_environment(settings, StackSettings(), STACK)
+    assert "RAY_AUTH_MODE" not in build_environment(
+        settings, StackSettings(), there
+    )  # the token is of our own node
     url = "http://prefect.internal/api"
     there = STACK.with_external(url, "")
     assert (there.api_url, there.ray_auth) == (url, STACK.ray_auth)
@@ -39,9 +41,9 @@ def test_what_is_named_counts_instead_of_the_stacks_part(tmp_path: Path) -> None
 def test_a_server_that_is_not_the_stacks_is_asked_with_the_callers_profile(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     ours = str(tmp_path / "prefect")
-    assert build_environment(settings, STACK)["PREFECT_HOME"] == ours
+    assert build_environment(settings, StackSettings(), STACK)["PREFECT_HOME"] == ours
     there = STACK.with_external("http://prefect.internal/api", "")
-    assert build_environment(settings, there).get("PREFECT_HOME") != ours
+    assert build_environment(settings, StackSettings(), there).get("PREFECT_HOME") != ours
 
 
 def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
@@ -51,10 +53,10 @@ def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "theirs")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {}}')
     assert STACK.environment == {"PREFECT_API_URL": STACK.api_url}
-    env = build_environment(Settings(home=tmp_path), STACK)
+    env = build_environment(Settings(home=tmp_path), StackSettings(), STACK)
     assert {name for name in env if name.startswith("RAY_AUTH_")} == set(STACK.ray_auth or {})
     assert not {"RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"} & env.keys()
-    assert env["TRINITY_SYNC_RAY_ADDRESS"] == STACK.ray_address
+    assert env["TRINITY_SYNC_STACK__RAY__ADDRESS"] == STACK.ray_address
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "no address"])
@@ -65,10 +67,10 @@ def test_a_ray_that_cannot_be_joined_is_a_sentence(tmp_path: Path, address: str)
         **os.environ,
         "TRINITY_SYNC_HOME": str(tmp_path),
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
-        "TRINITY_SYNC_RAY_ADDRESS": address,
+        "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
     }
     command = [sys.executable, "-m", "trinity_sync.cli", "worker"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert f"RAY_ADDRESS={address}" in done.stderr.splitlines()[-1]
+    assert address in done.stderr.splitlines()[-1]

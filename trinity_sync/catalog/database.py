@@ -1,7 +1,7 @@
 """Open the catalog's database, and migrate its schema.
 
-The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``TRINITY_SYNC_CATALOG_URL`` names,
-such as PostgreSQL for a cluster. Opening it creates or migrates the schema, one process at a time.
+The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``catalog.url`` names, such
+as PostgreSQL for a cluster. Opening it creates or migrates the schema, one process at a time.
 """
 
 import re
@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from trinity_sync.catalog.models import VALUES
 from trinity_sync.errors import CatalogError
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 
 SCHEMA = 1
 """Number of the newest migration."""
@@ -27,9 +27,16 @@ CONNECT_S = 5
 _MIGRATION_LOCK = 7_274_106  # key of PostgreSQL's advisory lock, any unique number
 
 
-def get_catalog_url(settings: Settings) -> str:
-    """Return the URL of the catalog that the settings name."""
-    return settings.catalog_url or f"sqlite:///{settings.home.absolute() / 'catalog.db'}"
+def get_catalog_url(settings: Settings, stack: StackSettings | None = None) -> str:
+    """Return the URL of the catalog that the settings name.
+
+    Args:
+        settings: ``home`` is the folder of the default catalog.
+        stack: Settings of the stack; by default those of the environment and the file.
+    """
+    return (
+        stack or StackSettings()
+    ).catalog.url or f"sqlite:///{settings.home.absolute() / 'catalog.db'}"
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
         why = str(error).replace(url, _hide_password(url))
         raise CatalogError(
             f"the catalog {_hide_password(url)} cannot be opened: {why}. Set "
-            "TRINITY_SYNC_CATALOG_URL to one like postgresql+psycopg://user@host/database or "
+            "catalog.url to one like postgresql+psycopg://user@host/database or "
             "sqlite:////folder/a.db, or unset it."
         ) from error
     where = engine.url.render_as_string(hide_password=True)
@@ -162,7 +169,7 @@ def _migrate(engine: sa.Engine, where: str) -> None:
         if schema > SCHEMA:
             raise CatalogError(
                 f"the catalog {where} has schema {schema}, this trinity_sync knows {SCHEMA}. Use "
-                "the newer version here as well, or another catalog (TRINITY_SYNC_CATALOG_URL)."
+                "the newer version here as well, or another catalog (catalog.url)."
             )
         config = Config()
         config.set_main_option("script_location", "trinity_sync.catalog:migrations")

@@ -44,8 +44,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
-    "Settings come from the environment: TRINITY_SYNC_HOME is the stack's folder; PREFECT_API_URL "
-    "and TRINITY_SYNC_RAY_ADDRESS name an external server and Ray cluster.",
+    "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
+    "is its folder, and PREFECT_API_URL names an external server.",
     epilog="Examples:  [bold]trinity-sync up[/]  ·  [bold]trinity-sync status[/]  ·  "
     "[bold]trinity-sync ls ckpts[/]  ·  [bold]trinity-sync show ckpts 40[/]  ·  "
     "[bold]trinity-sync down[/]",
@@ -67,21 +67,9 @@ def read_settings() -> "Settings":
     Raises:
         ConfigError: A value is invalid.
     """
-    from pydantic import ValidationError
-    from pydantic_settings import SettingsError
-
     from trinity_sync.settings import Settings
 
-    try:
-        return Settings()
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"TRINITY_SYNC_{str(each['loc'][0]).upper()}={each['input']}: {each['msg']}"
-            for each in error.errors()
-        )
-        raise ConfigError(f"invalid settings: {wrong}. Correct or unset them.") from error
-    except SettingsError as error:
-        raise ConfigError(f"invalid settings: {error}. Correct or unset them.") from error
+    return Settings()
 
 
 def require_existing(root: Path) -> Path:

@@ -51,6 +51,7 @@ def prune(
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.retention.planner import Rules
     from trinity_sync.retention.prune import prune as prune_root
+    from trinity_sync.settings import StackSettings
     from trinity_sync.storage.job_settings import read_job_settings
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
@@ -60,7 +61,7 @@ def prune(
         rules,
         time.time(),
         spool=settings.spool,
-        recycle=settings.recycle,
+        recycle=StackSettings().io.reuse_files,
         dry_run=dry_run,
         on_removed=lambda steps: try_mirror(settings, root, steps),
     )

@@ -163,27 +163,29 @@ def status(as_json: AsJson = False) -> None:
 def deploy() -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
+    from trinity_sync.settings import StackSettings
     from trinity_sync.stack import embedded
 
-    settings = read_settings()
-    state = embedded.find(settings)
+    stack = StackSettings()
+    state = embedded.find(read_settings())
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
-    for name in deploy.deploy(settings, url):
-        typer.echo(f"{name} in work pool {settings.work_pool}")
+    for name in deploy.deploy(stack, url):
+        typer.echo(f"{name} in work pool {stack.worker.pool}")
 
 
 @app.command(
     rich_help_panel="Run the stack",
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api "
-    "TRINITY_SYNC_RAY_ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
+    "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
 )
 def worker() -> None:
-    """Run a flow worker in the foreground, for the services of the environment or of up."""
+    """Run a flow worker in the foreground, for the services of the settings or of up."""
+    from trinity_sync.settings import StackSettings
     from trinity_sync.stack import embedded, services
 
-    settings = read_settings()
+    settings, stack = read_settings(), StackSettings()
     state = (embedded.find(settings) or services.StackState()).with_external(
-        os.environ.get(embedded.API_URL, ""), settings.ray_address
+        os.environ.get(embedded.API_URL, ""), stack.ray.address
     )
     for variable, named in (
         (embedded.API_URL, state.api_url),
@@ -198,7 +200,7 @@ def worker() -> None:
             f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
             "correct it; trinity-sync up starts the stack's own"
         )
-    env = services.build_environment(settings, state)
+    env = services.build_environment(settings, stack, state)
     services.make_home(settings.home)
     os.chdir(settings.home)  # python -m imports from it first, and it has no flows
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)

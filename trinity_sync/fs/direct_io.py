@@ -12,7 +12,6 @@ import errno
 import fcntl
 import mmap
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +22,10 @@ import xxhash
 
 from trinity_sync.fs.lock_file import reopen_fd
 from trinity_sync.fs.progress import no_progress
+from trinity_sync.fs.rate_limit import LARGEST, RateLimit
 
 ALIGNMENT = 4096
-CHUNK = 16 << 20
+CHUNK = LARGEST
 IN_FLIGHT = 4
 """Number of chunks in flight: with one, the disk is idle between two of them."""
 DIGEST = "xxh3-128"
@@ -36,7 +36,7 @@ READERS = 4
 
 
 def write_file(
-    path: Path, content: memoryview, *, direct: bool = True, bytes_per_s: float = 0.0
+    path: Path, content: memoryview, *, direct: bool = True, limit: RateLimit | None = None
 ) -> str:
     """Write a file durably and return its digest (``xxh3-128:...``).
 
@@ -45,7 +45,7 @@ def write_file(
         content: bytes to write. Direct I/O needs them aligned to a page in memory, as in a mapped
             slot; otherwise the page cache is used.
         direct: try direct I/O.
-        bytes_per_s: speed limit in bytes per second, to leave bandwidth to others; 0 for none.
+        limit: speed limit of this node, to leave bandwidth to others.
 
     Raises:
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
@@ -56,7 +56,7 @@ def write_file(
             # it runs ahead, so the pages of a mapped slot are present when they are written
             digest = digester.submit(digest_bytes, content)
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
-            _write_chunks(fd, content[:whole], direct, bytes_per_s)
+            _write_chunks(fd, content[:whole], direct, limit)
             if whole < len(content):  # direct I/O ends with a page
                 _turn_off_direct(fd)
                 _write_chunk(fd, content[whole:], whole, direct=False)
@@ -93,19 +93,17 @@ def _open_to_write(path: Path, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o644), False
 
 
-def _write_chunks(fd: int, content: memoryview, direct: bool, bytes_per_s: float) -> None:
+def _write_chunks(fd: int, content: memoryview, direct: bool, limit: RateLimit | None) -> None:
     """Write whole pages, which direct I/O requires."""
     in_flight: deque[Future[None]] = deque()
-    start = time.monotonic()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="writer") as writers:
         for offset in range(0, len(content), CHUNK):
             if len(in_flight) == IN_FLIGHT:
                 in_flight.popleft().result()
             chunk = content[offset : offset + CHUNK]
+            if limit:
+                limit.admit(len(chunk))
             in_flight.append(writers.submit(_write_chunk, fd, chunk, offset, direct))
-            if bytes_per_s:
-                earliest = start + (offset + len(chunk)) / bytes_per_s
-                time.sleep(max(0.0, earliest - time.monotonic()))
         for writing in in_flight:
             writing.result()
 

@@ -29,20 +29,19 @@ from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.orchestration.worker import TrinitySyncWorker
-from trinity_sync.settings import Settings
+from trinity_sync.settings import StackSettings
 
 RECONCILE = "reconcile/reconcile"
 PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 """Work queues of the pool, highest priority first."""
 
 
-def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
+def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
     """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
     Args:
-        settings: ``work_pool`` names the pool of all deployments, ``schedules`` says whether new
-            schedules are active, and ``silent_s`` is the time without a heartbeat, in seconds,
-            after which a run is crashed.
+        stack: The work pool of all deployments, whether new schedules are active, and the time
+            without a heartbeat after which a run is crashed.
         api_url: The server; by default ``PREFECT_API_URL`` or that of the Prefect profile.
 
     Returns:
@@ -54,11 +53,12 @@ def deploy(settings: Settings, api_url: str | None = None) -> list[str]:
         ConfigError: An entrypoint cannot be imported.
     """
     with open_client(api_url) as client:
-        _ensure_pool(client, settings.work_pool)
-        _ensure_queues(client, settings.work_pool)
-        ids = dict(_apply_deployment(client, entry, settings) for entry in read_deployments())
+        _ensure_pool(client, stack.worker.pool)
+        _ensure_queues(client, stack.worker.pool)
+        ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
         monitored = [ids[name] for name in ids if name != RECONCILE]
-        register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=settings.silent_s)
+        silent_s = stack.worker.heartbeat_timeout.total_seconds()
+        register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=silent_s)
         return list(ids)
 
 
@@ -82,7 +82,7 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
     if pool.type != TrinitySyncWorker.type:
         raise StackError(
             f"work pool {name!r} exists and is of type {pool.type!r}, not "
-            f"{TrinitySyncWorker.type!r}. Remove it, or set TRINITY_SYNC_WORK_POOL to another name."
+            f"{TrinitySyncWorker.type!r}. Remove it, or set worker.pool to another name."
         )
 
 
@@ -96,7 +96,7 @@ def _ensure_queues(client: SyncPrefectClient, pool: str) -> None:
 
 
 def _apply_deployment(
-    client: SyncPrefectClient, entry: dict[str, Any], settings: Settings
+    client: SyncPrefectClient, entry: dict[str, Any], stack: StackSettings
 ) -> tuple[str, UUID]:
     """Create or update a deployment, and return its name and id."""
     flow = load_flow(entry["entrypoint"])
@@ -105,7 +105,7 @@ def _apply_deployment(
         "entrypoint": entry["entrypoint"],
         "description": entry.get("description"),
         "tags": entry.get("tags", []),
-        "work_pool_name": settings.work_pool,
+        "work_pool_name": stack.worker.pool,
         "work_queue_name": entry["work_pool"]["work_queue_name"],
         "pull_steps": [],
         "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
@@ -123,7 +123,7 @@ def _apply_deployment(
     new = [each for each in entry.get("schedules", []) if each["slug"] not in slugs]
     if new:  # existing ones may have been changed or paused in the UI
         client.create_deployment_schedules(
-            deployment, [_make_schedule(each, settings.schedules) for each in new]
+            deployment, [_make_schedule(each, stack.maintenance.schedules) for each in new]
         )
     return name, deployment
 

@@ -10,8 +10,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.pipeline import PACKAGES
 
 HEARTBEAT_S = 30
-"""Seconds between two heartbeats of a flow run, Prefect's minimum. ``TRINITY_SYNC_SILENT_S`` must
-be several times as long."""
+"""Seconds between two heartbeats of a flow run, Prefect's minimum. ``worker.heartbeat_timeout``
+must be several times as long."""
 
 _flows: dict[str, Flow[..., Any]] = {}
 

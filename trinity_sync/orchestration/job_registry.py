@@ -1,7 +1,7 @@
 """Registry of the jobs that scheduled flows maintain.
 
-``TRINITY_SYNC_MAINTAIN`` lists their roots. By default they are all jobs that have committed a step
-on this node: the commit task registers each root, as a small file in ``TRINITY_SYNC_HOME/roots``.
+They are all jobs that have committed a step on this node: the commit task registers each root, as a
+small file in ``TRINITY_SYNC_HOME/roots``.
 """
 
 import json
@@ -11,7 +11,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import make_folder
 from trinity_sync.fs.create import create_file
 from trinity_sync.layout import job_id
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 
 
 def register_job(settings: Settings, root: str | Path) -> None:
@@ -30,14 +30,15 @@ def register_job(settings: Settings, root: str | Path) -> None:
         create_file(entry, json.dumps({"root": str(Path(root).resolve())}))
 
 
-def list_known_roots(settings: Settings) -> list[Path]:
+def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
     """Return the roots of the jobs to maintain, sorted by name.
 
-    Roots that do not exist, and registered roots that ``TRINITY_SYNC_ALLOWED`` no longer covers,
+    Roots that do not exist, and registered roots that ``worker.allowed_paths`` no longer covers,
     are left out.
     """
-    registered = (root for root in _read_registry(settings) if _is_allowed(settings, root))
-    return [root for root in settings.maintain or registered if root.is_dir()]
+    stack = stack or StackSettings()
+    allowed = (root for root in _read_registry(settings) if _is_allowed(stack, root))
+    return [root for root in allowed if root.is_dir()]
 
 
 def unregister_job(settings: Settings, root: str | Path) -> bool:
@@ -57,7 +58,9 @@ def unregister_job(settings: Settings, root: str | Path) -> bool:
     return True
 
 
-def select_roots(root: str | None, settings: Settings) -> list[Path]:
+def select_roots(
+    root: str | None, settings: Settings, stack: StackSettings | None = None
+) -> list[Path]:
     """Return the given root, or those of all known jobs.
 
     Args:
@@ -68,8 +71,8 @@ def select_roots(root: str | None, settings: Settings) -> list[Path]:
         ConfigError: The root is not the full path of a folder, or is not allowed.
     """
     if root is None:
-        return list_known_roots(settings)
-    require_allowed(settings, root)
+        return list_known_roots(settings, stack)
+    require_allowed(root, stack)
     if not Path(root).is_absolute() or not Path(root).is_dir():
         raise ConfigError(
             f"root {root!r} is not the full path of a folder on this node; pass the job's root, or "
@@ -78,35 +81,35 @@ def select_roots(root: str | None, settings: Settings) -> list[Path]:
     return [Path(root).resolve()]
 
 
-def require_allowed(settings: Settings, path: str | Path) -> None:
+def require_allowed(path: str | Path, stack: StackSettings | None = None) -> None:
     """Refuse a path, passed as a flow parameter, that flows may not use on this node.
 
     Args:
-        settings: ``allowed`` are the folders that flows may use; empty allows all.
         path: The path.
 
     Raises:
-        ConfigError: The path is not below one of ``TRINITY_SYNC_ALLOWED``.
+        ConfigError: The path is not below one of ``worker.allowed_paths``.
     """
-    if not _is_allowed(settings, path):
+    stack = stack or StackSettings()
+    if not _is_allowed(stack, path):
+        allowed = ", ".join(map(str, stack.worker.allowed_paths))
         raise ConfigError(
-            f"{path} is not below a folder that flows may use on this node: TRINITY_SYNC_ALLOWED "
-            f"names {', '.join(map(str, settings.allowed))}. Choose a path below one of these, or "
-            "add it there."
+            f"{path} is not below a folder that flows may use on this node: worker.allowed_paths "
+            f"names {allowed}. Choose a path below one of these, or add it there."
         )
 
 
-def require_allowed_store(settings: Settings, url: str) -> None:
+def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
     """Refuse a remote that is a folder of this node which flows may not use.
 
     Args:
-        settings: ``allowed`` are the folders that flows may use; empty allows all.
         url: URL of the remote. The folder that it resolves to decides, not its spelling.
 
     Raises:
         ConfigError: The remote is, or may be, a folder that is not allowed; or the URL is invalid.
     """
-    if not settings.allowed:
+    stack = stack or StackSettings()
+    if not stack.worker.allowed_paths:
         return
     from trinity_sync.remote.remote_root import (  # slow to import
         ELSEWHERE,
@@ -118,18 +121,19 @@ def require_allowed_store(settings: Settings, url: str) -> None:
     protocol = parse_protocol(url)
     folder = Remote(url).folder if protocol in LOCAL else None
     if folder is not None:
-        require_allowed(settings, folder)
+        require_allowed(folder, stack)
     elif protocol not in ELSEWHERE:
         raise ConfigError(
-            f"{url} may resolve to a folder of this node that TRINITY_SYNC_ALLOWED does not name. "
+            f"{url} may resolve to a folder of this node that worker.allowed_paths does not name. "
             f"Use a remote of {', '.join(sorted(ELSEWHERE))}, or file:// with a path below one of "
             "the allowed folders."
         )
 
 
-def _is_allowed(settings: Settings, path: str | Path) -> bool:
+def _is_allowed(stack: StackSettings, path: str | Path) -> bool:
     real = Path(path).resolve()
-    return not settings.allowed or any(real.is_relative_to(a.resolve()) for a in settings.allowed)
+    allowed = stack.worker.allowed_paths
+    return not allowed or any(real.is_relative_to(each.resolve()) for each in allowed)
 
 
 def _read_registry(settings: Settings) -> list[Path]:

@@ -16,7 +16,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.save_timing import find_stalls, find_submission
@@ -111,30 +111,33 @@ class WorkerMetrics:
         """Count a failed save."""
         self._saves.labels(request.job, request.kind, "failed").inc()
 
-    def serve(self, settings: Settings) -> int:
-        """Serve the metrics at ``metrics_host:metrics_port`` in a thread, and return the port.
+    def serve(self, settings: Settings, stack: StackSettings) -> int:
+        """Serve the metrics at ``worker.metrics`` in a thread, and return the port.
 
         The newest steps of known jobs are read in another thread, because a file system may hang.
+
+        Args:
+            settings: The registry of jobs.
+            stack: The address and port; and the folders that flows may use.
 
         Raises:
             StackError: The port is in use, or the host is not an address of this node.
         """
-        where = f"{settings.metrics_host}:{settings.metrics_port}"
+        where = stack.worker.metrics
+        host, _, port = where.rpartition(":")
         try:
-            server, _ = start_http_server(
-                settings.metrics_port, settings.metrics_host, registry=self.registry
-            )
+            server, _ = start_http_server(int(port), host.strip("[]"), registry=self.registry)
         except OSError as error:
             raise StackError(
-                f"cannot serve metrics at {where}: {error.strerror}. Set "
-                "TRINITY_SYNC_METRICS_PORT to a free port, one for each worker of a node."
+                f"cannot serve metrics at {where}: {error.strerror}. Set worker.metrics to a free "
+                "port, one for each worker of a node."
             ) from error
-        read = partial(self._read_newest_steps, settings)
+        read = partial(self._read_newest_steps, settings, stack)
         threading.Thread(target=read, name="read-newest-steps", daemon=True).start()
         return int(server.server_port)
 
-    def _read_newest_steps(self, settings: Settings) -> None:
-        for root in list_known_roots(settings):
+    def _read_newest_steps(self, settings: Settings, stack: StackSettings) -> None:
+        for root in list_known_roots(settings, stack):
             try:
                 for kind in KINDS:
                     if best := find_newest(root, kind):

@@ -50,13 +50,15 @@ from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY
 from trinity_sync.orchestration.recovery.images import allow_eviction, warn_once
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.recovery.reconcile import repair_known_roots
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.run_lock import try_run_lock
 
 logger = logging.getLogger(__name__)
 
 SCHEDULED = ("prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry")
 CANCELLING = "prefect.flow-run.Cancelling"
+POLL_S = 5.0
+"""Seconds between two polls, unless an event wakes the worker before."""
 
 
 def _is_away(error: Exception) -> bool:
@@ -76,6 +78,7 @@ class TrinitySyncWorker(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._trinity = Settings()
+        self._max_runs = StackSettings().worker.max_runs or math.inf
         super().__init__(*args, **kwargs)
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()
@@ -173,7 +176,7 @@ class TrinitySyncWorker(
             run, queue = due_run.flow_run.id, due_run.work_queue_id
             if run in queues:
                 continue
-            if taken[queue] >= (self._trinity.runs_at_once or math.inf):
+            if taken[queue] >= self._max_runs:
                 self._postponed = True
                 continue
             queues[run] = queue
@@ -310,4 +313,4 @@ class TrinitySyncWorker(
     async def _poll(self, work: Callable[[], Any]) -> None:
         while True:
             await work()
-            await anyio.sleep(self._trinity.poll_s)
+            await anyio.sleep(POLL_S)

@@ -23,13 +23,13 @@ from trinity_sync.layout import COMPONENTS
 from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.pipeline import PACKAGES
-from trinity_sync.orchestration.worker import TrinitySyncWorker
-from trinity_sync.settings import Settings
+from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker
+from trinity_sync.settings import Settings, StackSettings
 
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, stack: StackSettings) -> None:
     """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
 
     Raises:
@@ -38,22 +38,22 @@ def serve(settings: Settings) -> None:
     """
     import ray
 
-    if not settings.ray_address:
-        raise StackError("TRINITY_SYNC_RAY_ADDRESS is not set. Start: trinity-sync worker")
-    if settings.metrics_port:
-        METRICS.serve(settings)
+    if not stack.ray.address:
+        raise StackError("ray.address is not set. Start: trinity-sync worker")
+    if stack.worker.metrics:
+        METRICS.serve(settings, stack)
     load_flow("flows.save.save_step")  # the first save must not wait for imports
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
-    address = settings.ray_address
-    runtime_env = {"py_executable": settings.ray_python} if settings.ray_python else None
+    address = stack.ray.address
+    runtime_env = {"py_executable": stack.ray.python} if stack.ray.python else None
     try:
         ray.init(address=address, namespace="prefect", log_to_driver=False, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())  # Ray names both versions, on several lines
         raise StackError(
-            f"cannot join the Ray cluster at TRINITY_SYNC_RAY_ADDRESS={address}: {why}. Start it, "
-            "or correct the address; its versions of Ray and Python must equal those of this worker"
+            f"cannot join the Ray cluster at {address}: {why}. Start it, "
+            "or correct ray.address; its versions of Ray and Python must equal those of this worker"
         ) from error
     os.chdir(started_in)
     try:
@@ -62,10 +62,10 @@ def serve(settings: Settings) -> None:
         except ray.exceptions.RayError as error:
             raise StackError(
                 f"the workers of the Ray cluster at {address} cannot import the stack's tasks: "
-                f"{str(error).strip().splitlines()[-1]}. Set TRINITY_SYNC_RAY_PYTHON to the path "
+                f"{str(error).strip().splitlines()[-1]}. Set ray.python to the path "
                 "of the stack's Python on its nodes"
             ) from error
-        asyncio.run(_until_stopped(settings))
+        asyncio.run(_until_stopped(stack))
     finally:
         ray.shutdown()
 
@@ -75,15 +75,15 @@ def _import_tasks() -> None:
     importlib.import_module("flows.save")
 
 
-async def _until_stopped(settings: Settings) -> None:
+async def _until_stopped(stack: StackSettings) -> None:
     await _require_access()
-    pace = {PREFECT_WORKER_QUERY_SECONDS: settings.poll_s, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
+    pace = {PREFECT_WORKER_QUERY_SECONDS: POLL_S, PREFECT_WORKER_HEARTBEAT_SECONDS: 10}
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, scope.cancel)
         with temporary_settings(pace):
-            await TrinitySyncWorker(work_pool_name=settings.work_pool).start()
+            await TrinitySyncWorker(work_pool_name=stack.worker.pool).start()
 
 
 async def _require_access() -> None:
@@ -107,6 +107,6 @@ async def _require_access() -> None:
 
 if __name__ == "__main__":
     try:
-        serve(Settings())
+        serve(Settings(), StackSettings())
     except TrinitySyncError as error:
         sys.exit(f"trinity-sync: {error}")

@@ -153,10 +153,10 @@ class NewerThan:
             now: seconds since the epoch.
         """
         chosen = (each for each in steps if each.committed_at > now - self.seconds)
-        return {each.step: f"newer than {_duration(self.seconds)}" for each in chosen}
+        return {each.step: f"newer than {format_duration(self.seconds)}" for each in chosen}
 
     def __str__(self) -> str:
-        return f"newer={_duration(self.seconds)}"
+        return f"newer={format_duration(self.seconds)}"
 
 
 @dataclass(frozen=True)
@@ -252,8 +252,8 @@ def _parse_word(word: str, text: str) -> Policy:
         return EveryN(_count(value, word, text))
     if name in PERIODS:
         return OnePer(PERIODS[name], _count(value, word, text), name)
-    if name == "newer" and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", value)):
-        return NewerThan(float(found[1]) * UNITS[found[2]])
+    if name == "newer" and (seconds := parse_duration(value)) is not None:
+        return NewerThan(seconds)
     if name == "best" and (best := re.fullmatch(r"(\d+):([^:=]+):(min|max)", value)):
         return BestK(_count(best[1], word, text), best[2], "max" if best[3] == "max" else "min")
     raise _unknown(word, text)
@@ -273,7 +273,14 @@ def _unknown(word: str, text: str) -> ConfigError:
     )
 
 
-def _duration(seconds: float) -> str:
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as ``90s``, ``2m`` or ``30d``; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    return float(found[1]) * UNITS[found[2]] if found else None
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in the form of `parse_duration`, in the largest unit that they fill."""
     for unit in ("d", "h", "m"):
         if seconds >= UNITS[unit] and seconds % UNITS[unit] == 0:
             return f"{seconds / UNITS[unit]:g}{unit}"

@@ -21,7 +21,7 @@ from trinity_sync.errors import StackError, TicketError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.deploy import read_deployments
 from trinity_sync.orchestration.prefect_queries import compute_clock_skew
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
@@ -53,13 +53,14 @@ def run_checks(
         root: Root of a job to check as well.
         clock: The current time in seconds since the epoch.
     """
+    stack = StackSettings()
     yield _check_python()
     yield _check_installation()
-    yield from _check_server(settings, clock)
-    yield _check_ray(settings)
+    yield from _check_server(settings, stack, clock)
+    yield _check_ray(settings, stack)
     yield from _check_spool(settings.spool, clock)
     if root is not None:
-        yield from check_root(root, settings)
+        yield from check_root(root, settings, stack)
 
 
 # -------------------------------------------------------------------- this process
@@ -109,7 +110,9 @@ def check_packages(requirements: list[str]) -> Check:
 # -------------------------------------------------------------------- Prefect and Ray
 
 
-def _check_server(settings: Settings, clock: Callable[[], float]) -> Iterator[Check]:
+def _check_server(
+    settings: Settings, stack: StackSettings, clock: Callable[[], float]
+) -> Iterator[Check]:
     import prefect
     from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
     from prefect.exceptions import ObjectNotFound
@@ -137,9 +140,9 @@ def _check_server(settings: Settings, clock: Callable[[], float]) -> Iterator[Ch
             )
             yield _check_clock(answer.headers.get("date"), before, after)
             try:
-                pool = client.read_work_pool(settings.work_pool)
+                pool = client.read_work_pool(stack.worker.pool)
             except ObjectNotFound:
-                found = f"there is no work pool {settings.work_pool}"
+                found = f"there is no work pool {stack.worker.pool}"
                 yield Check("work pool", "fail", found, "run: trinity-sync deploy")
                 return
             paused = " and paused: resume it in the Prefect UI" if pool.is_paused else ""
@@ -210,13 +213,13 @@ def _check_clock(date: str | None, before: float, after: float) -> Check:
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 
-def _check_ray(settings: Settings) -> Check:
+def _check_ray(settings: Settings, stack: StackSettings) -> Check:
     state = embedded.find(settings)
-    address = settings.ray_address or (state.ray_address if state else "")
+    address = stack.ray.address or (state.ray_address if state else "")
     if not address:
         return Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
     if not services.accepts_connections(address):
-        todo = "start it there, or correct TRINITY_SYNC_RAY_ADDRESS"
+        todo = "start it there, or correct address in [ray]"
         return Check("ray", "fail", f"nothing answers at {address}", todo)
     return Check("ray", "ok", f"a server listens at {address}")
 

@@ -1,7 +1,7 @@
 """Run a whole stack on one machine: Prefect server, Ray head node and flow worker, as daemons.
 
-A server or Ray cluster that the environment names (``PREFECT_API_URL``,
-``TRINITY_SYNC_RAY_ADDRESS``) is used as it is, and only missing services are started.
+A server or Ray cluster that is configured (``PREFECT_API_URL``,
+`ray.address` of the settings) is used as it is, and only missing services are started.
 ``home/stack.json`` records them, so that any later process can inspect, repair or stop them.
 ``RAY_ADDRESS`` names the Ray cluster of a training and is not read: the stack has its own.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import StackError
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline
-from trinity_sync.stack.services import StackState
+from trinity_sync.stack.services import LOCAL_HOST, StackState
 from trinity_sync.stack.state_file import (
     INVITATION,
     lock_home,
@@ -30,7 +30,7 @@ from trinity_sync.stack.state_file import (
     write_state,
 )
 
-API_URL, RAY_ADDRESS = "PREFECT_API_URL", "TRINITY_SYNC_RAY_ADDRESS"
+API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
 WORKER_S = 60.0
 """Minimum time for the flow worker in seconds: server and Ray may take up the whole time-out."""
 
@@ -65,9 +65,9 @@ class StackStatus:
 
 def up(
     settings: Settings | None = None,
+    stack: StackSettings | None = None,
     *,
     num_cpus: int | None = None,
-    object_store_mb: int = 80,
     worker: bool = True,
     timeout_s: float = 180.0,
     joining: StackState | None = None,
@@ -79,8 +79,8 @@ def up(
 
     Args:
         settings: ``home`` holds the database, logs and state file; the worker gets all settings.
-        num_cpus: CPUs of the Ray node; by default all of the machine. Saves request none.
-        object_store_mb: Shared memory for Ray's object store in MB; saves need almost none.
+        stack: Settings of the stack; by default those of the environment and the file.
+        num_cpus: CPUs of the Ray node instead of the settings'.
         worker: Whether to start the flow worker as well.
         timeout_s: Time-out in seconds for all services together. The flow worker, which is last,
             gets at least 60 s.
@@ -90,7 +90,10 @@ def up(
         StackError: A service did not start, or an external one cannot be reached. The services
             that this call started are stopped.
     """
-    settings = settings or Settings()
+    settings, stack = settings or Settings(), stack or StackSettings()
+    if num_cpus:
+        ray = stack.ray.model_copy(update={"cpus": num_cpus})
+        stack = stack.model_copy(update={"ray": ray})
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
         before = now = read_state(settings.home) or StackState()
@@ -100,23 +103,23 @@ def up(
                     f"home {settings.home} has a stack already. Run trinity-sync down first, or "
                     "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
-            now = replace(joining, host=settings.host)
-        settings = _keep_host(settings, now)
+            now = replace(joining, host=stack.server.host)
+        stack = _keep_host(stack, now, settings.home)
         try:
             if now.joined:
-                now = _join_ray(settings, now, num_cpus, object_store_mb, deadline)
+                now = _join_ray(settings, stack, now, deadline)
             else:
-                now = _start_server_and_ray(settings, now, num_cpus, object_store_mb)
+                now = _start_server_and_ray(settings, stack, now)
                 if now == before and now.lives and _is_complete_and_ready(now):
                     return now
-                now = _await_server_and_ray(settings, now, deadline)
+                now = _await_server_and_ray(settings, stack, now, deadline)
             moved = any(
                 getattr(now, name) != getattr(before, name)
                 for name in ("api_url", "ray_address", "ray_auth", "ray")
             )
             if worker and (moved or not before.worker or not before.worker.lives):
                 _stop_remains(before.worker)
-                now = _start_worker(settings, now, deadline)
+                now = _start_worker(settings, stack, now, deadline)
             write_state(settings.home, now)
             write_invitation(settings, now)
         except BaseException:
@@ -172,13 +175,19 @@ def down(settings: Settings | None = None, *, timeout_s: float = 20.0) -> bool:
     return state is not None
 
 
-def status(settings: Settings | None = None) -> StackStatus:
-    """Return the status of each service, and of the work pool on the Prefect server."""
-    settings = settings or Settings()
+def status(settings: Settings | None = None, stack: StackSettings | None = None) -> StackStatus:
+    """Return the status of each service, and of the work pool on the Prefect server.
+
+    Args:
+        settings: ``home`` is the stack's folder.
+        stack: Settings of the stack; by default those of the environment and the file.
+    """
+    settings, stack = settings or Settings(), stack or StackSettings()
+    pool = stack.worker.pool
     state = find(settings) or StackState()
     found = (
         _check_service("server", state.server, state.api_url or _get_external_api_url()),
-        _check_service("ray", state.ray, state.ray_address or settings.ray_address),
+        _check_service("ray", state.ray, state.ray_address or stack.ray.address),
         _check_service("worker", state.worker, ""),
     )
     online = waiting = None
@@ -192,12 +201,12 @@ def status(settings: Settings | None = None) -> StackStatus:
 
         try:
             with open_client(found[0].url, state.api_auth) as client:
-                online = len(read_heartbeats(client, settings.work_pool))
-                waiting = count_waiting_runs(client, settings.work_pool)
+                online = len(read_heartbeats(client, pool))
+                waiting = count_waiting_runs(client, pool)
         except StackError as error:
             problem = str(error)
-    elsewhere = tuple(_list_overrides(state, settings))
-    return StackStatus(found, settings.work_pool, online, waiting, problem, elsewhere)
+    elsewhere = tuple(_list_overrides(state, stack))
+    return StackStatus(found, pool, online, waiting, problem, elsewhere)
 
 
 def find(settings: Settings | None = None) -> StackState | None:
@@ -241,57 +250,55 @@ def _stop_remains(service: Daemon | None) -> None:
         daemon.stop(service, 15.0)
 
 
-def _keep_host(settings: Settings, state: StackState) -> Settings:
+def _keep_host(stack: StackSettings, state: StackState, home: Path) -> StackSettings:
     """Return the settings with the host of the existing stack, if there is one.
 
     Raises:
         StackError: The settings name another host, or one that other machines cannot reach.
     """
-    if settings.host in ("0.0.0.0", "::"):
+    host = stack.server.host
+    if host in ("0.0.0.0", "::"):
         raise StackError(
-            f"TRINITY_SYNC_HOST is {settings.host}, which other machines cannot connect to. Set it "
-            "to an address of this machine; hostname -I lists them"
+            f"server.host is {host}, which other machines cannot connect to. Set it to an address "
+            "of this machine; hostname -I lists them"
         )
     if not state.host:
-        return settings
-    if settings.host not in (state.host, Settings.model_fields["host"].default):
+        return stack
+    if host not in (state.host, LOCAL_HOST):
         raise StackError(
-            f"TRINITY_SYNC_HOST is {settings.host}, but the host of the stack in {settings.home} "
-            f"is {state.host}. Unset it, or run trinity-sync down first"
+            f"server.host is {host}, but the host of the stack in {home} is {state.host}. Unset "
+            "it, or run trinity-sync down first"
         )
-    return settings.model_copy(update={"host": state.host})
+    server = stack.server.model_copy(update={"host": state.host})
+    return stack.model_copy(update={"server": server})
 
 
 def _start_server_and_ray(
-    settings: Settings, before: StackState, num_cpus: int | None, object_store_mb: int
+    settings: Settings, stack: StackSettings, before: StackState
 ) -> StackState:
     """Start the server and the Ray node, unless they run or are external."""
     now = before if before.daemons else read_last_addresses(settings.home)
     url = _find_external(API_URL, _get_external_api_url(), before.server, before.api_url, settings)
     address = _find_external(
-        RAY_ADDRESS, settings.ray_address, before.ray, before.ray_address, settings
+        RAY_ADDRESS, stack.ray.address, before.ray, before.ray_address, settings
     )
     if url:
         now = replace(now, api_url=url)
     elif not before.server or not before.server.lives:
         _stop_remains(before.server)
-        now = services.start_server(settings, now)
+        now = services.start_server(settings, stack, now)
         _record(settings.home, now)
     if address:
         now = replace(now, ray_address=address)
     elif not before.ray or not before.ray.lives:
         _stop_remains(before.ray)
-        now = services.start_ray(settings, now, num_cpus=num_cpus, object_store_mb=object_store_mb)
+        now = services.start_ray(settings, stack, now)
         _record(settings.home, now)
     return now
 
 
 def _join_ray(
-    settings: Settings,
-    before: StackState,
-    num_cpus: int | None,
-    object_store_mb: int,
-    deadline: StartupDeadline,
+    settings: Settings, stack: StackSettings, before: StackState, deadline: StartupDeadline
 ) -> StackState:
     """Start a Ray node in the cluster of another machine, unless it runs."""
     for what, there in (("Prefect server", before.api_url), ("Ray cluster", before.ray_address)):
@@ -304,7 +311,7 @@ def _join_ray(
     if before.ray and before.ray.lives:
         return before
     _stop_remains(before.ray)
-    now = services.join_ray(settings, before, num_cpus=num_cpus, object_store_mb=object_store_mb)
+    now = services.join_ray(settings, stack, before)
     _record(settings.home, now)
     ray = now.ray
     assert ray is not None  # just started
@@ -317,14 +324,14 @@ def _is_complete_and_ready(state: StackState) -> bool:
 
 
 def _await_server_and_ray(
-    settings: Settings, state: StackState, deadline: StartupDeadline
+    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
 ) -> StackState:
     """Wait until server and Ray are ready, apply the deployments, and return the final URLs."""
     if state.server:
         daemon.await_ready(
             "the Prefect server", state.server, lambda: services.is_server_ready(state), deadline
         )
-    _deploy(settings, state, deadline)
+    _deploy(settings, stack, state, deadline)
     if state.ray:
         daemon.await_ready(
             "the Ray node", state.ray, lambda: bool(services.find_ray_address(state)), deadline
@@ -333,14 +340,16 @@ def _await_server_and_ray(
     return state
 
 
-def _deploy(settings: Settings, state: StackState, deadline: StartupDeadline) -> None:
+def _deploy(
+    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
+) -> None:
     """Apply the deployments in a separate process.
 
     The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
     import Ray before it has the token of the stack's cluster.
     """
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
-    env = services.build_environment(settings, state)
+    env = services.build_environment(settings, stack, state)
     try:
         with deadline.measure("the deployments"):
             done = subprocess.run(
@@ -362,16 +371,18 @@ def _deploy(settings: Settings, state: StackState, deadline: StartupDeadline) ->
         raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
 
 
-def _start_worker(settings: Settings, state: StackState, deadline: StartupDeadline) -> StackState:
+def _start_worker(
+    settings: Settings, stack: StackSettings, state: StackState, deadline: StartupDeadline
+) -> StackState:
     from trinity_sync.orchestration.prefect_queries import open_client, read_heartbeats
 
     with open_client(state.api_url, state.api_auth) as client:
-        before = read_heartbeats(client, settings.work_pool).keys()
+        before = read_heartbeats(client, stack.worker.pool).keys()
 
         def is_online() -> bool:  # each start has a new name
-            return bool(read_heartbeats(client, settings.work_pool).keys() - before)
+            return bool(read_heartbeats(client, stack.worker.pool).keys() - before)
 
-        state = services.start_worker(settings, state)
+        state = services.start_worker(settings, stack, state)
         _record(settings.home, state)
         assert state.worker is not None  # just started
         daemon.await_ready(
@@ -394,37 +405,36 @@ def _get_external_api_url() -> str:
 
 
 def _find_external(
-    variable: str, value: str, own: Daemon | None, url: str, settings: Settings
+    name: str, value: str, own: Daemon | None, url: str, settings: Settings
 ) -> str | None:
-    """Return the address of an external service that a variable names; None to use the stack's.
+    """Return the address of an external service that is configured; None to use the stack's.
 
     Raises:
         StackError: Nothing answers there, or the stack has a service of its own at another address.
     """
     if value and own and value != url:
         raise StackError(
-            f"{variable} is {value}, but the stack in {settings.home} has its own at {url}. "
-            f"Unset {variable}, or run trinity-sync down first."
+            f"{name} is {value}, but the stack in {settings.home} has its own at {url}. "
+            f"Unset {name}, or run trinity-sync down first."
         )
     if not value or own:
         return None
     if not services.accepts_connections(value):
         raise StackError(
-            f"nothing answers at {variable}={value}. Start it there, or unset {variable} to start "
-            "one here."
+            f"nothing answers at {name}={value}. Start it there, or unset {name} to start one here."
         )
     return value
 
 
-def _list_overrides(state: StackState, settings: Settings) -> Iterator[str]:
-    """Yield a sentence for each service of the stack that the environment overrides."""
-    for variable, override, url in (
+def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
+    """Yield a sentence for each service of the stack that the settings override."""
+    for name, override, url in (
         (API_URL, _get_external_api_url(), state.api_url),
-        (RAY_ADDRESS, settings.ray_address, state.ray_address),
+        (RAY_ADDRESS, stack.ray.address, state.ray_address),
     ):
         if url and override and override.rstrip("/") != url:
             yield (
-                f"{variable} is {override}, so processes started from this environment use it "
+                f"{name} is {override}, so processes started from this environment use it "
                 f"instead of {url} of this stack. Unset it, or run trinity-sync down."
             )
 

@@ -37,7 +37,7 @@ def free_port(preferred: str = "", host: str = "127.0.0.1") -> int:
             return int(probe.getsockname()[1])
     raise StackError(
         f"no port of {host} is free for a server, or it is no address of this machine; end some "
-        "that listen there (ss -ltnp lists them), or correct TRINITY_SYNC_HOST"
+        "that listen there (ss -ltnp lists them), or correct host in [server]"
     )
 
 

@@ -1,6 +1,5 @@
 """Start the services of a stack on one machine: Prefect server, Ray node and flow worker."""
 
-import json
 import os
 import secrets
 import shutil
@@ -19,13 +18,16 @@ import certifi
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.ports import free_port
 
 WORKER_MODULE = "trinity_sync.orchestration.worker_main"
 SERVER_MODULE = "trinity_sync.stack.prefect_server"
+LOCAL_HOST = "127.0.0.1"
+"""Host of a stack that no other machine can join."""
+RAY_ADDRESS = stack_variable("ray", "address")
 
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -114,29 +116,30 @@ def make_home(home: Path) -> None:
         )
 
 
-def start_server(settings: Settings, state: StackState) -> StackState:
+def start_server(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start a Prefect server.
 
     Args:
-        settings: Host, home and priority of the server.
+        settings: Home of the stack.
+        stack: Host, retention and priority of the server.
         state: The stack so far; the port of its URL is used again if it is free.
 
     Returns:
         The stack with the server, which may not be ready yet.
     """
-    host = settings.host
+    host = stack.server.host
     port = free_port(state.api_url, host)
-    auth = _server_auth(settings)
+    auth = _server_auth(settings, stack)
     url = f"http://{host}:{port}/api"
     state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
-    env = {**build_environment(settings, state), **_prefect_home(settings)}
+    env = {**build_environment(settings, stack, state), **_prefect_home(settings)}
     if auth:
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
     env.pop("PREFECT_PROFILE", None)  # a profile of the caller's PREFECT_HOME
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
-    daemon.lower_priority(server, settings.nice)
+    daemon.lower_priority(server, stack.worker.nice)
     return replace(state, server=server)
 
 
@@ -149,57 +152,48 @@ def is_server_ready(state: StackState) -> bool:
         return False
 
 
-def start_ray(
-    settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
-) -> StackState:
+def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start a Ray head node.
 
     Args:
-        settings: Host, home and node name.
+        settings: Home and node name.
+        stack: Host and resources of the node.
         state: The stack so far; the port of its Ray address is used again if it is free.
-        num_cpus: CPUs of the node; None for all of the machine.
-        object_store_mb: Size of the object store in MB.
 
     Returns:
         The stack with the node, which may not be ready yet.
     """
-    port = free_port(state.ray_address, settings.host)
+    host = stack.server.host
+    port = free_port(state.ray_address, host)
     auth = _ray_auth(settings.home)
-    state = replace(state, ray=None, ray_address="", ray_auth=auth, host=settings.host)
+    state = replace(state, ray=None, ray_address="", ray_auth=auth, host=host)
     options = ["--head", f"--port={port}"]
-    options += [f"--node-ip-address={settings.host}"]
+    options += [f"--node-ip-address={host}"]
     # free ports, so that two nodes of a machine do not conflict
     options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
-    return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
+    return _start_ray_node(options, settings, stack, state)
 
 
-def join_ray(
-    settings: Settings, state: StackState, *, num_cpus: int | None, object_store_mb: int
-) -> StackState:
+def join_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start a Ray node that joins an existing cluster.
 
     Args:
-        settings: Host, home and node name.
+        settings: Home and node name.
+        stack: Host and resources of the node.
         state: The stack, whose Ray address is that of the cluster.
-        num_cpus: CPUs of the node; None for all of the machine.
-        object_store_mb: Size of the object store in MB.
 
     Returns:
         The stack with the node, which may not have joined yet.
     """
     options = [f"--address={state.ray_address}"]
-    if settings.host != Settings.model_fields["host"].default:  # otherwise Ray detects it
-        options += [f"--node-ip-address={settings.host}"]
-    return _start_ray_node(options, settings, state, num_cpus, object_store_mb)
+    if stack.server.host != LOCAL_HOST:  # otherwise Ray detects it
+        options += [f"--node-ip-address={stack.server.host}"]
+    return _start_ray_node(options, settings, stack, state)
 
 
 def _start_ray_node(
-    options: list[str],
-    settings: Settings,
-    state: StackState,
-    num_cpus: int | None,
-    object_store_mb: int,
+    options: list[str], settings: Settings, stack: StackSettings, state: StackState
 ) -> StackState:
     remove_ray_folder(state)
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
@@ -207,11 +201,11 @@ def _start_ray_node(
     command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
     command += [f"--temp-dir={_ray_temp(state)}"]
     command += [f"--node-name={settings.node}"]
-    command += [f"--num-cpus={num_cpus or os.cpu_count() or 1}"]
-    command += [f"--object-store-memory={object_store_mb * 10**6}"]
+    command += [f"--num-cpus={stack.ray.cpus or os.cpu_count() or 1}"]
+    command += [f"--object-store-memory={stack.ray.object_store_mb * 10**6}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
-    env = build_environment(settings, state)
-    env["RAY_worker_niceness"] = str(settings.nice)
+    env = build_environment(settings, stack, state)
+    env["RAY_worker_niceness"] = str(stack.worker.nice)
     return replace(state, ray=_start("ray", command, settings, env))
 
 
@@ -239,44 +233,47 @@ def remove_ray_folder(state: StackState) -> None:
         shutil.rmtree(state.ray_folder, ignore_errors=True)
 
 
-def start_worker(settings: Settings, state: StackState) -> StackState:
+def start_worker(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start the flow worker.
 
     Args:
-        settings: Home and priority of the worker, and all settings that it gets.
+        settings: Settings of the worker's process.
+        stack: Settings of the stack, which the worker gets.
         state: The stack with its server and Ray cluster.
 
     Returns:
         The stack with the worker, which may not be online yet.
     """
-    env = build_environment(settings, state)
+    env = build_environment(settings, stack, state)
     worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
-    daemon.lower_priority(worker, settings.nice)
+    daemon.lower_priority(worker, stack.worker.nice)
     return replace(state, worker=worker)
 
 
-def build_environment(settings: Settings, state: StackState) -> dict[str, str]:
+def build_environment(
+    settings: Settings, stack: StackSettings, state: StackState
+) -> dict[str, str]:
     """Return the environment of the stack's own processes.
 
     It is the caller's environment without variables of a Ray job, and with the addresses of the
-    stack and all settings.
+    stack and all settings, so these processes read no file.
 
     Args:
-        settings: The settings to pass on.
+        settings: The settings of the process.
+        stack: The settings of the stack.
         state: The stack.
     """
-    env = {**os.environ, **_QUIET, **_retention_variables(settings), **state.environment}
+    env = {**os.environ, **_QUIET, **_retention_variables(stack), **state.environment}
     for name in [name for name in env if name in _RAY_JOB_VARIABLES]:
         del env[name]
     if state.ray_auth:  # Ray takes a token in the environment before that in a file
         env = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH_")}
         env.update(state.ray_auth)
-    for name, value in settings.model_dump(mode="json").items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        env[f"TRINITY_SYNC_{name.upper()}"] = text
-    env["TRINITY_SYNC_RAY_ADDRESS"] = state.ray_address
+    env.update(settings.to_variables())
     env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
     env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
+    env.update(stack.to_variables())
+    env[RAY_ADDRESS] = state.ray_address
     # first: the caller's PYTHONPATH may have other flows or tasks, or a trainer's packages
     paths = [PACKAGES, INSTALLED, *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
@@ -290,12 +287,15 @@ def build_environment(settings: Settings, state: StackState) -> dict[str, str]:
     return env
 
 
-def _retention_variables(settings: Settings) -> dict[str, str]:
+def _retention_variables(stack: StackSettings) -> dict[str, str]:
     """Return how long the server keeps events and flow runs; events take 90% of the space."""
+    events_s, runs_s = (
+        kept.total_seconds() for kept in (stack.server.keep_events, stack.server.keep_runs)
+    )
     return {
-        "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(settings.keep_events_h > 0).lower(),
-        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{settings.keep_events_h * 3600 or 1:.0f}S",
-        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(settings.keep_runs_h * 3600),
+        "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(events_s > 0).lower(),
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{events_s or 1:.0f}S",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(runs_s),
     }
 
 
@@ -348,12 +348,12 @@ def _ray_auth(home: Path) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
-def _server_auth(settings: Settings) -> str:
+def _server_auth(settings: Settings, stack: StackSettings) -> str:
     """Return ``user:password`` for a server that other machines can reach.
 
     Empty if only this machine can, or the caller configures a password.
     """
-    if settings.host == Settings.model_fields["host"].default:
+    if stack.server.host == LOCAL_HOST:
         return ""
     if os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return ""

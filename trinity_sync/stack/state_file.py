@@ -18,7 +18,7 @@ from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.safe_load import is_own
 from trinity_sync.stack.daemon import Daemon
-from trinity_sync.stack.services import StackState, make_home
+from trinity_sync.stack.services import LOCAL_HOST, StackState, make_home
 
 INVITATION = "join.json"
 """File name of the invitation, next to the state file."""
@@ -101,7 +101,7 @@ def write_invitation(settings: Settings, state: StackState) -> None:
         settings: Home of the stack.
         state: The stack.
     """
-    if not state.server or not state.ray or state.host == Settings.model_fields["host"].default:
+    if not state.server or not state.ray or state.host == LOCAL_HOST:
         return
     auth = dict(state.ray_auth or {})
     if path := auth.pop("RAY_AUTH_TOKEN_PATH", ""):

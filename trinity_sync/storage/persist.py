@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from trinity_sync.errors import ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.direct_io import write_file
+from trinity_sync.fs.rate_limit import RateLimit
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.slot_lock import lock_image, lock_slot
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -32,16 +33,17 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
 from trinity_sync.storage.write_permits import acquire_write_permit
 
+WRITERS = 4
+"""Shards that one task writes at a time."""
+
 
 @dataclass(frozen=True)
 class WriteOptions:
     """Options of the writes, as in the settings."""
 
-    direct: bool = True
-    bytes_per_s: float = 0.0
+    limit: RateLimit | None = None
+    """Speed limit of the node."""
     rank_timeout_s: float = 60.0
-    writers: int = 4
-    """Shards that one task writes at a time."""
     nice: int = 0
     """Niceness of the writing threads, as in nice(1)."""
 
@@ -82,7 +84,7 @@ def persist(
             failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
         write = partial(_write, shards, save, options, attempt)
         try:
-            with ThreadPoolExecutor(options.writers, "persist", initializer=initializer) as writers:
+            with ThreadPoolExecutor(WRITERS, "persist", initializer=initializer) as writers:
                 written = list(writers.map(write, sealed, contents))
         except BaseException:
             # a failed attempt must not keep a disk full
@@ -167,9 +169,7 @@ def _write_one(
     start = time.perf_counter()
     acquire_spare(save.root, temporary, len(content))
     try:
-        digest = write_file(
-            temporary, content, direct=options.direct, bytes_per_s=options.bytes_per_s
-        )
+        digest = write_file(temporary, content, limit=options.limit)
         sync_folder(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -144,7 +144,7 @@ class FileRegistry:
                 f"version {version.step} has another number of ranks than {base.step}"
             )
         return [
-            compute_delta(base, version, image.rank, each, nice=self._settings.nice)
+            compute_delta(base, version, image.rank, each)
             for image, each in zip(version.images, spans, strict=True)
         ]
 

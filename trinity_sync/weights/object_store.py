@@ -28,6 +28,8 @@ from trinity_sync.weights.version import ImageRef, Version, VersionUnavailableEr
 
 THREADS = 4
 """Threads that compare two images; as many as persist an image."""
+NICE = 10
+"""Niceness of the threads that compare two versions, as in nice(1)."""
 
 ImageCopy = tuple[VersionTag, Any]
 """Version tag and bytes of an image, a read-only ``uint8`` array of shape ``[nbytes]``."""
@@ -133,9 +135,7 @@ def fetch_deltas(
     return _get_objects(answer, f"delta from version {base.step} to {version.step}", timeout_s)
 
 
-def compute_delta(
-    base: Version, version: Version, rank: int, spans: Spans = (), *, nice: int = 0
-) -> Array:
+def compute_delta(base: Version, version: Version, rank: int, spans: Spans = ()) -> Array:
     """Return the delta between a rank's images of two versions, both in slots of this node.
 
     No lock is acquired, so a trainer can fill the slots meanwhile and needs no additional ones. A
@@ -147,7 +147,6 @@ def compute_delta(
         version: version that it needs, of as many ranks.
         rank: whose images.
         spans: byte ranges that are compared and sent rounded; see ``rounding``.
-        nice: by how much the comparing threads lower their priority, as in nice(1).
 
     Raises:
         VersionUnavailableError: an image was overwritten or removed, or the two images have
@@ -172,7 +171,7 @@ def compute_delta(
     except (FileNotFoundError, ValueError) as error:
         raise VersionUnavailableError(f"an image was removed with its trainer: {error}") from error
     names = name_delta_images(base, version, rank, spans)
-    with ThreadPoolExecutor(THREADS, "delta", partial(lower_thread_priority, nice)) as pool:
+    with ThreadPoolExecutor(THREADS, "delta", partial(lower_thread_priority, NICE)) as pool:
         delta = encode_delta(before, after, **names, spans=spans, map_pieces=map_pieces)
     require_both()
     return delta
@@ -240,9 +239,7 @@ def _copy_image(ref: ImageRef) -> Iterator[Any]:
 
 
 def _compute_delta(base: Version, version: Version, rank: int, spans: Spans) -> Array:
-    from trinity_sync.settings import Settings
-
-    return compute_delta(base, version, rank, spans, nice=Settings().nice)
+    return compute_delta(base, version, rank, spans)
 
 
 def _require_tag(ref: ImageRef) -> VersionTag:

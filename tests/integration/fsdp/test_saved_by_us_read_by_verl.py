@@ -60,7 +60,7 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     from trinity_sync.storage.manifest import is_committed
 
     # some hundred kilobytes then take a second, in which training goes on
-    os.environ["TRINITY_SYNC_WRITE_MB_PER_S"] = "0.5"
+    os.environ["TRINITY_SYNC_STACK__IO__MAX_MB_PER_S"] = "2"
     trained = Trained(tiny, version)
     for _ in range(STEP):
         trained.step()

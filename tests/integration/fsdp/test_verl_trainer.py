@@ -329,7 +329,7 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRINITY_SYNC_SLOTS", "3")
-    monkeypatch.setenv("TRINITY_SYNC_CATALOG_URL", "postgresql://user:secret@host/db")
+    monkeypatch.setenv("TRINITY_SYNC_STACK__CATALOG__URL", "postgresql://user:secret@host/db")
     monkeypatch.setenv("TRINITY_SYNC_NODE", "this-one")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")

@@ -12,6 +12,7 @@ import psutil
 
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon
@@ -38,7 +39,7 @@ def joined(
     if own_disk:
         mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
         command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
-    env = services.build_environment(there, stack)
+    env = services.build_environment(there, StackSettings(), stack)
     log = settings.home / f"logs/{name}-{spool.name}.log"
     node = daemon.start(command, env=env, cwd=settings.home, log=log)
     try:

@@ -15,6 +15,7 @@ import torch
 from tests.conftest import environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
 from trinity_sync import Settings, StackError
+from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
@@ -28,9 +29,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setting
         Settings(
             home=tmp_path_factory.mktemp("home"),
             spool=spool,
-            host=f"127.0.0.{number}",
             node=f"machine-{number}",
-            schedules=False,
         )
         for number, spool in enumerate(spools, start=2)
     )
@@ -39,11 +38,18 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setting
         shutil.rmtree(spool)
 
 
+def at(number: int) -> StackSettings:
+    """Settings of the stack on one of the machines."""
+    return StackSettings(
+        server={"host": f"127.0.0.{number}", "port": 0}, maintenance={"schedules": False}
+    )
+
+
 @pytest.fixture(scope="module")
 def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     settings, _ = machines
     with environment({}):
-        state = embedded.up(settings, num_cpus=1)
+        state = embedded.up(settings, at(2), num_cpus=1)
     yield state
     processes = processes_of(embedded.find(settings) or state)
     with environment({}):
@@ -59,7 +65,7 @@ def joined(
     invitation = tmp_path_factory.mktemp("copied") / "join.json"
     shutil.copy(first.home / "join.json", invitation)
     with environment({}):
-        state = embedded.join(second, invitation, num_cpus=1)
+        state = embedded.join(second, invitation, stack=at(3), num_cpus=1)
     yield state
     state = embedded.find(second) or state
     processes = processes_of(state)
@@ -108,8 +114,8 @@ def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
     joined: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     with environment({}):
-        assert embedded.up(machines[1]) == joined
-        found = embedded.status(machines[1])
+        assert embedded.up(machines[1], at(3)) == joined
+        found = embedded.status(machines[1], at(3))
     assert [part.state for part in found.parts] == ["external", "running", "running"]
     assert found.workers_online == 2
 
@@ -151,11 +157,10 @@ def test_a_head_that_ran_is_mended_where_it_was_whatever_the_shell_says(
     server = psutil.Process(before.server.pid)
     server.kill()
     server.wait(10)
-    elsewhere = machines[0].model_copy(update={"host": "127.0.0.3"})
     with environment({}):
         with pytest.raises(StackError, match=r"but the host of the stack in .* is 127\.0\.0\.2"):
-            embedded.up(elsewhere)
-        after = embedded.up(machines[0].model_copy(update={"host": "127.0.0.1"}))
+            embedded.up(machines[0], at(3))
+        after = embedded.up(machines[0], at(1))
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
 
 
@@ -166,12 +171,12 @@ def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_i
     with environment({}):
         assert embedded.down(first)
         with pytest.raises(StackError, match=r"join with its current join\.json"):
-            embedded.up(second)
-        state = embedded.up(first, num_cpus=1)
+            embedded.up(second, at(3))
+        state = embedded.up(first, at(2), num_cpus=1)
         assert (state.api_url, state.ray_address) == (head.api_url, head.ray_address)
         assert joined.ray
         daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
-        embedded.up(second, num_cpus=1)
-        found = embedded.status(second)
+        embedded.up(second, at(3), num_cpus=1)
+        found = embedded.status(second, at(3))
     assert [part.state for part in found.parts] == ["external", "running", "running"]
     assert found.workers_online

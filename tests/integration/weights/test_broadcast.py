@@ -481,12 +481,12 @@ def test_a_watched_group_carries_a_broadcast(members: Any) -> None:
 
 
 def test_environment_variables_of_a_group_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_SET", "before")
-    monkeypatch.delenv("TRINITY_SYNC_UNSET", raising=False)
-    with _environment({"TRINITY_SYNC_SET": "1", "TRINITY_SYNC_UNSET": "1"}):
-        assert os.environ["TRINITY_SYNC_SET"] == os.environ["TRINITY_SYNC_UNSET"] == "1"
-    assert os.environ["TRINITY_SYNC_SET"] == "before"
-    assert "TRINITY_SYNC_UNSET" not in os.environ
+    monkeypatch.setenv("BROADCAST_SET", "before")
+    monkeypatch.delenv("BROADCAST_UNSET", raising=False)
+    with _environment({"BROADCAST_SET": "1", "BROADCAST_UNSET": "1"}):
+        assert os.environ["BROADCAST_SET"] == os.environ["BROADCAST_UNSET"] == "1"
+    assert os.environ["BROADCAST_SET"] == "before"
+    assert "BROADCAST_UNSET" not in os.environ
 
 
 def _gone_once_connected(port: int) -> None:

@@ -191,4 +191,4 @@ def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, No
 def _prune_syncs(root: str) -> None:
     settings = Settings()
     rules = Rules(All(), parse_policy(read_job_settings(root).keep_weights))
-    prune(root, rules, time.time(), spool=settings.spool, recycle=settings.recycle)
+    prune(root, rules, time.time(), spool=settings.spool)

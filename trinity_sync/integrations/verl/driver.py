@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.layout import refuse_url, step_folder
+from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
@@ -150,8 +151,8 @@ def wrap_get_ppo_ray_runtime_env(
     return get_ppo_ray_runtime_env
 
 
-NOT_FORWARDED = ("TRINITY_SYNC_CATALOG_URL", "TRINITY_SYNC_NODE")
-"""The first may contain a password; the second is the name of this node."""
+NOT_FORWARDED = ("TRINITY_SYNC_NODE", CONFIG, STACK_PREFIX)
+"""Prefixes of the name of this node and of the stack's settings, which may contain a password."""
 
 
 def read_forwarded_variables() -> dict[str, str]:
@@ -160,7 +161,7 @@ def read_forwarded_variables() -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if name == "PREFECT_API_URL"
-        or (name.startswith("TRINITY_SYNC_") and name not in NOT_FORWARDED)
+        or (name.startswith("TRINITY_SYNC_") and not name.startswith(NOT_FORWARDED))
     }
 
 

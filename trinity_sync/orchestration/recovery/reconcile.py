@@ -29,7 +29,7 @@ from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
 from trinity_sync.orchestration.recovery.flow_runs import recover_zombie
 from trinity_sync.orchestration.recovery.images import find_orphaned_saves
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.export_requests import ExportRequest, list_export_requests
 from trinity_sync.storage.gc import (
@@ -58,7 +58,7 @@ async def reconcile(
     """Repair what crashes left in jobs and on this node.
 
     Args:
-        settings: The spool of this node, and the work pool.
+        settings: The spool of this node.
         roots: Roots of the jobs.
         client: Client of the Prefect server; None if there is no server. Files that a run may need
             are then left.
@@ -72,10 +72,11 @@ async def reconcile(
     found: list[Finding] = []
     runs: list[FlowRun] | None = None
     if client:
+        pool = StackSettings().worker.pool
         try:
-            found += await _recover_runs(client, settings)
+            found += await _recover_runs(client, settings, pool)
             found += await _request_runs(client, settings, clock or time.time)
-            runs = await _read_unfinished_saves(client, settings)
+            runs = await _read_unfinished_saves(client, pool)
         except httpx.HTTPError as error:  # such as refused credentials
             found.append(Finding("Prefect", "runs", "left", f"cannot query the server: {error}"))
     found += await asyncio.to_thread(
@@ -96,11 +97,11 @@ def repair_known_roots(settings: Settings) -> list[Finding]:
     return found
 
 
-async def _recover_runs(client: PrefectClient, settings: Settings) -> list[Finding]:
+async def _recover_runs(client: PrefectClient, settings: Settings, pool: str) -> list[Finding]:
     """Recover the zombie runs of this node."""
     here = f"{settings.node}/{read_process_identity(os.getpid())}"
     found = []
-    for run in await read_pool_runs(client, settings.work_pool, *UNDER_WAY):
+    for run in await read_pool_runs(client, pool, *UNDER_WAY):
         try:
             await recover_zombie(client, run, here, spool=settings.spool)
             now = (await client.read_flow_run(run.id)).state
@@ -143,11 +144,11 @@ async def _request_runs(
     return found
 
 
-async def _read_unfinished_saves(client: PrefectClient, settings: Settings) -> list[FlowRun]:
+async def _read_unfinished_saves(client: PrefectClient, pool: str) -> list[FlowRun]:
     """Read the unfinished runs of saves; those of other flows would be many."""
     name = SAVE_DEPLOYMENT.rpartition("/")[2]
     states = (*UNDER_WAY, StateType.SCHEDULED)
-    return await read_pool_runs(client, settings.work_pool, *states, deployment=name)
+    return await read_pool_runs(client, pool, *states, deployment=name)
 
 
 def _repair_files(

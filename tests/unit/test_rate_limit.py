@@ -1,0 +1,60 @@
+"""What several writers of a node write together stays within the limit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from trinity_sync.fs.rate_limit import LARGEST, RateLimit
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_two_writers_share_one_limit(tmp_path: Path) -> None:
+    clock = Clock()
+    writers = [RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep) for _ in "ab"]
+    for number in range(11):
+        writers[number % 2].admit(1_000_000)
+    assert clock.now == 110.0  # the first bytes do not wait
+
+
+def test_idle_time_is_not_saved_up(tmp_path: Path) -> None:
+    clock = Clock()
+    limit = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep)
+    limit.admit(1_000_000)
+    clock.now += 50
+    for _ in range(3):
+        limit.admit(1_000_000)
+    assert clock.now == 152.0
+
+
+def test_a_time_far_ahead_from_before_a_reboot_delays_by_one_chunk(tmp_path: Path) -> None:
+    later, clock = Clock(), Clock()
+    later.now = 1e6
+    RateLimit(tmp_path / "rate", LARGEST, clock=later, sleep=later.sleep).admit(LARGEST)
+    RateLimit(tmp_path / "rate", LARGEST, clock=clock, sleep=clock.sleep).admit(LARGEST)
+    assert clock.now == 101.0
+
+
+def test_another_process_waits_for_the_time_in_the_file(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from trinity_sync.fs.rate_limit import RateLimit
+waits = []
+RateLimit(Path(sys.argv[1]), 1.0, clock=lambda: 100.0, sleep=waits.append).admit(1)
+print(waits)
+"""
+    clock = Clock()
+    RateLimit(tmp_path / "rate", 1.0, clock=clock, sleep=clock.sleep).admit(5)
+    command = [sys.executable, "-c", code, str(tmp_path / "rate")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[5.0]\n"

@@ -1,0 +1,122 @@
+"""Settings: where a value comes from, and what is said of a wrong one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.settings import CONFIG, Settings, StackSettings
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stack's file, which the environment names."""
+    path = tmp_path / "trinity_sync.toml"
+    path.touch()
+    for name in [name for name in os.environ if name.startswith("TRINITY_SYNC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(CONFIG, str(path))
+    return path
+
+
+def test_a_variable_goes_before_the_file_and_the_file_before_the_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(
+        '[server]\nport = 5000\nhost = "10.0.0.4"\n[worker]\nheartbeat_timeout = "3m"\n'
+    )
+    monkeypatch.setenv("TRINITY_SYNC_STACK__SERVER__PORT", "6000")
+    found = StackSettings()
+    assert (found.server.port, found.server.host) == (6000, "10.0.0.4")
+    assert found.worker.heartbeat_timeout.total_seconds() == 180
+    assert found.server.keep_events.total_seconds() == 6 * 3600
+    assert StackSettings(server={"port": 7000}).server.host == "10.0.0.4"
+
+
+def test_the_file_of_the_user_goes_before_that_of_the_machine(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CONFIG)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert StackSettings().server.port == 4200
+    own = tmp_path / "config/trinity_sync/trinity_sync.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text("[server]\nport = 5000\n")
+    assert StackSettings().server.port == 5000
+
+
+def test_a_list_is_a_list_in_the_file_and_has_colons_in_a_variable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text('[worker]\nallowed_paths = ["/a"]\n')
+    assert StackSettings().worker.allowed_paths == (Path("/a"),)
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS", "/a:/b")
+    assert StackSettings().worker.allowed_paths == (Path("/a"), Path("/b"))
+
+
+WRONG = {
+    "[server]\nprot = 1": r"{file}: unknown key prot in \[server\]; did you mean port\?",
+    "[sever]\nport = 1": r"{file}: unknown section \[sever\]; did you mean server\?",
+    "[ray]\nxyz = 1": r"unknown key xyz in \[ray\]; known are address, cpus, .*python",
+    '[server]\nport = "x"': r"{file}: port = 'x' in \[server\]: .*integer.*; e.g. port = 4200",
+    "[server]\nkeep_events = 6": r'keep_events = 6 in \[server\]: .*; e.g. keep_events = "6h"',
+    "[server": r"{file} is not a TOML file: ",
+    "server = 1": r"{file}: \[server\]: ",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_in_the_file_is_said_with_its_place_and_what_is_right(
+    file: Path, text: str
+) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=WRONG[text].replace("{file}", str(file))):
+        StackSettings()
+
+
+def test_everything_that_is_wrong_is_said_at_once(file: Path) -> None:
+    file.write_text('[server]\nport = "x"\n[io]\nmax = 1\n')
+    with pytest.raises(ConfigError) as caught:
+        StackSettings()
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_file_that_is_named_and_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONFIG, str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"trinity-sync config init .*none\.toml"):
+        StackSettings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TRINITY_SYNC_SLOTS", "x", r"TRINITY_SYNC_SLOTS=x: .*; e.g. TRINITY_SYNC_SLOTS=2"),
+        ("TRINITY_SYNC_STACK__WORKER__METRICS", "9464", r"METRICS=9464: .*=127.0.0.1:9464$"),
+        ("TRINITY_SYNC_STACK__SERVER__KEEP_RUNS", "1", r"KEEP_RUNS=1: .*unit.*KEEP_RUNS=30d$"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_an_example(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        _ = Settings(), StackSettings()
+
+
+def test_a_process_that_gets_all_settings_as_variables_reads_no_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(
+        '[server]\nport = 1\nkeep_events = "0s"\nkeep_runs = "90m"\n'
+        '[worker]\nallowed_paths = ["/a", "/b"]\nmetrics = "[::]:9464"\n'
+        '[io]\nreuse_files = "always"\nmax_mb_per_s = 0.5\n'
+    )
+    settings = StackSettings()
+    variables = settings.to_variables()
+    file.write_text("[server]\nport = 2\nunknown = 3\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert StackSettings() == settings
