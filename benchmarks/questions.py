@@ -16,11 +16,12 @@ from benchmarks.simulated import Job
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.prefect_queries import (
+    RETENTION,
     UNDER_WAY,
     count_waiting_runs,
     read_job_runs,
     read_pool_runs,
-    read_retention,
+    read_table,
 )
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import reconcile
@@ -90,7 +91,7 @@ class Questions:
             OURS[4]: lambda: self._run(end_unreported_tasks(client, pool)),
             OURS[5]: lambda: count_waiting_runs(sync, pool),
             OURS[6]: lambda: read_job_runs(sync, root),
-            OURS[7]: lambda: read_retention(sync, root),
+            OURS[7]: lambda: read_table(sync, RETENTION, root),
             OURS[8]: lambda: self._run(reconcile(settings, [root], client)),
         }
 

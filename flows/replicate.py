@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -52,7 +53,7 @@ async def request_replication(request: SaveRequest) -> None:
             deployment = await client.read_deployment_by_name(DEPLOYMENT)
             fields = {
                 "parameters": {"root": request.root, "step": request.step, "url": job.remote},
-                "name": f"replicate step {request.step}",
+                "name": f"{Path(request.root).name}: replicate step {request.step}",
                 "tags": request.tags,
                 "idempotency_key": f"{request.key}/replicate",
             }

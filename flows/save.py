@@ -8,11 +8,15 @@ without affecting the committed step.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefect import flow, get_run_logger
+from prefect.artifacts import acreate_markdown_artifact
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
+from prefect.states import Failed
 from prefect_ray.context import remote_options
 from ray.exceptions import RayError
 
@@ -33,6 +37,15 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import metrics  # a flow is pickled with its globals
+from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.run_page import (
+    FailedTask,
+    SaveFailure,
+    describe_failure,
+    make_failed_task,
+)
+from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.required_remote import read_required_remote
@@ -45,14 +58,19 @@ class NodeSave:
 
     shards: NodeShards
     persisted: list[Persisted] = field(default_factory=list)
+    failed: list[FailedTask] = field(default_factory=list)
 
 
 @flow(name="save-step", task_runner=NodeRayTaskRunner(), persist_result=False, retries=0)
-async def save_step(request: SaveRequest) -> None:
+async def save_step(request: SaveRequest) -> State[Any] | None:
     """Persist and commit one step, then export, replicate and prune as requested.
 
     Args:
         request: The save. The placement files in the root name the nodes that hold its images.
+
+    Returns:
+        A Failed state with a name of its own for a save that was superseded or evicted; None for a
+        committed save.
     """
     started_at = time.time()
     nodes: list[NodeSave] = []
@@ -65,9 +83,15 @@ async def save_step(request: SaveRequest) -> None:
         await free_remaining_slots(request, nodes[1:])
         await upload_if_required(request, nodes[0])
     except Exception as error:
-        metrics.METRICS.count_failed_save(request)
-        await mark_failed(request, nodes, str(error))
-        raise
+        outcome = metrics.get_outcome(error)
+        metrics.METRICS.count_failed_save(request, outcome)
+        report_step(outcome, request, message=str(error))
+        remaining = await mark_failed(request, nodes, str(error))
+        await create_failure_artifact(request, nodes, outcome, str(error), remaining)
+        if outcome == "failed":
+            raise
+        get_run_logger().error("%s", error)
+        return Failed(name=outcome.capitalize(), message=str(error))
     metrics.METRICS.count_committed_save(
         request,
         [result for node in nodes for result in node.persisted],
@@ -75,6 +99,7 @@ async def save_step(request: SaveRequest) -> None:
         persisted_at=persisted_at,
         committed_at=committed_at,
     )
+    report_step("committed", request, seconds=committed_at - started_at)
     try:
         if has_exports:
             await export_models(request, nodes[0])
@@ -82,6 +107,20 @@ async def save_step(request: SaveRequest) -> None:
         await request_replication(request)
     if request.keep:
         await prune(request, nodes[0])
+    return None
+
+
+def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> None:
+    """Send the event of a save, see `emit_step_event`.
+
+    Args:
+        outcome: How the save ended.
+        request: The save.
+        payload: More values of the event.
+    """
+    emit_step_event(
+        outcome, request.root, request.step, run=request.run, kind=request.kind, **payload
+    )
 
 
 async def find_nodes(request: SaveRequest) -> list[NodeSave]:
@@ -107,7 +146,7 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
     for node in nodes:
         if node.shards.node not in alive:
             raise _node_lost_error(request, node, "is not in this Ray cluster")
-    owners: list[NodeSave] = []
+    owners: list[tuple[NodeSave, Component | None]] = []
     futures: list[PrefectFuture[Persisted]] = []
     for node in nodes:
         components: list[Component | None] = [
@@ -119,11 +158,13 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
         with remote_options(**pin_to_node(node.shards.node, alive)):
             for component in components:
                 task = PERSIST_TASKS[component]
+                if len(nodes) > 1:  # otherwise all nodes' tasks have the same name in the UI
+                    task = task.with_options(task_run_name=f"{task.name} @ {node.shards.node}")
                 futures.append(task.submit(request, component, node.shards, awaits_callables))
-                owners.append(node)
+                owners.append((node, component))
                 awaits_callables = False  # one task of the node is enough
     failures: list[BaseException] = []
-    for node, outcome in zip(owners, await gather_outcomes(futures), strict=True):
+    for (node, component), outcome in zip(owners, await gather_outcomes(futures), strict=True):
         if isinstance(outcome, RayError):
             why = f"or a process of it, died before they were written ({type(outcome).__name__})"
             failures.append(_node_lost_error(request, node, why))
@@ -132,6 +173,9 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
             failures.append(outcome)
         else:
             node.persisted.append(outcome)
+            continue
+        what = component or "callable saves"
+        node.failed.append(make_failed_task(node.shards.node, what, failures[-1]))
     if failures:
         raise failures[0]
 
@@ -236,19 +280,26 @@ async def prune(request: SaveRequest, node: NodeSave) -> None:
         )
 
 
-async def mark_failed(request: SaveRequest, nodes: Sequence[NodeSave], reason: str) -> None:
+async def mark_failed(
+    request: SaveRequest, nodes: Sequence[NodeSave], reason: str
+) -> dict[str, int]:
     """Mark the images of a failed save on every living node; never raises.
 
     Args:
         request: The save.
         nodes: The nodes that hold its images; empty if the placement is unknown.
         reason: Why the save failed.
+
+    Returns:
+        Number of images of the save that are still in memory, by living node.
     """
+    reached: list[str] = []
     try:
         futures = []
         alive = list_living_nodes()
         for node in nodes:
             if node.shards.node in alive:
+                reached.append(node.shards.node)
                 with remote_options(**pin_to_node(node.shards.node, alive)):
                     futures.append(
                         mark_images_failed.submit(request, node.persisted, node.shards, reason)
@@ -263,3 +314,36 @@ async def mark_failed(request: SaveRequest, nodes: Sequence[NodeSave], reason: s
                 request.run_name,
                 outcome,
             )
+    marked = zip(reached, outcomes, strict=False)
+    return {node: outcome for node, outcome in marked if isinstance(outcome, int)}
+
+
+async def create_failure_artifact(
+    request: SaveRequest,
+    nodes: Sequence[NodeSave],
+    outcome: StepOutcome,
+    reason: str,
+    remaining: Mapping[str, int],
+) -> None:
+    """Show in the Prefect UI what failed, what is safe and what to do; never raises.
+
+    Args:
+        request: The save.
+        nodes: The nodes that hold its images; empty if the placement is unknown.
+        outcome: How it ended.
+        reason: Why.
+        remaining: As `mark_failed` returns it.
+    """
+    try:
+        newest = await asyncio.to_thread(find_newest, request.root, request.kind)
+        failed = [each for node in nodes for each in node.failed]
+        last = newest.step if newest else None
+        await acreate_markdown_artifact(
+            key=make_artifact_key("save", request.root),
+            markdown=describe_failure(
+                request, SaveFailure(outcome, reason, failed, last, remaining)
+            ),
+            description=f"{request.flow_run_name}: {outcome}",
+        )
+    except Exception as error:
+        get_run_logger().warning("%s: cannot create its artifact: %r", request.run_name, error)

@@ -1,21 +1,24 @@
 """Commit a save and free its slots, or mark its images as failed."""
 
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
 from tasks.persist import is_io_error, make_save
 from tasks.weights import create_weights_artifact
 from trinity_sync.catalog.mirror import try_mirror
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.layout import FOLDERS
+from trinity_sync.layout import FOLDERS, KINDS, Kind
 from trinity_sync.orchestration.job_registry import register_job
+from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.run_page import NodeResources, describe_commit
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.spool import get_job_spool
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.callable_saves import await_callable_saves
 from trinity_sync.storage.commit import commit
@@ -26,14 +29,12 @@ from trinity_sync.storage.export_requests import (
 )
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.late_images import free_committed_slots
+from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, discard, mark_failed
 
 logger = logging.getLogger(__name__)
-
-MAX_ARTIFACT_ROWS = 200
-"""A table artifact of the Prefect UI is a single request to the server."""
 
 
 @task(
@@ -74,6 +75,7 @@ def commit_step(
     )
     write_export_requests(save, written)
     recycle = can_reuse_blocks(save.root, StackSettings().io.reuse_files)
+    before = _read_pointers(save)
     manifest = commit(
         save,
         written,
@@ -89,7 +91,7 @@ def commit_step(
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], flow_run=flow_run.id)
     try:
-        create_commit_artifact(request, manifest, written)
+        create_commit_artifact(request, manifest, written, before, spool)
         create_weights_artifact(request.root)
     except Exception as error:  # the server is away, and the step is committed nevertheless
         logger.warning("%s is committed; cannot create its artifacts: %r", request.run_name, error)
@@ -139,7 +141,7 @@ def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: Nod
 @task(name="mark-failed", persist_result=False)
 def mark_images_failed(
     request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
-) -> None:
+) -> int:
     """Mark the images of a failed save on one node, and remove its temporary files.
 
     Later saves evict such images first. Until then, a retry of the flow run can persist them again.
@@ -149,40 +151,54 @@ def mark_images_failed(
         persisted: The results of this node's persist tasks.
         shards: The shards that this node holds.
         reason: Why the save failed.
+
+    Returns:
+        Number of images of the save that are still in memory.
     """
     save = make_save(request)
     for result in persisted:
         discard(result.written)
-    mark_failed(get_job_spool(shards.spool, save.root), save, reason)
+    spool = get_job_spool(shards.spool, save.root)
+    mark_failed(spool, save, reason)
+    return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
 
 
 def create_commit_artifact(
-    request: SaveRequest, manifest: Manifest, written: Sequence[Written]
+    request: SaveRequest,
+    manifest: Manifest,
+    written: Sequence[Written],
+    before: Mapping[Kind, int | None],
+    spool: JobSpool,
 ) -> None:
-    """Show the committed files in the Prefect UI; of many, the largest.
+    """Show in the Prefect UI how a save went.
 
     Args:
         request: The committed save.
         manifest: Its manifest.
         written: The files that the tasks of all nodes have written.
+        before: Steps that the latest pointers named before the commit.
+        spool: Spool of the job on this node.
     """
-    seconds = {file.record.path: file.seconds for file in written}
-    largest = sorted(manifest.files, key=lambda file: -file.nbytes)[:MAX_ARTIFACT_ROWS]
-    left_out = len(manifest.files) - len(largest)
-    create_table_artifact(
-        key="committed-files",
-        description=f"**{request.run_name}** committed: {manifest.nbytes:,} bytes in "
-        f"`{request.root}/global_step_{request.step}`"
-        + (f"; {left_out:,} smaller files are not shown" if left_out else ""),
-        table=[
-            {
-                "file": file.path,
-                "bytes": f"{file.nbytes:,}",
-                "GB/s": f"{file.nbytes / seconds[file.path] / 1e9:.2f}"
-                if seconds.get(file.path)
-                else "",
-                "digest": file.digest,
-            }
-            for file in sorted(largest, key=lambda file: file.path)
-        ],
+    after = _read_pointers(request.save)
+    pointers = {kind: (before.get(kind), after[kind]) for kind in manifest.kinds}
+    create_markdown_artifact(
+        key=make_artifact_key("save", request.root),
+        markdown=describe_commit(
+            request, manifest, written, pointers, _measure_node(spool, request.save)
+        ),
+        description=f"{request.flow_run_name}: committed",
+    )
+
+
+def _read_pointers(save: SaveId) -> dict[Kind, int | None]:
+    return {kind: read_latest_pointer(save.root, kind) for kind in KINDS}
+
+
+def _measure_node(spool: JobSpool, save: SaveId) -> NodeResources:
+    memory = shutil.disk_usage(spool.folder.parent)
+    return NodeResources(
+        pending=len(spool.tickets()[0]),
+        spool_used=memory.used,
+        spool_total=memory.total,
+        disk_free=shutil.disk_usage(save.root).free,
     )

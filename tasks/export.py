@@ -8,6 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.orchestration.job_registry import require_allowed
+from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
 from trinity_sync.storage.export_requests import list_export_requests
 
 
@@ -51,8 +52,8 @@ def export_model(
         max_shard_bytes=int(max_shard_gb * 1e9),
     )
     create_markdown_artifact(
-        key="exported-model",
+        key=make_artifact_key("exported-model", root),
         description=f"{role} of step {step} in `{root}`",
-        markdown=f"`{done.folder}`: {done.nbytes:,} bytes\n\n"
+        markdown=f"`{done.folder}`: {format_bytes(done.nbytes)}\n\n"
         + "\n".join(f"- `{name}`" for name in done.files),
     )

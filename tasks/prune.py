@@ -15,6 +15,8 @@ from trinity_sync.catalog.mirror import rebuild, try_mirror
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, select_roots
+from trinity_sync.orchestration.prefect_queries import RETENTION
+from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
 from trinity_sync.retention.planner import Rules
 from trinity_sync.retention.policies import All, LastN, parse_policy
 from trinity_sync.retention.prune import Pruned
@@ -59,7 +61,8 @@ def prune(
             )
         except (TrinitySyncError, OSError) as error:
             failures.append(f"{each}: {error}")
-    create_retention_artifact(pruned, dry_run=dry_run)
+    for done in pruned:
+        create_retention_artifact(done, dry_run=dry_run)
     if failures:
         raise ConfigError("\n".join(failures))
 
@@ -94,39 +97,33 @@ def _update_catalog(root: Path, settings: Settings, _steps: Sequence[int]) -> No
         logger.warning("cannot update the catalog for %s: %s", root, error)
 
 
-def create_retention_artifact(pruned: Sequence[Pruned], *, dry_run: bool) -> None:
-    """Show in the Prefect UI what became of every step.
+def create_retention_artifact(done: Pruned, *, dry_run: bool) -> None:
+    """Show in the Prefect UI what became of every step of a job.
 
     Args:
-        pruned: The results, one per root.
-        dry_run: Whether they are a preview.
+        done: The result.
+        dry_run: Whether it is a preview.
     """
-    freed = sum(each.nbytes for each in pruned)
-    steps = sum(len(each.removed) for each in pruned)
     create_table_artifact(
-        key="retention",
-        description=f"{steps} steps of {len(pruned)} jobs {'would be ' if dry_run else ''}removed, "
-        f"{freed:,} bytes",
+        key=make_artifact_key(RETENTION, done.root),
+        description=f"{len(done.removed)} steps of `{done.root}` "
+        f"{'would be ' if dry_run else ''}removed, {format_bytes(done.nbytes)}",
         table=[
             {
-                "root": str(each.root),
                 "step": outcome.step.step,
                 "run": outcome.step.run,
                 "kinds": ", ".join(outcome.step.kinds),
-                "bytes": f"{outcome.step.nbytes:,}",
+                "size": format_bytes(outcome.step.nbytes),
                 "state": outcome.state,
                 "why": outcome.why,
             }
-            for each in pruned
-            for outcome in each.outcomes
+            for outcome in done.outcomes
         ]
         + [
             {
-                "root": str(each.root),
                 "step": f"quarantine {name}",
                 "state": "would be removed" if dry_run else "removed",
             }
-            for each in pruned
-            for name in each.quarantine
+            for name in done.quarantine
         ],
     )

@@ -1,6 +1,7 @@
 """Repair what crashes left on a node, and show the findings."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.orchestration import get_client
 
 from tasks.weights import create_weights_artifact
+from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import select_roots
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
 from trinity_sync.settings import Settings
 from trinity_sync.storage.gc import Finding
@@ -25,7 +28,8 @@ def repair(root: str | None, grace_s: float = GRACE_S) -> None:
     """
     settings = Settings()
     roots = select_roots(root, settings)
-    create_findings_artifact(asyncio.run(_reconcile(settings, roots, grace_s)))
+    found = asyncio.run(_reconcile(settings, roots, grace_s))
+    create_findings_artifacts(found, settings.node)
     for each in roots:
         create_weights_artifact(each)
 
@@ -35,21 +39,31 @@ async def _reconcile(settings: Settings, roots: Sequence[Path], grace_s: float) 
         return await reconcile(settings, roots, client, grace_s=grace_s)
 
 
-def create_findings_artifact(found: Sequence[Finding]) -> None:
-    """Show the findings in the Prefect UI, if there are any."""
-    if not found:
-        return
-    repaired = sum(finding.state == "repaired" for finding in found)
-    create_table_artifact(
-        key="reconciled",
-        description=f"{repaired} repaired, {len(found) - repaired} left",
-        table=[
-            {
-                "state": finding.state,
-                "what": finding.what,
-                "why": finding.why,
-                "where": finding.where,
-            }
-            for finding in found
-        ],
-    )
+def create_findings_artifacts(found: Sequence[Finding], node: str) -> None:
+    """Show the findings in the Prefect UI: those of each job, and those of the node's spool.
+
+    Args:
+        found: The findings.
+        node: Name of this node.
+    """
+    groups: dict[str, list[Finding]] = {}
+    for finding in found:
+        is_root = Path(finding.where).is_dir() and (Path(finding.where) / PRIVATE_FOLDER).is_dir()
+        own = f"node-{re.sub(r'[^a-z0-9]+', '-', node.lower())}"
+        key = make_artifact_key("reconciled", finding.where) if is_root else f"reconciled-{own}"
+        groups.setdefault(key, []).append(finding)
+    for key, findings in groups.items():
+        repaired = sum(finding.state == "repaired" for finding in findings)
+        create_table_artifact(
+            key=key,
+            description=f"{repaired} repaired, {len(findings) - repaired} left",
+            table=[
+                {
+                    "state": finding.state,
+                    "what": finding.what,
+                    "why": finding.why,
+                    "where": finding.where,
+                }
+                for finding in findings
+            ],
+        )

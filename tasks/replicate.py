@@ -12,6 +12,7 @@ from prefect.tasks import Task
 
 from trinity_sync.errors import RemoteError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import require_allowed, require_allowed_store
+from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
 from trinity_sync.remote.required import prune_remote, replicate_missing, replicate_required
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.job_settings import read_job_settings
@@ -54,9 +55,9 @@ def replicate_to_remote(root: str, step: int, url: str, keep_last: int) -> None:
         removed += prune_remote(Path(root), url, job.remote_keep, time.time())
     pruned = f"; removed from the remote: steps {removed}" if removed else ""
     create_markdown_artifact(
-        key="replicated",
+        key=make_artifact_key("replicated", root),
         markdown=f"Step {step} of `{root}` is at `{done.url}`: {done.uploaded} files, "
-        f"{done.nbytes:,} bytes sent in {done.seconds:.1f} s{pruned}.",
+        f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s{pruned}.",
     )
 
 

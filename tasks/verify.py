@@ -3,12 +3,16 @@
 import time
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
 
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.orchestration.job_registry import select_roots
+from trinity_sync.orchestration.prefect_queries import VERIFIED
+from trinity_sync.orchestration.quantities import format_bytes, format_rate, make_artifact_key
+from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage import verify
 from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
@@ -55,7 +59,10 @@ def mark_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
         CommitError: A step is corrupted.
     """
     verified = verify.judge_steps(checked)
-    create_verification_artifact(verified)
+    for each in verified:
+        if each.state == "corrupted":
+            emit_step_event("corrupted", each.root, each.step, message=each.wrong)
+    create_verification_artifacts(verified)
     if corrupted := [each for each in verified if each.state == "corrupted"]:
         reasons = "; ".join(f"step {each.step} in {each.root}: {each.wrong}" for each in corrupted)
         raise CommitError(
@@ -77,53 +84,61 @@ def load_newest_checkpoints(root: str | None) -> None:
     """
     from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
 
-    rows, failures = [], []
+    failures = []
     for each in select_roots(root, Settings()):
         try:
             done = load_newest(each)
         except (TrinitySyncError, OSError) as error:
             failures.append(str(error))
-            rows.append({"root": str(each), "step": "", "result": str(error)})
+            _create_load_artifact(each, {"step": "", "result": str(error)})
             continue
         if done:
             result = "loaded, digests compared" if done.checked else "loaded"
-            rows.append(
+            _create_load_artifact(
+                each,
                 {
-                    "root": done.root,
                     "step": str(done.step),
                     "result": result,
                     "seconds": f"{done.seconds:.2f}",
-                    "GB/s": f"{done.nbytes / done.seconds / 1e9:.2f}",
-                    "bytes": f"{done.nbytes:,}",
+                    "speed": format_rate(done.nbytes, done.seconds),
+                    "size": format_bytes(done.nbytes),
                     "files": str(done.files),
-                }
+                },
             )
-    create_table_artifact(
-        key="loaded-checkpoints",
-        description="Time to load the newest checkpoint on this node, as a restart does",
-        table=rows,
-    )
     if failures:
         raise CommitError("; ".join(failures))
 
 
-def create_verification_artifact(steps: Sequence[VerifiedStep]) -> None:
-    """Show the verified steps in the Prefect UI."""
-    files = sum(step.files for step in steps)
-    nbytes = sum(step.nbytes for step in steps)
+def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
     create_table_artifact(
-        key="verified-steps",
-        description=f"Read {files} files, {nbytes:,} bytes, of {len(steps)} steps",
-        table=[
-            {
-                "root": step.root,
-                "step": step.step,
-                "state": step.state,
-                "files": step.files,
-                "bytes": f"{step.nbytes:,}",
-                "GB/s": f"{step.nbytes / step.seconds / 1e9:.2f}" if step.seconds else "",
-                "problem": step.wrong,
-            }
-            for step in steps
-        ],
+        key=make_artifact_key("loaded", root),
+        description=f"Time to load the newest checkpoint of `{root}` on this node, as a restart "
+        "does",
+        table=[row],
     )
+
+
+def create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
+    """Show the verified steps of each job in the Prefect UI."""
+    by_root: dict[str, list[VerifiedStep]] = {}
+    for step in steps:
+        by_root.setdefault(step.root, []).append(step)
+    for root, verified in by_root.items():
+        files = sum(step.files for step in verified)
+        nbytes = sum(step.nbytes for step in verified)
+        create_table_artifact(
+            key=make_artifact_key(VERIFIED, root),
+            description=f"Read {files:,} files, {format_bytes(nbytes)}, of {len(verified)} steps "
+            f"of `{root}`",
+            table=[
+                {
+                    "step": step.step,
+                    "state": step.state,
+                    "files": step.files,
+                    "size": format_bytes(step.nbytes),
+                    "speed": format_rate(step.nbytes, step.seconds),
+                    "problem": step.wrong,
+                }
+                for step in verified
+            ],
+        )

@@ -1,12 +1,11 @@
 """Artifact: which version of the weights each reader serves."""
 
-import re
 import time
 from pathlib import Path
 
 from prefect.artifacts import create_table_artifact
 
-from trinity_sync.layout import job_id
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.weights.report import read_sync_report
 
 
@@ -15,10 +14,9 @@ def create_weights_artifact(root: str | Path) -> None:
     found = read_sync_report(root, time.time())
     if found is None or found.lives is False or not found.readers:
         return
-    job = re.sub(r"[^a-z0-9]+", "-", job_id(root).lower())
     newest = found.newest.step if found.newest else "none"
     create_table_artifact(
-        key=f"weights-{job}",
+        key=make_artifact_key("weights", root),
         description=f"Version of `{root}` that each reader serves; the newest is {newest}",
         table=[
             {

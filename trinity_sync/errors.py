@@ -13,6 +13,7 @@
      ├─ ImageError                  a state cannot be staged, or an image cannot be read
      ├─ SaveError                   a save cannot be committed
      │   ├─ MissingShardsError      ranks or components were not submitted
+     │   │   └─ EvictedError        their images were evicted for a later step
      │   ├─ SupersededError         a later run of the job resumed from an earlier step
      │   ├─ SaveFailedError         saves of this process have failed (`wait_all`)
      │   └─ SaveTimeoutError        a save has not ended in time; it may still commit
@@ -169,6 +170,10 @@ class SaveError(TrinitySyncError):
 
 class MissingShardsError(SaveError):
     """Ranks or components of a step were not submitted."""
+
+
+class EvictedError(MissingShardsError):
+    """Images of a step were evicted from the spool for a later step; the save is lost."""
 
 
 class SupersededError(SaveError):

@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 from tests.waiting import until
 from trinity_sync.client.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.layout import Kind
+from trinity_sync.orchestration.prefect_queries import get_task_name
 from trinity_sync.storage.runs import find_newest_run
 
 
@@ -29,8 +30,8 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
 
 
 def kind_of(task: TaskRun) -> str:
-    """Return the task's name, such as "persist-model", without the suffix of its run."""
-    return task.name.rpartition("-")[0]
+    """Return the task's name, such as "persist-model", without its node and its number."""
+    return get_task_name(task)
 
 
 class Api:

@@ -13,6 +13,7 @@ from tests.unit.job import Job
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.job_settings import write_job_settings
@@ -37,7 +38,8 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     assert ended.state
     assert ended.state.is_completed(), ended.state.message
     assert Remote(url).read_step(4).state == "valid"
-    assert until(lambda: api.artifacts_of(run), "the artifact")[0].key == "replicated"
+    (artifact,) = until(lambda: api.artifacts_of(run), "the artifact")
+    assert artifact.key == make_artifact_key("replicated", job.root)
 
 
 def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere(

@@ -13,6 +13,7 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.unit.steps import commit_files
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import steps_on_disk
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.leases import acquire_lease
 
@@ -72,7 +73,8 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     (artifact,) = api.artifacts_of(done)
     rows = {row["step"]: row for row in json.loads(artifact.data)}
     assert rows[2]["why"] == "leased by explorer"
-    assert "1 steps of 1 jobs removed, 2,000 bytes" in artifact.description
+    assert artifact.key == make_artifact_key("retention", root)
+    assert f"1 steps of `{root}` removed, 2.0 kB" in artifact.description
     assert steps_on_disk(root) == [2, 3]
 
 

@@ -26,6 +26,7 @@ from trinity_sync import (
     Settings,
 )
 from trinity_sync.layout import Kind, step_folder
+from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -56,15 +57,20 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
     saves.wait_all(90)
     assert torch.equal(load(root, 40)["w"], STATE["w"])
     run = api.ended(api.run_of(key(saves, 40)).id)
-    assert run.name == "save actor step 40"
+    assert run.name == f"{root.name}: save actor step 40"
     assert {f"job:{saves.spool.folder.name}", "run:1", "step:40", "kind:checkpoint"} <= {*run.tags}
     saved = ("extra_state", "metadata", "model", "optim")
     names = ["commit", *(f"persist-{name}" for name in saved)]
     assert sorted(map(kind_of, api.ended_tasks(run, *names))) == names
     (artifact,) = api.artifacts_of(run)
-    assert artifact.type == "table"
+    assert (artifact.type, artifact.key) == ("markdown", make_artifact_key("save", root))
+    assert f"### {root.name}: save actor step 40: committed" in artifact.data
+    (timing,) = read_manifest(root, 40).timings
+    assert f"**{format_duration(timing.stalls[0].seconds)}** (slowest rank: 0)" in artifact.data
+    assert timing.queue_s + timing.write_s + timing.commit_s > 0
     assert "actor/model_world_size_1_rank_0.pt" in artifact.data
-    assert "xxh3-128:" in artifact.data
+    assert "checkpoint: set to 40" in artifact.data
+    assert f"trinity-sync report {root}" in artifact.data
 
 
 TRAINER = """
@@ -182,7 +188,7 @@ def test_actor_and_critic_are_one_flow_run_and_one_commit(
         assert read_manifest(root, 6) is None
         saves.save(6, {"model": {"v": torch.ones(3)}}, role="critic")
         saves.wait_all(90)
-        assert api.run_of(key(saves, 6)).name == "save actor+critic step 6"
+        assert api.run_of(key(saves, 6)).name.endswith(": save actor+critic step 6")
     assert require_committed(root, 6).roles == ("actor", "critic")
     assert load(root, 6, role="critic")["v"].tolist() == [1, 1, 1]
 
@@ -294,6 +300,10 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     assert run.state.is_failed()
     (commit,) = (task for task in api.ended_tasks(run, "commit") if kind_of(task) == "commit")
     assert commit.run_count == 1  # nothing that another attempt could mend
+    page = api.artifacts_of(run)[-1].data
+    for words in ("step 9: failed", "no adapter to save", f"trinity-sync retry {root} 9"):
+        assert words in page
+    assert "1 images are still in memory" in page
     assert read_manifest(root, 9) is None
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})

@@ -19,6 +19,7 @@ from tests.unit.job import Job
 from tests.unit.steps import MODEL
 from trinity_sync.errors import (
     CommitError,
+    EvictedError,
     ImageError,
     ManifestError,
     MissingShardsError,
@@ -339,7 +340,7 @@ def test_an_image_that_gave_way_is_never_saved_as_another_step(job: Job) -> None
         job.stage(step, {"model": state(step)})
     from trinity_sync.storage.persist import _check
 
-    with pytest.raises(ImageError, match="was evicted for a later step"):
+    with pytest.raises(EvictedError, match="was evicted for a later step"):
         _check(job.save(1), sealed, memoryview(b""))
 
 

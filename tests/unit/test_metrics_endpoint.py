@@ -57,7 +57,7 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(job: Job, tmp_pa
         committed_at=written[0].submitted_at + 2.75,
     )
     metrics.count_committed_save(request(job, 3), [], **TIMES)  # late
-    metrics.count_failed_save(request(job, 5))
+    metrics.count_failed_save(request(job, 5), "failed")
     found = scraped(metrics.serve(settings, at(free_port())))
     assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
     assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1

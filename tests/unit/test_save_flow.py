@@ -1,13 +1,15 @@
 """The order of what follows a commit; the tasks themselves run in tests/integration."""
 
 import asyncio
+import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import flows.save
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import ExportError
+from trinity_sync.errors import EvictedError, ExportError, MissingShardsError, SupersededError
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -36,6 +38,7 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     patch("export_models", error=ExportError("no config") if fails else None)
     patch("request_replication")
     patch("mark_failed")
+    monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
     monkeypatch.setattr(flows.save.metrics.METRICS, "count_committed_save", lambda *_, **__: None)
 
     request = SaveRequest(root=str(tmp_path), step=1, run=1)
@@ -45,3 +48,53 @@ def test_a_copy_is_requested_after_the_export_even_if_that_failed(
     else:
         asyncio.run(flows.save.save_step.fn(request))
     assert calls[-2:] == ["export_models", "request_replication"]
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (EvictedError("gone"), "Evicted"),
+        (SupersededError("a later run"), "Superseded"),
+        (MissingShardsError("no rank 1"), None),
+    ],
+)
+def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str | None
+) -> None:
+    events: list[str] = []
+    pages: dict[str, str] = {}
+
+    async def find_nodes(_: SaveRequest) -> list[flows.save.NodeSave]:
+        raise error
+
+    async def create(**fields: str) -> None:
+        pages[fields["key"]] = fields["markdown"]
+
+    monkeypatch.setattr(flows.save, "find_nodes", find_nodes)
+    monkeypatch.setattr(flows.save, "list_living_nodes", dict)
+    monkeypatch.setattr(flows.save, "get_run_logger", lambda: logging.getLogger())
+    monkeypatch.setattr(flows.save, "acreate_markdown_artifact", create)
+    monkeypatch.setattr(
+        flows.save, "emit_step_event", lambda outcome, *_, **__: events.append(outcome)
+    )
+    request = SaveRequest(root=str(tmp_path / "Ckpts 1"), step=1, run=1)
+    run = partial(asyncio.run, flows.save.save_step.fn(request))
+    outcome = (name or "failed").lower()
+    if name is None:
+        with pytest.raises(MissingShardsError):
+            run()
+    else:
+        state = run()
+        assert (state.name, state.type.value, state.message) == (name, "FAILED", str(error))
+    assert events == [outcome]
+    ((key, page),) = pages.items()
+    assert key.startswith("save-ckpts-1-")
+    assert f"Ckpts 1: save actor step 1: {outcome}" in page
+    assert str(error) in page
+    found = sample("trinity_sync_saves_total", job=request.job, outcome=outcome)
+    assert found == 1
+
+
+def sample(name: str, **labels: str) -> float | None:
+    found = {"kind": "checkpoint", **labels}
+    return flows.save.metrics.METRICS.registry.get_sample_value(name, found)

@@ -104,9 +104,14 @@ class SaveRequest(BaseModel):
 
     @property
     def run_name(self) -> str:
-        """Name of the flow run in the Prefect UI, e.g. ``save actor+critic step 40``."""
+        """Name of the save in messages, e.g. ``save actor+critic step 40``."""
         what = "save" if self.kind == "checkpoint" else "sync"
         return f"{what} {'+'.join(self.roles)} step {self.step}"
+
+    @property
+    def flow_run_name(self) -> str:
+        """Name of the flow run in the Prefect UI, e.g. ``ckpts: save actor step 40``."""
+        return f"{Path(self.root).name}: {self.run_name}"
 
     @property
     def tags(self) -> list[str]:
@@ -118,7 +123,7 @@ class SaveRequest(BaseModel):
         """Fields with which the save's flow run is created."""
         return {
             "parameters": {"request": self.model_dump(mode="json")},
-            "name": self.run_name,
+            "name": self.flow_run_name,
             "tags": self.tags,
             "idempotency_key": self.key,
             "work_queue_name": QUEUES[self.kind],

@@ -1,10 +1,9 @@
 """Prometheus metrics of a flow worker, served if ``metrics_port`` is set.
 
-Each worker counts its own saves, so sum over workers. The newest step of each known job is read
-from its root when the worker starts.
+Each worker counts its own saves, so sum over workers. The newest step of each known job is also
+read from its root, for saves of other workers.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterable
@@ -13,25 +12,31 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from trinity_sync.client.save_request import SaveRequest
-from trinity_sync.errors import StackError, TrinitySyncError
-from trinity_sync.layout import KINDS, SERVES_AS, Kind, job_id
-from trinity_sync.orchestration.job_registry import list_known_roots
+from trinity_sync.errors import EvictedError, StackError, SupersededError
+from trinity_sync.layout import SERVES_AS, Kind
+from trinity_sync.orchestration.node_metrics import RootObserver, SpoolCollector
+from trinity_sync.orchestration.step_events import StepOutcome
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.save_timing import find_stalls, find_submission
 
-logger = logging.getLogger(__name__)
-
 _STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+def get_outcome(error: Exception) -> StepOutcome:
+    """Return how a save ended that raised an error."""
+    if isinstance(error, SupersededError):
+        return "superseded"
+    return "evicted" if isinstance(error, EvictedError) else "failed"
 
 
 class WorkerMetrics:
     """The metrics of one worker process."""
 
     def __init__(self) -> None:
-        self._newest_steps: dict[tuple[str, Kind], tuple[str | None, int]] = {}
+        self._newest_steps: dict[tuple[str, Kind], tuple[str | None, int, float]] = {}
         self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self._saves = Counter(
@@ -107,14 +112,19 @@ class WorkerMetrics:
         for kind in SERVES_AS[request.kind] if weights else (request.kind,):
             self._update_newest(request.job, kind, request.run_key, request.step, time.time())
 
-    def count_failed_save(self, request: SaveRequest) -> None:
-        """Count a failed save."""
-        self._saves.labels(request.job, request.kind, "failed").inc()
+    def count_failed_save(self, request: SaveRequest, outcome: StepOutcome) -> None:
+        """Count a save that was not committed.
+
+        Args:
+            request: The save.
+            outcome: ``failed``, ``evicted`` or ``superseded``.
+        """
+        self._saves.labels(request.job, request.kind, outcome).inc()
 
     def serve(self, settings: Settings, stack: StackSettings) -> int:
         """Serve the metrics at ``worker.metrics`` in a thread, and return the port.
 
-        The newest steps of known jobs are read in another thread, because a file system may hang.
+        They include those of the node and of known jobs (`node_metrics`).
 
         Args:
             settings: The registry of jobs.
@@ -132,18 +142,12 @@ class WorkerMetrics:
                 f"cannot serve metrics at {where}: {error.strerror}. Set worker.metrics to a free "
                 "port, one for each worker of a node."
             ) from error
-        read = partial(self._read_newest_steps, settings, stack)
-        threading.Thread(target=read, name="read-newest-steps", daemon=True).start()
+        self.registry.register(SpoolCollector(settings.spool))
+        RootObserver(settings, stack, self._read_newest).start(self.registry)
         return int(server.server_port)
 
-    def _read_newest_steps(self, settings: Settings, stack: StackSettings) -> None:
-        for root in list_known_roots(settings, stack):
-            try:
-                for kind in KINDS:
-                    if best := find_newest(root, kind):
-                        self._update_newest(job_id(root), kind, None, best.step, best.committed_at)
-            except (OSError, TrinitySyncError) as error:
-                logger.warning("cannot read the newest step of %s for metrics: %s", root, error)
+    def _read_newest(self, job: str, kind: Kind, newest: Manifest) -> None:
+        self._update_newest(job, kind, None, newest.step, newest.committed_at)
 
     def _update_newest(
         self, job: str, kind: Kind, run_key: str | None, step: int, committed_at: float
@@ -152,13 +156,15 @@ class WorkerMetrics:
 
         Saves of a run may end out of order. Run numbers are not compared, because they start again
         in a root that was removed and recreated. A step read from the root (``run_key`` is None)
-        yields to every commit.
+        yields to every commit of this worker, unless it was committed later: by another worker.
         """
         with self._lock:
             known = self._newest_steps.get((job, kind))
-            if known and (run_key is None or (run_key == known[0] and step < known[1])):
+            if known and known[0] is not None and run_key is None and committed_at <= known[2]:
                 return
-            self._newest_steps[job, kind] = run_key, step
+            if known and run_key is not None and run_key == known[0] and step < known[1]:
+                return
+            self._newest_steps[job, kind] = run_key, step, committed_at
             self._newest.labels(job, kind).set(step)
             self._age.labels(job, kind).set_function(partial(_seconds_since, committed_at))
 

@@ -44,8 +44,12 @@ from prefect.states import Scheduled
 from trinity_sync.client.prefect_api import read_local_stack
 from trinity_sync.errors import RequestRefusedError, StackError, TrinitySyncError
 from trinity_sync.layout import job_id
+from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import Settings
 
+RETENTION = "retention"
+VERIFIED = "verified"
+"""Subjects of table artifacts, see `make_artifact_key`."""
 PAGE = 200
 """Maximum number of flow runs in one response of the server."""
 UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
@@ -258,6 +262,7 @@ class FlowRunSummary:
 
     name: str
     state: str
+    """Name of its state, such as ``Completed``, ``Failed``, ``Superseded`` or ``Evicted``."""
     started_at: float
     """Seconds since the epoch; 0 if it has not started."""
     seconds: float
@@ -266,13 +271,26 @@ class FlowRunSummary:
     tags: dict[str, str]
     """``step``, ``run``, ``kind``."""
     failed: bool
+    """Whether it failed, crashed or was cancelled."""
     message: str
     url: str
+    ended: bool = True
+    since: float = 0.0
+    """When it entered its state, in seconds since the epoch."""
 
     @property
     def is_save(self) -> bool:
         """Whether it is a run of ``save-step``."""
         return "kind" in self.tags
+
+
+@dataclass(frozen=True)
+class ArtifactTable:
+    """The newest table artifact of a key."""
+
+    created_at: float
+    """Seconds since the epoch."""
+    rows: list[dict[str, Any]]
 
 
 def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSummary]:
@@ -285,7 +303,7 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSu
     tags = FlowRunFilterTags(all_=[f"job:{job_id(root)}"])
     runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(tags=tags),
-        sort=FlowRunSort.START_TIME_DESC,
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=PAGE,
     )
     tasks = _read_tasks(client, runs)
@@ -293,25 +311,25 @@ def read_job_runs(client: SyncPrefectClient, root: str | Path) -> list[FlowRunSu
     return [_summarize_run(run, tasks.get(str(run.id), []), base) for run in runs]
 
 
-def read_retention(client: SyncPrefectClient, root: str | Path) -> list[dict[str, Any]]:
-    """Read the latest decision of retention about each step of a job; empty if there is none.
+def read_table(client: SyncPrefectClient, what: str, root: str | Path) -> ArtifactTable | None:
+    """Read the newest table artifact about a job, or None.
 
     Args:
         client: Client of the server.
+        what: Subject of the artifact, such as `RETENTION`.
         root: Root of the job.
     """
     artifacts = client.read_artifacts(
-        artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["retention"])),
+        artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[make_artifact_key(what, root)])),
         sort=ArtifactSort.CREATED_DESC,
-        limit=50,
+        limit=1,
     )
     for artifact in artifacts:
         rows = json.loads(artifact.data) if isinstance(artifact.data, str) else artifact.data
         if isinstance(rows, list):
-            of_job = [row for row in rows if row.get("root") == str(Path(root).resolve())]
-            if of_job:
-                return of_job
-    return []
+            created = artifact.created.timestamp() if artifact.created else 0.0
+            return ArtifactTable(created, rows)
+    return None
 
 
 def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, list[TaskRun]]:
@@ -328,7 +346,7 @@ def _read_tasks(client: SyncPrefectClient, runs: list[FlowRun]) -> dict[str, lis
 def _summarize_run(run: FlowRun, tasks: list[TaskRun], base: str) -> FlowRunSummary:
     seconds: dict[str, float] = {}
     for task in tasks:
-        name = task.name.rpartition("-")[0] or task.name
+        name = get_task_name(task)
         took = task.total_run_time.total_seconds()
         seconds[name] = max(took, seconds.get(name, 0.0))
     state = run.state
@@ -342,4 +360,12 @@ def _summarize_run(run: FlowRun, tasks: list[TaskRun], base: str) -> FlowRunSumm
         failed=bool(state and (state.is_failed() or state.is_crashed() or state.is_cancelled())),
         message=(state.message or "") if state else "",
         url=f"{base}/runs/flow-run/{run.id}",
+        ended=bool(state and state.is_final()),
+        since=state.timestamp.timestamp() if state else 0.0,
     )
+
+
+def get_task_name(task: TaskRun) -> str:
+    """Return the name of a task run without its node and its number, such as ``persist-model``."""
+    name, _, node = task.name.partition(" @ ")
+    return name if node else name.rpartition("-")[0] or name

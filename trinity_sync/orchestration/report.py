@@ -9,11 +9,12 @@ from typing import Any
 from trinity_sync.errors import FormatError, StackError
 from trinity_sync.layout import KINDS, Kind, job_id, steps_on_disk
 from trinity_sync.orchestration.prefect_queries import (
+    RETENTION,
     FlowRunSummary,
     find_api_url,
     open_client,
     read_job_runs,
-    read_retention,
+    read_table,
 )
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
@@ -126,7 +127,8 @@ def _query_server(
         return [], [], "no Prefect server is known"
     try:
         with open_client(url) as client:
-            return read_job_runs(client, root), read_retention(client, root), ""
+            table = read_table(client, RETENTION, root)
+            return read_job_runs(client, root), table.rows if table else [], ""
     except StackError as error:
         return [], [], str(error)
 

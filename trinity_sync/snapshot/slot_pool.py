@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.snapshot.evictions import Eviction, record_eviction
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
@@ -209,8 +210,34 @@ class SlotPool:
             origin.step,
             why,
         )
+        if not slot.failed:  # otherwise the failure was reported
+            self._record_eviction(slot, origin, why)
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)
+
+    def _record_eviction(self, slot: Slot, origin: Origin, why: str) -> None:
+        """Write down which image is lost, unless its ticket cannot be read."""
+        try:
+            ticket = read_ticket(slot.path)
+            if ticket is None:
+                return
+            eviction = Eviction(
+                image=ticket.image,
+                run=ticket.run,
+                step=ticket.step,
+                kind=ticket.kind,
+                role=ticket.role,
+                component=ticket.component,
+                rank=ticket.rank,
+                for_step=origin.step,
+                evicted_at=time.time(),
+                why=why,
+            )
+            record_eviction(self._spool.folder, eviction)
+        except (TicketError, FormatError):
+            return
+        except OSError as error:  # the log has it
+            logger.warning("cannot record the eviction of %s: %s", slot.path, error)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -10,6 +10,7 @@
         actor.model.rank0.1.slot.kept           committed file that it still holds: ``slot_cache``
         actor.model.rank0.1.slot.published      version of the weights: ``version_tag``
         receipts/...                            statuses of save functions: ``callable_status``
+        evictions.jsonl                         images that were lost: ``evictions``
         root                                    path of the job's root
 """
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from trinity_sync.errors import FormatError, MissingShardsError, TicketError
+from trinity_sync.errors import EvictedError, FormatError, MissingShardsError, TicketError
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
@@ -32,7 +32,8 @@ def gather_images(
         clock: monotonic seconds.
 
     Raises:
-        MissingShardsError: a rank did not submit its image in time, or its image was evicted.
+        MissingShardsError: a rank did not submit its image in time.
+        EvictedError: the image of a rank was evicted.
         TicketError: a ticket is torn.
         FormatError: another release has staged an image of the save.
     """
@@ -146,14 +147,14 @@ def _refuse_evicted(
         later: result of `_find_ranks_past`.
 
     Raises:
-        MissingShardsError: a rank is in both.
+        EvictedError: a rank is in both.
     """
     evicted = {role: [r for r in ranks if (role, r) in later] for role, ranks in missing.items()}
     if any(evicted.values()):
         what = ", ".join(
             f"role {role} {describe_ranks(ranks)}" for role, ranks in evicted.items() if ranks
         )
-        raise MissingShardsError(
+        raise EvictedError(
             f"{save} is not committed: {component} of {what} was evicted from {shards.spool} on "
             f"node {shards.node} for later steps. Later saves are unaffected."
         )

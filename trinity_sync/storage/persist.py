@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import ImageError, SaveError
+from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, sync_folder
 from trinity_sync.fs.direct_io import write_file
 from trinity_sync.fs.rate_limit import RateLimit
@@ -70,6 +70,7 @@ def persist(
 
     Raises:
         MissingShardsError: a rank did not submit its image within ``options.rank_timeout_s``.
+        EvictedError: an image was evicted for a later step.
         TicketError, ImageError: an image cannot be trusted.
         FormatError: another release has staged an image of the save, or committed the step.
         SaveError: a file cannot be written; the cause is the OSError of the file system.
@@ -143,8 +144,8 @@ def _check(save: SaveId, sealed: SealedImage, content: memoryview) -> None:
         )
 
 
-def _make_evicted_error(save: SaveId, ticket: Ticket) -> ImageError:
-    return ImageError(
+def _make_evicted_error(save: SaveId, ticket: Ticket) -> EvictedError:
+    return EvictedError(
         f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
         "saved; cancel this flow run."
     )

@@ -16,6 +16,7 @@ from trinity_sync.errors import RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.prefect_queries import UNDER_WAY, read_pool_runs, request_run
+from trinity_sync.orchestration.recovery.evictions import EvictionReporter
 from trinity_sync.orchestration.recovery.flow_runs import (
     end_unreported_tasks,
     recover_zombie,
@@ -54,6 +55,7 @@ class NodeRecovery:
         self._here = here
         self._executes = executes
         self._cancel = cancel
+        self._evictions = EvictionReporter(spool)
 
     async def recover_flow_runs(self, client: PrefectClient, pool: str) -> None:
         """Cancel runs on request, and end zombie runs and their unreported tasks.
@@ -76,11 +78,12 @@ class NodeRecovery:
         await end_unreported_tasks(client, pool)
 
     async def recover_images(self, client: PrefectClient) -> None:
-        """Request the flow runs of orphaned images, and retry crashed runs.
+        """Report evictions, request the flow runs of orphaned images, and retry crashed runs.
 
         Args:
             client: Client of the Prefect server.
         """
+        await asyncio.to_thread(self._evictions.report)
         requests = await asyncio.to_thread(find_orphaned_saves, self._spool)
         if not requests:
             return

@@ -1,0 +1,167 @@
+"""Prometheus metrics of a worker's node and of the jobs that it knows, which no flow counts.
+
+The spool is in memory and is read at each scrape. Roots are on file systems that may hang: a thread
+reads them every `OBSERVE_S` seconds, and a scrape shows what it has read last.
+"""
+
+import logging
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from trinity_sync.errors import TrinitySyncError
+from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, job_id, step_folder, steps_on_disk
+from trinity_sync.orchestration.job_registry import list_known_roots
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.evictions import read_evictions
+from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.weights.report import read_sync_report
+
+logger = logging.getLogger(__name__)
+
+OBSERVE_S = 30.0
+"""Seconds between two looks at the roots."""
+
+
+class SpoolCollector(Collector):
+    """Images that wait in the spool of this node, images that were lost, and free memory.
+
+    Args:
+        spool: The node's spool.
+    """
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Read the spool."""
+        pending = GaugeMetricFamily(
+            "trinity_sync_pending_images", "Sealed images that are not committed", labels=["job"]
+        )
+        age = GaugeMetricFamily(
+            "trinity_sync_pending_age_seconds",
+            "Seconds since the oldest of them was sealed",
+            labels=["job"],
+        )
+        evicted = CounterMetricFamily(
+            "trinity_sync_evicted_images",
+            "Images that were evicted before they were committed",
+            labels=["job", "kind"],
+        )
+        try:
+            for job in list_job_spools(self._spool):
+                sealed, _ = job.tickets()
+                now = time.monotonic()
+                ages = [image.ticket.age_s(now) for image in sealed]
+                pending.add_metric([job.folder.name], len(sealed))
+                age.add_metric([job.folder.name], max(ages, default=0.0))
+                lost = Counter(each.kind for each in read_evictions(job.folder))
+                for kind in KINDS:
+                    evicted.add_metric([job.folder.name, kind], lost[kind])
+        except (OSError, TrinitySyncError) as error:
+            logger.warning("cannot read the spool %s for metrics: %s", self._spool, error)
+        yield from (pending, age, evicted)
+        if self._spool.is_dir():
+            free = GaugeMetricFamily(
+                "trinity_sync_spool_free_bytes", "Free bytes of the file system of the spool"
+            )
+            free.add_metric([], shutil.disk_usage(self._spool).free)
+            yield free
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """A job as its root showed it."""
+
+    job: str
+    corrupted: int
+    free_bytes: int
+    lags: dict[str, int]
+    """Steps that each reader is behind the newest version, by its name."""
+
+
+class RootObserver(Collector):
+    """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
+
+    Args:
+        settings: Where the registry of jobs is.
+        stack: The folders that flows may use.
+        on_newest: Called with job, kind and the newest commit that is found.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        stack: StackSettings,
+        on_newest: Callable[[str, Kind, Manifest], None],
+    ) -> None:
+        self._settings = settings
+        self._stack = stack
+        self._on_newest = on_newest
+        self._observed: Sequence[_Observed] = ()
+
+    def start(self, registry: CollectorRegistry) -> None:
+        """Observe in a daemon thread from now on, and show the result in a registry."""
+        registry.register(self)
+        threading.Thread(target=self._run, name="observe-roots", daemon=True).start()
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            self.observe()
+            pause.wait(OBSERVE_S)
+
+    def observe(self) -> None:
+        """Read the roots of all known jobs once."""
+        found = []
+        for root in list_known_roots(self._settings, self._stack):
+            try:
+                for kind in KINDS:
+                    if newest := find_newest(root, kind):
+                        self._on_newest(job_id(root), kind, newest)
+                found.append(_observe(root))
+            except (OSError, TrinitySyncError) as error:
+                logger.warning("cannot read %s for metrics: %s", root, error)
+        self._observed = found
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return what was observed last."""
+        corrupted = GaugeMetricFamily(
+            "trinity_sync_corrupted_steps", "Steps on disk that are corrupted", labels=["job"]
+        )
+        free = GaugeMetricFamily(
+            "trinity_sync_root_free_bytes", "Free bytes of the root's file system", labels=["job"]
+        )
+        lag = GaugeMetricFamily(
+            "trinity_sync_reader_lag_steps",
+            "Steps that a reader is behind the newest version of the weights",
+            labels=["job", "reader"],
+        )
+        for each in self._observed:
+            corrupted.add_metric([each.job], each.corrupted)
+            free.add_metric([each.job], each.free_bytes)
+            for reader, behind in each.lags.items():
+                lag.add_metric([each.job, reader], behind)
+        yield from (corrupted, free, lag)
+
+
+def _observe(root: Path) -> _Observed:
+    report = read_sync_report(root, time.time())
+    readers = report.readers if report and report.lives is not False else ()
+    return _Observed(
+        job=job_id(root),
+        corrupted=sum(
+            (step_folder(root, step) / CORRUPTION_MARK).exists() for step in steps_on_disk(root)
+        ),
+        free_bytes=shutil.disk_usage(root).free,
+        lags={reader.name: reader.behind for reader in readers},
+    )

@@ -1,0 +1,262 @@
+"""What the Prefect UI shows on the page of a save: how it went, or what failed and what to do.
+
+Markdown is made here, from plain values; the tasks create the artifacts. Digests and the full list
+of files are in the manifest.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trinity_sync.client.save_request import SaveRequest
+from trinity_sync.layout import Kind
+from trinity_sync.orchestration.quantities import format_bytes, format_duration, format_rate
+from trinity_sync.orchestration.step_events import StepOutcome
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.save import Written
+from trinity_sync.storage.save_timing import SaveTiming, Stall
+
+SLOWEST = 10
+"""Number of slowest files that are listed."""
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """Memory and disk of the node of the commit, after it. Sizes are bytes."""
+
+    pending: int
+    """Sealed images of the job in this node's spool."""
+    spool_used: int
+    spool_total: int
+    disk_free: int
+
+
+@dataclass(frozen=True)
+class FailedTask:
+    """A task of a save that failed."""
+
+    node: str
+    what: str
+    """Component, or what else the task does."""
+    reason: str
+    path: str = ""
+    """File that could not be written; empty if the error names none."""
+
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """Why a save failed, and what is safe."""
+
+    outcome: StepOutcome
+    reason: str
+    tasks: Sequence[FailedTask] = ()
+    last_committed: int | None = None
+    """Newest committed step of the kind; None if there is none."""
+    remaining: Mapping[str, int] = field(default_factory=dict)
+    """Images of the save that are still in memory, by node."""
+
+
+def describe_commit(
+    request: SaveRequest,
+    manifest: Manifest,
+    written: Sequence[Written],
+    pointers: Mapping[Kind, tuple[int | None, int | None]],
+    resources: NodeResources | None,
+) -> str:
+    """Return the page of a committed save, as markdown.
+
+    Args:
+        request: The save.
+        manifest: What it has committed.
+        written: The files that the tasks of all nodes have written.
+        pointers: Step that each latest pointer named before and after the commit.
+        resources: Memory and disk of the node; None if unknown.
+    """
+    timing = manifest.timings[0]
+    rows = {
+        "Job": f"`{request.job}` in `{request.root}`, run {request.run}",
+        "Trainer stall": _describe_stalls(timing.stalls),
+        "Submitted to committed": f"**{format_duration(timing.total_s)}** = queue "
+        f"{timing.queue_s:.2f} + write {timing.write_s:.2f} + commit {timing.commit_s:.2f} s",
+        "Written": _describe_written(timing, written),
+        "Latest pointer": "; ".join(_describe_pointer(*item) for item in pointers.items()),
+    }
+    if resources:
+        pending = f"{resources.pending} more images wait" if resources.pending else "no image waits"
+        rows["Memory"] = (
+            f"{pending}; spool {format_bytes(resources.spool_used)} of "
+            f"{format_bytes(resources.spool_total)} used"
+        )
+        room = resources.disk_free // manifest.nbytes if manifest.nbytes else 0
+        rows["Disk"] = f"{format_bytes(resources.disk_free)} free" + (
+            f", room for about {room:,} more of these" if room else ""
+        )
+    root = shlex.quote(request.root)
+    commands = [f"trinity-sync show {root} {request.step}", f"trinity-sync report {root}"]
+    before, _ = pointers.get(request.kind, (None, None))
+    if before is not None and before != request.step:
+        commands.insert(1, f"trinity-sync diff {root} {before} {request.step}")
+    own = [file for file in written if file.temporary]
+    return "\n\n".join(
+        [
+            f"### {request.flow_run_name}: committed",
+            _make_table(("", ""), rows.items()),
+            "Next: " + " · ".join(f"`{command}`" for command in commands),
+            "#### By component and node",
+            _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own), right=2),
+            f"#### Slowest files{f' ({SLOWEST} of {len(own):,})' if len(own) > SLOWEST else ''}",
+            _make_table(("file", "node", "bytes", "time", "speed"), _list_slowest(own), right=2),
+        ]
+    )
+
+
+def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
+    """Return the page of a save that was not committed, as markdown.
+
+    Args:
+        request: The save.
+        failure: Why, and what is safe.
+    """
+    images = sum(failure.remaining.values())
+    where = ", ".join(f"{count} on `{node}`" for node, count in failure.remaining.items() if count)
+    if images:
+        memory = f"its {images} images are still in memory ({where}), until later saves need room"
+    else:
+        memory = "its images are no longer in memory"
+    last = failure.last_committed
+    safe = f"step {last} is the newest committed one" if last is not None else "nothing yet"
+    root = shlex.quote(request.root)
+    rows = {
+        "Job": f"`{request.job}` in `{request.root}`, run {request.run}",
+        "Safe": f"{safe}; later saves are unaffected",
+        "This step": memory,
+    }
+    parts = [
+        f"### {request.flow_run_name}: {failure.outcome}",
+        _quote(failure.reason),
+        _make_table(("", ""), rows.items()),
+    ]
+    if failure.tasks:
+        rows_of_tasks = [
+            (f"`{each.node}`", each.what, f"`{each.path}`" if each.path else "", each.reason)
+            for each in failure.tasks
+        ]
+        parts += [
+            "#### What failed",
+            _make_table(("node", "component", "file", "reason"), rows_of_tasks),
+        ]
+    parts.append("#### What to do")
+    if failure.outcome == "superseded":
+        parts.append(
+            "Nothing: a later run of the job went on from an earlier step, and saves that step "
+            f"itself. `trinity-sync ls {root}` lists the steps."
+        )
+    elif failure.outcome == "evicted" or not images:
+        parts.append(
+            "The step cannot be saved any more. See why saves are slow or were not taken: "
+            f"`trinity-sync status` and `trinity-sync report {root}`."
+        )
+    else:
+        parts.append(
+            "Remove the cause, then press Retry on this page, or type:\n\n"
+            f"```\ntrinity-sync retry {root} {request.step}\n```"
+        )
+    return "\n\n".join(parts)
+
+
+def _describe_stalls(stalls: Sequence[Stall]) -> str:
+    if not stalls:
+        return "unknown: only save functions wrote files"
+    if len(stalls) == 1:
+        return f"**{format_duration(stalls[0].seconds)}** (slowest rank: {stalls[0].rank})"
+    return ", ".join(
+        f"{each.role} **{format_duration(each.seconds)}** (slowest rank: {each.rank})"
+        for each in stalls
+    )
+
+
+def _describe_written(timing: SaveTiming, written: Sequence[Written]) -> str:
+    own = [file for file in written if file.temporary]
+    if not own:
+        return "nothing new"
+    nodes = f"{timing.nodes} node{'s' * (timing.nodes != 1)}"
+    text = (
+        f"{format_bytes(timing.nbytes)}, {len(own):,} files, {timing.ranks:,} "
+        f"rank{'s' * (timing.ranks != 1)} on {nodes}"
+    )
+    if rate := format_rate(timing.nbytes, timing.write_s):
+        slow = max(own, key=lambda file: file.seconds)
+        text += (
+            f", {rate} (slowest: {slow.record.component} of rank {slow.record.rank} on "
+            f"`{slow.node}`, {format_rate(slow.record.nbytes, slow.seconds) or 'empty'})"
+        )
+    return text
+
+
+def _describe_pointer(kind: Kind, steps: tuple[int | None, int | None]) -> str:
+    before, after = steps
+    if before == after:
+        return f"{kind}: stays at {after}" if after is not None else f"{kind}: none"
+    return f"{kind}: {'set' if before is None else f'moved from {before}'} to {after}"
+
+
+def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
+    """Return rows of component, node, files, bytes and speed."""
+    groups: dict[tuple[str, str], list[Written]] = {}
+    for file in written:
+        groups.setdefault((file.record.component, file.node), []).append(file)
+    rows: list[tuple[object, ...]] = []
+    for (component, node), files in sorted(groups.items()):
+        nbytes = sum(file.record.nbytes for file in files)
+        # the files of a group are written side by side
+        longest = max(file.seconds for file in files)
+        speed = format_rate(nbytes, longest)
+        rows.append((component, f"`{node}`", f"{len(files):,}", format_bytes(nbytes), speed))
+    return rows
+
+
+def _list_slowest(written: Sequence[Written]) -> list[tuple[object, ...]]:
+    slowest = sorted(written, key=lambda file: -file.seconds)[:SLOWEST]
+    return [
+        (
+            f"`{file.record.path}`",
+            f"`{file.node}`",
+            format_bytes(file.record.nbytes),
+            format_duration(file.seconds),
+            format_rate(file.record.nbytes, file.seconds),
+        )
+        for file in slowest
+    ]
+
+
+def _make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: int | None = None
+) -> str:
+    """Return a markdown table; columns from ``right`` on are aligned right."""
+    aligned = [
+        "---:" if right is not None and number >= right else "---" for number in range(len(columns))
+    ]
+    lines = [columns, aligned, *rows]
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
+
+
+def _escape(cell: object) -> str:
+    return " ".join(str(cell).split()).replace("|", "\\|")
+
+
+def _quote(text: str) -> str:
+    return "\n".join(f"> {line}" for line in text.strip().splitlines())
+
+
+def make_failed_task(node: str, what: str, error: BaseException) -> FailedTask:
+    """Return what a task's error says.
+
+    Args:
+        node: Name of the node.
+        what: Component, or what else the task does.
+        error: The error.
+    """
+    cause = error.__cause__ or error
+    path = getattr(error, "path", None) or getattr(cause, "filename", None) or ""
+    return FailedTask(node, what, str(error), str(path) if isinstance(path, str | Path) else "")

@@ -1,0 +1,61 @@
+"""Prefect events about the steps of a job, for automations such as "no commit within 30 minutes".
+
+The resource of an event is the job, ``trinity-sync.job.<job id>``. Prefect sends events from a
+thread; an event that cannot be sent is dropped and never fails a save.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+from uuid import NAMESPACE_URL, uuid4, uuid5
+
+from prefect.events import emit_event
+from prefect.settings import PREFECT_API_URL
+
+from trinity_sync.layout import Kind, job_id
+
+logger = logging.getLogger(__name__)
+
+StepOutcome = Literal["committed", "failed", "evicted", "superseded", "corrupted"]
+PREFIX = "trinity_sync.step."
+JOB_RESOURCE = "trinity-sync.job."
+
+
+def emit_step_event(
+    outcome: StepOutcome,
+    root: str | Path,
+    step: int,
+    *,
+    run: int | None = None,
+    kind: Kind | None = None,
+    **payload: Any,
+) -> None:
+    """Send the event ``trinity_sync.step.<outcome>``; never raises.
+
+    Args:
+        outcome: What became of the step.
+        root: Root of the job.
+        step: Step number.
+        run: Number of the run; None if it is unknown.
+        kind: Kind of the save; None for the whole step.
+        payload: More values, which JSON can represent.
+    """
+    if not PREFECT_API_URL.value():  # Prefect would start a server of its own
+        return
+    job = job_id(root)
+    # the worker that sees an eviction and the flow run that fails for it report it once
+    name = f"trinity-sync/{job}/{run}/{step}/{kind}"
+    event_id = uuid5(NAMESPACE_URL, name) if outcome == "evicted" else uuid4()
+    try:
+        emit_event(
+            event=PREFIX + outcome,
+            resource={
+                "prefect.resource.id": JOB_RESOURCE + job,
+                "prefect.resource.name": job,
+                "trinity-sync.root": str(root),
+            },
+            payload={"step": step, "run": run, "kind": kind, **payload},
+            id=event_id,
+        )
+    except Exception as error:
+        logger.warning("cannot send the event that step %d is %s: %r", step, outcome, error)
