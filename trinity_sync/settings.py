@@ -18,12 +18,13 @@ import re
 import socket
 import sys
 import zoneinfo
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -83,6 +84,12 @@ def _to_time_zone(name: str) -> str:
     except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
         raise ValueError("must be the name of a time zone") from None
     return name
+
+
+def _require_port(address: str) -> str:
+    if address and not re.fullmatch(r"\S+:\d{1,5}", address):
+        raise ValueError("must be an address and a port")
+    return address
 
 
 Duration = Annotated[
@@ -236,14 +243,16 @@ class WorkerSettings(_Section):
     """Time without a heartbeat (one every 30 s) after which the server marks a flow run as crashed;
     at least ``10s``."""
 
-    metrics: str = Field(default="", pattern=r"^$|^\S+:\d{1,5}$", examples=["127.0.0.1:9464"])
+    metrics: Annotated[str, AfterValidator(_require_port)] = Field(
+        default="", examples=["127.0.0.1:9464"]
+    )
     """Address and port of the worker's Prometheus metrics, such as ``127.0.0.1:9464``; ``0.0.0.0``
     is every address of the node. Empty for none."""
 
     nice: int = Field(default=10, ge=0, le=19)
     """Niceness of the server, the worker and the threads that write and read files."""
 
-    allowed_paths: Paths = Field(default=(), examples=["/data"])
+    allowed_paths: Paths = Field(default=(), examples=[("/data",)])
     """Folders below which flows may use roots, exports and remotes in folders; none for no limit.
     """
 
@@ -302,6 +311,19 @@ class StackSettings(_ReadSettings):
         file = InitSettingsSource(settings_cls, read_config_file())
         return init_settings, _Environment(settings_cls), file
 
+    def list_changes(self, recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return each value that differs from recorded ones, as ``server.port: 4200, now 5000``.
+
+        Args:
+            recorded: Values by section and key, as ``model_dump(mode="json")`` gives them.
+        """
+        return [
+            f"{section}.{key}: {show_value(recorded[section][key])}, now {show_value(value)}"
+            for section, values in self.model_dump(mode="json").items()
+            for key, value in values.items()
+            if value != recorded[section][key]
+        ]
+
     def to_variables(self) -> dict[str, str]:
         """Return environment variables with all values, for a process that reads no file."""
         variables = {
@@ -313,8 +335,15 @@ class StackSettings(_ReadSettings):
 
 
 def to_text(value: Any) -> str:
-    """Return a value, as ``model_dump(mode="json")`` gives it, in the form of a variable."""
+    """Return a value in the form of a variable."""
+    if isinstance(value, tuple):
+        return os.pathsep.join(map(str, value))
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def show_value(value: Any) -> str:
+    """Return `to_text` of a value without the password of a URL."""
+    return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", to_text(value))
 
 
 def stack_variable(section: str, key: str) -> str:
@@ -394,8 +423,8 @@ def _explain(error: ValidationError, model: type[BaseSettings]) -> str:
     inputs: dict[tuple[str, ...], Any] = {}
     for each in error.errors():
         name = tuple(map(str, each["loc"][: 1 + stack]))
-        why = "unknown" if each["type"] == "extra_forbidden" else each["msg"]
-        whys.setdefault(name, []).append(why.removeprefix("Value error, "))
+        why = each["msg"].removeprefix("Value error, ")
+        whys.setdefault(name, []).append(why[:1].lower() + why[1:])
         inputs[name] = each["input"]
     explain = _explain_stack_value if stack else _explain_value
     return "\n".join(explain(name, inputs[name], " or ".join(whys[name])) for name in whys)
@@ -407,7 +436,7 @@ def _explain_value(name: tuple[str, ...], value: Any, why: str) -> str:
     if field is None:
         return f"{name[0]} is no setting; {suggest(name[0], Settings.model_fields)}"
     where = variable if os.environ.get(variable) else name[0]
-    return f"{where}={value}: {_lower(why)}{_example(where, field)}"
+    return f"{where}={value}: {why}{_example(where, field)}"
 
 
 def _explain_stack_value(name: tuple[str, ...], value: Any, why: str) -> str:
@@ -419,16 +448,16 @@ def _explain_stack_value(name: tuple[str, ...], value: Any, why: str) -> str:
     if section is None:
         what = f"unknown section [{name[0]}]; {suggest(name[0], sections)}"
     elif len(name) == 1:
-        what = f"[{name[0]}]: {_lower(why)}"
+        what = f"[{name[0]}]: {why}"
     else:
         fields = _section_fields(section)
         field = fields.get(name[1])
         if field is None:
             what = f"unknown key {name[1]} in [{name[0]}]; {suggest(name[1], fields)}"
         elif os.environ.get(variable):
-            return f"{variable}={value}: {_lower(why)}{_example(variable, field)}"
+            return f"{variable}={value}: {why}{_example(variable, field)}"
         else:
-            what = f"{name[1]} = {value!r} in [{name[0]}]: {_lower(why)}"
+            what = f"{name[1]} = {value!r} in [{name[0]}]: {why}"
             what += _example(f"{name[1]} ", field, quote=True)
     return f"{file}: {what}" if name[0] in in_file else what
 
@@ -442,7 +471,3 @@ def _example(name: str, field: FieldInfo, *, quote: bool = False) -> str:
         value = format_duration(value.total_seconds())
     text = json.dumps(value) if quote else to_text(value)
     return f"; e.g. {name}={' ' * quote}{text}"
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

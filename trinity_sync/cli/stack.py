@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trinity_sync.cli.app import AsJson, app, make_console, print_json, read_settings
+from trinity_sync.cli.config import ConfigFile
 from trinity_sync.errors import SpoolError, StackError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def up(
     export: Annotated[
         bool, typer.Option("--export", help="Print only export lines for the shell.")
     ] = False,
+    config: ConfigFile = None,
 ) -> None:
     """Start the missing services: Prefect server, Ray and flow worker."""
     from trinity_sync.stack import embedded, state_file
@@ -76,6 +78,7 @@ def join(
     cpus: Annotated[
         int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
     ] = None,
+    config: ConfigFile = None,
 ) -> None:
     """Join the stack of another machine: start a Ray node and a flow worker here."""
     from trinity_sync.stack import embedded
@@ -96,6 +99,7 @@ def run(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND...", help="The training's command.")
     ],
+    config: ConfigFile = None,
 ) -> None:
     """Start the missing services, then run a training with the stack's environment variables."""
     from trinity_sync.stack import embedded
@@ -160,7 +164,7 @@ def status(as_json: AsJson = False) -> None:
     rich_help_panel="Run the stack",
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
 )
-def deploy() -> None:
+def deploy(config: ConfigFile = None) -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
     from trinity_sync.settings import StackSettings
@@ -178,7 +182,7 @@ def deploy() -> None:
     epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api "
     "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
 )
-def worker() -> None:
+def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
     from trinity_sync.settings import StackSettings
     from trinity_sync.stack import embedded, services
@@ -215,6 +219,11 @@ def _print_status(found: "StackStatus") -> None:
     console.print(table)
     for sentence in found.elsewhere:
         console.print(sentence, highlight=False)
+    if found.changed:
+        console.print("Settings that the running stack does not have:", highlight=False)
+        for change in found.changed:
+            console.print(f"  {change}", highlight=False, markup=False)
+        console.print("Apply them with: trinity-sync restart", highlight=False)
     if found.problem:
         console.print(found.problem, highlight=False)
     elif found.workers_online is not None:

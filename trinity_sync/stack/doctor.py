@@ -25,6 +25,7 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.doctor_job import Check, check_root
+from trinity_sync.stack.services import StackState
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -53,7 +54,10 @@ def run_checks(
         root: Root of a job to check as well.
         clock: The current time in seconds since the epoch.
     """
-    stack = StackSettings()
+    state = embedded.find(settings)
+    yield _check_settings(state)
+    recorded = state.settings if state else None
+    stack = StackSettings(**recorded) if recorded else StackSettings()
     yield _check_python()
     yield _check_installation()
     yield from _check_server(settings, stack, clock)
@@ -64,6 +68,16 @@ def run_checks(
 
 
 # -------------------------------------------------------------------- this process
+
+
+def _check_settings(state: StackState | None) -> Check:
+    """Compare the settings of a running stack with those of the file and the environment."""
+    if state is None:
+        return Check("settings", "ok", "valid; no stack was started here")
+    if changed := embedded.find_changes(state):
+        found = f"differ from those of the running stack: {'; '.join(changed)}"
+        return Check("settings", "warn", found, "apply them: trinity-sync restart")
+    return Check("settings", "ok", "are those of the running stack")
 
 
 def _check_python() -> Check:

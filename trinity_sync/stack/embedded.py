@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trinity_sync.errors import StackError
+from trinity_sync.errors import ConfigError, StackError
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, StartupDeadline
-from trinity_sync.stack.services import LOCAL_HOST, StackState
+from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import (
     INVITATION,
     lock_home,
@@ -61,6 +61,8 @@ class StackStatus:
     """Why the Prefect server does not answer."""
     elsewhere: tuple[str, ...] = ()
     """A sentence for each service that the environment overrides."""
+    changed: tuple[str, ...] = ()
+    """Settings whose value differs from that of the stack, as ``server.port: 4200, now 5000``."""
 
 
 def up(
@@ -75,11 +77,12 @@ def up(
     """Start the missing services, and return when all of them work.
 
     A running stack is returned as it is. A service that died is restarted, the server at its old
-    URL. Deployments are applied whenever a service was started.
+    URL, with the settings that the stack was started with. Deployments are applied whenever a
+    service was started.
 
     Args:
         settings: ``home`` holds the database, logs and state file; the worker gets all settings.
-        stack: Settings of the stack; by default those of the environment and the file.
+        stack: Settings of a new stack; by default those of the environment and the file.
         num_cpus: CPUs of the Ray node instead of the settings'.
         worker: Whether to start the flow worker as well.
         timeout_s: Time-out in seconds for all services together. The flow worker, which is last,
@@ -91,9 +94,6 @@ def up(
             that this call started are stopped.
     """
     settings, stack = settings or Settings(), stack or StackSettings()
-    if num_cpus:
-        ray = stack.ray.model_copy(update={"cpus": num_cpus})
-        stack = stack.model_copy(update={"ray": ray})
     deadline = StartupDeadline(timeout_s)
     with lock_home(settings.home):
         before = now = read_state(settings.home) or StackState()
@@ -104,7 +104,12 @@ def up(
                     "set TRINITY_SYNC_HOME to another folder of this machine"
                 )
             now = replace(joining, host=stack.server.host)
-        stack = _keep_host(stack, now, settings.home)
+        stack = _read_settings(before) or stack
+        _refuse_any_host(stack.server.host)
+        now = replace(now, settings=stack.model_dump(mode="json"))
+        if num_cpus:
+            ray = stack.ray.model_copy(update={"cpus": num_cpus})
+            stack = stack.model_copy(update={"ray": ray})
         try:
             if now.joined:
                 now = _join_ray(settings, stack, now, deadline)
@@ -182,9 +187,11 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
         settings: ``home`` is the stack's folder.
         stack: Settings of the stack; by default those of the environment and the file.
     """
-    settings, stack = settings or Settings(), stack or StackSettings()
-    pool = stack.worker.pool
+    settings = settings or Settings()
     state = find(settings) or StackState()
+    changed = find_changes(state, stack)
+    stack = _read_settings(state) or stack or StackSettings()
+    pool = stack.worker.pool
     found = (
         _check_service("server", state.server, state.api_url or _get_external_api_url()),
         _check_service("ray", state.ray, state.ray_address or stack.ray.address),
@@ -206,7 +213,7 @@ def status(settings: Settings | None = None, stack: StackSettings | None = None)
         except StackError as error:
             problem = str(error)
     elsewhere = tuple(_list_overrides(state, stack))
-    return StackStatus(found, pool, online, waiting, problem, elsewhere)
+    return StackStatus(found, pool, online, waiting, problem, elsewhere, changed)
 
 
 def find(settings: Settings | None = None) -> StackState | None:
@@ -250,27 +257,32 @@ def _stop_remains(service: Daemon | None) -> None:
         daemon.stop(service, 15.0)
 
 
-def _keep_host(stack: StackSettings, state: StackState, home: Path) -> StackSettings:
-    """Return the settings with the host of the existing stack, if there is one.
+def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
+    """Return what differs between the settings and those of a stack, see `StackStatus.changed`.
 
-    Raises:
-        StackError: The settings name another host, or one that other machines cannot reach.
+    Args:
+        state: The stack.
+        stack: The settings; by default those of the environment and the file.
     """
-    host = stack.server.host
+    if state.settings is None:
+        return ()
+    try:
+        return tuple((stack or StackSettings()).list_changes(state.settings))
+    except ConfigError as error:
+        return tuple(str(error).splitlines())
+
+
+def _read_settings(state: StackState) -> StackSettings | None:
+    """Return the settings that a stack was started with; None if it was not started."""
+    return StackSettings(**state.settings) if state.settings else None
+
+
+def _refuse_any_host(host: str) -> None:
     if host in ("0.0.0.0", "::"):
         raise StackError(
             f"server.host is {host}, which other machines cannot connect to. Set it to an address "
             "of this machine; hostname -I lists them"
         )
-    if not state.host:
-        return stack
-    if host not in (state.host, LOCAL_HOST):
-        raise StackError(
-            f"server.host is {host}, but the host of the stack in {home} is {state.host}. Unset "
-            "it, or run trinity-sync down first"
-        )
-    server = stack.server.model_copy(update={"host": state.host})
-    return stack.model_copy(update={"server": server})
 
 
 def _start_server_and_ray(

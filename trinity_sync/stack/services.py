@@ -11,6 +11,7 @@ import urllib.request
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import certifi
@@ -59,6 +60,8 @@ class StackState:
     """Environment variables that authenticate to the Ray node, if this stack started it."""
     host: str = ""
     """Address of this machine's server and Ray node; "" if it has neither."""
+    settings: dict[str, Any] | None = None
+    """Settings of the stack, by section and key, with which it was started."""
     joined: bool = False
     """Whether the server and the Ray head node belong to the stack of another machine."""
     server: Daemon | None = None

@@ -1,0 +1,120 @@
+"""``trinity-sync config``, and what is said when a running stack has other settings."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.conftest import environment
+from trinity_sync.cli.commands import app
+from trinity_sync.settings import CONFIG, Settings, StackSettings
+from trinity_sync.stack import embedded
+from trinity_sync.stack.doctor import run_checks
+from trinity_sync.stack.services import StackState
+from trinity_sync.stack.state_file import write_state
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path) -> Iterator[Path]:
+    """The home of the stack that the environment names."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    with environment({"TRINITY_SYNC_HOME": str(folder)}):
+        yield folder
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_a_new_file_sets_nothing_and_names_every_default(tmp_path: Path) -> None:
+    path = tmp_path / "new/trinity_sync.toml"
+    assert run("config", "init", path).exit_code == 0
+    text = path.read_text()
+    assert text == run("config", "init").output
+    changed = re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE)
+    for content in (text, changed):
+        path.write_text(content)
+        with environment({CONFIG: str(path), "TRINITY_SYNC_STACK__SERVER__PORT": ""}):
+            assert StackSettings() == StackSettings.model_construct()
+    assert "did you mean port?" in _check(path, changed.replace("\nport = ", "\nprot = "))
+
+
+def _check(path: Path, text: str) -> str:
+    path.write_text(text)
+    done = run("config", "check", path)
+    assert done.exit_code != 0
+    return str(done.output)
+
+
+def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "trinity_sync.toml"
+    path.write_text("[server]\n")
+    assert "exists" in run("config", "init", path).output
+    assert path.read_text() == "[server]\n"
+
+
+def test_check_says_which_file_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "trinity_sync.toml"
+    path.write_text("[server]\nport = 5000\n")
+    with environment({}):  # which the option changes
+        done = run("config", "check", path)
+    assert (done.exit_code, done.output) == (0, f"{path}: no problems found\n")
+
+
+def test_show_says_where_each_value_is_from_and_no_password(tmp_path: Path) -> None:
+    path = tmp_path / "trinity_sync.toml"
+    path.write_text('[worker]\nnice = 5\n[catalog]\nurl = "postgresql://user:secret@host/db"\n')
+    with environment({"TRINITY_SYNC_SLOTS": "3", "TRINITY_SYNC_STACK__SERVER__PORT": "5000"}):
+        rows = json.loads(run("config", "show", "--config", path, "--json").stdout)
+    found = {row["name"]: (row["value"], row["source"], row["default"]) for row in rows}
+    assert found["TRINITY_SYNC_SLOTS"] == ("3", "TRINITY_SYNC_SLOTS", "2")
+    assert found["server.port"] == ("5000", "TRINITY_SYNC_STACK__SERVER__PORT", "4200")
+    assert found["worker.nice"] == ("5", str(path), "10")
+    assert found["server.keep_events"] == ("6h", "default", "6h")
+    assert found["catalog.url"][0] == "postgresql://user:***@host/db"
+
+
+def test_a_command_reads_the_file_that_its_option_names(tmp_path: Path) -> None:
+    path = tmp_path / "trinity_sync.toml"
+    path.write_text("[server]\nprot = 1\n")
+    for command in ("up", "deploy", "worker"):
+        with environment({}):
+            done = run(command, "--config", path)
+        assert done.exit_code != 0
+        assert "unknown key prot in [server]" in done.output
+
+
+def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home: Path) -> None:
+    recorded = StackSettings(catalog={"url": "postgresql://user:secret@host/db"})
+    state = StackState(api_url="http://127.0.0.1:9/api", settings=recorded.model_dump(mode="json"))
+    write_state(home, state)
+    named = {
+        "TRINITY_SYNC_STACK__WORKER__NICE": "5",
+        "TRINITY_SYNC_STACK__CATALOG__URL": "postgresql://user:secret@host/other",
+    }
+    assert embedded.find_changes(state, recorded) == ()
+    with environment({"TRINITY_SYNC_HOME": str(home), **named}):
+        assert embedded.status(Settings()).changed == (
+            "worker.nice: 10, now 5",
+            "catalog.url: postgresql://user:***@host/db, now postgresql://user:***@host/other",
+        )
+        output = run("status").output
+        check = next(check for check in run_checks(Settings()) if check.name == "settings")
+    assert "worker.nice: 10, now 5" in output
+    assert "trinity-sync restart" in output
+    assert (check.state, check.todo) == ("warn", "apply them: trinity-sync restart")
+
+
+def test_a_file_that_became_invalid_hides_no_status(home: Path, tmp_path: Path) -> None:
+    recorded = StackSettings().model_dump(mode="json")
+    write_state(home, StackState(api_url="http://127.0.0.1:9/api", settings=recorded))
+    path = tmp_path / "trinity_sync.toml"
+    path.write_text("[server]\nprot = 1\n")
+    with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: str(path)}):
+        (said,) = embedded.status().changed
+    assert "unknown key prot" in said

@@ -1,0 +1,196 @@
+"""Commands for settings: config show, check, init."""
+
+import json
+import os
+import re
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from trinity_sync.cli.app import AsJson, app, make_console, print_json, read_settings
+from trinity_sync.errors import ConfigError
+
+WIDTH = 88
+"""Width of the comments of a new file."""
+
+
+def _use_file(path: Path | None) -> None:
+    """Let this process and those that it starts read the settings of the stack from a file."""
+    if path:
+        os.environ["TRINITY_SYNC_CONFIG"] = str(path.absolute())
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=_use_file,
+        metavar="FILE",
+        help="File with the settings of the stack; by default TRINITY_SYNC_CONFIG, or "
+        "trinity_sync.toml in ~/.config/trinity_sync or /etc/trinity_sync.",
+    ),
+]
+"""Option of the commands that read the settings of a stack."""
+
+config = typer.Typer(
+    no_args_is_help=True,
+    help="Show, check and write the settings of the stack.",
+    epilog="Examples:  [bold]trinity-sync config show[/]  ·  [bold]trinity-sync config init "
+    "~/.config/trinity_sync/trinity_sync.toml[/]",
+)
+app.add_typer(config, name="config", rich_help_panel="Run the stack")
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """A setting with its value, without a password."""
+
+    name: str
+    """``section.key`` in the file, or the variable of a setting of the process."""
+    value: str
+    source: str
+    """Where the value is from: ``default``, a variable, or the path of the file."""
+    default: str
+
+
+@config.command(epilog="Example:  [bold]trinity-sync config show --json[/]")
+def show(file: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Show each setting: its value, where that is from, and the default."""
+    rows = list_settings()
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    table = Table("setting", "value", "source", "default")
+    for row in rows:
+        table.add_row(row.name, row.value, row.source, row.default)
+    make_console().print(table)
+
+
+@config.command(epilog="Example:  [bold]trinity-sync config check trinity_sync.toml[/]")
+def check(
+    file: Annotated[
+        Path | None,
+        typer.Argument(callback=_use_file, help="The file; by default the one that counts."),
+    ] = None,
+) -> None:
+    """Check the file and the environment; an error names each problem and a valid value."""
+    from trinity_sync.settings import CONFIG_FILE, StackSettings, find_config_file
+
+    _ = read_settings(), StackSettings()
+    found = find_config_file()
+    typer.echo(f"{found}: no problems found" if found else f"no {CONFIG_FILE}: defaults are used")
+
+
+@config.command(
+    epilog="Example:  [bold]trinity-sync config init ~/.config/trinity_sync/trinity_sync.toml[/]"
+)
+def init(
+    file: Annotated[
+        Path | None, typer.Argument(help="The new file; by default it is printed.")
+    ] = None,
+) -> None:
+    """Write a file with all settings of the stack, their meaning and defaults, as comments."""
+    from trinity_sync.fs.atomic import replace_file
+
+    text = format_new_file()
+    if file is None:
+        typer.echo(text, nl=False)
+        return
+    if file.exists():
+        raise ConfigError(f"{file} exists; remove it first, or choose another path")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, text, mode=0o600)  # the catalog's password may be in it
+    typer.echo(f"wrote {file}; edit it, then: trinity-sync config check {file}")
+
+
+def list_settings() -> list[SettingRow]:
+    """Return all settings of this process and of the stack.
+
+    Raises:
+        ConfigError: A setting is invalid.
+    """
+    from trinity_sync.settings import (
+        PREFIX,
+        StackSettings,
+        find_config_file,
+        iter_stack_fields,
+        read_config_file,
+        stack_variable,
+    )
+
+    settings, stack = read_settings(), StackSettings()
+    path, in_file = find_config_file(), read_config_file()
+    values, defaults = _dump(settings), _dump(type(settings).model_construct())
+    rows = [
+        SettingRow(
+            variable,
+            _show(values[name]),
+            variable if os.environ.get(variable) else "default",
+            _show(defaults[name]),
+        )
+        for name in type(settings).model_fields
+        for variable in [f"{PREFIX}{name}".upper()]
+    ]
+    values, defaults = _dump(stack), _dump(StackSettings.model_construct())
+    for section, key, _ in iter_stack_fields():
+        variable, source = stack_variable(section, key), "default"
+        if os.environ.get(variable):
+            source = variable
+        elif key in in_file.get(section, {}):
+            source = str(path)
+        value, default = _show(values[section][key]), _show(defaults[section][key])
+        rows.append(SettingRow(f"{section}.{key}", value, source, default))
+    return rows
+
+
+def format_new_file() -> str:
+    """Return a file with all settings of the stack as comments, which sets none of them."""
+    from trinity_sync.settings import CONFIG_FILE, StackSettings, stack_variable
+
+    defaults = StackSettings.model_construct()
+    example = stack_variable("server", "port")
+    lines = [
+        f"# {CONFIG_FILE}: settings of a trinity_sync stack. Values in comments are the defaults.",
+        f"# A variable such as {example} goes before this file.",
+        "# A running stack applies changes after: trinity-sync restart",
+    ]
+    for section in StackSettings.model_fields:
+        values = getattr(defaults, section)
+        lines += ["", *_comment(type(values).__doc__ or ""), f"[{section}]"]
+        for key, field in type(values).model_fields.items():
+            lines += ["", *_comment(field.description or "")]
+            if field.examples:
+                lines.append(f"# For example: {key} = {_to_toml(field.examples[0])}")
+            lines.append(f"#{key} = {_to_toml(getattr(values, key), _dump(values)[key])}")
+    return "\n".join([*lines, ""])
+
+
+def _comment(text: str) -> list[str]:
+    plain = re.sub(r"``?", "", " ".join(text.split()))
+    return [f"# {line}" for line in textwrap.wrap(plain, WIDTH)]
+
+
+def _to_toml(value: Any, dumped: Any = None) -> str:
+    """Return a value in TOML.
+
+    Args:
+        value: The value.
+        dumped: Its form in JSON, which is that of TOML for all but paths.
+    """
+    if isinstance(value, tuple):
+        return json.dumps([str(each) for each in value])
+    return json.dumps(value if dumped is None else dumped)
+
+
+def _dump(settings: Any) -> Any:
+    return settings.model_dump(mode="json")
+
+
+def _show(value: Any) -> str:
+    from trinity_sync.settings import show_value
+
+    return show_value(value)
