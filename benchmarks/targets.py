@@ -117,14 +117,16 @@ def medians_of(path: Path) -> Medians:
     }
 
 
-def main() -> None:
-    """Print a table in Markdown."""
-    print("| figure | case | target | measured |\n|---|---|---|---|")
+def table() -> str:
+    """Return the table of the last full run, in Markdown."""
+    lines = ["| figure | case | target | measured |", "|---|---|---|---|"]
     for result in results(medians_of(Path(__file__).parent / "results" / "full.json")):
         target = result.target
         bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{target.unit}"
         value = "no ratio" if result.value is None else f"{result.value:.3g}{target.unit}"
-        print(f"| {target.figure} | {target.above[0]} | {bound} | {_shown(value, result.met)} |")
+        shown = _shown(value, result.met)
+        lines.append(f"| {target.figure} | {target.above[0]} | {bound} | {shown} |")
+    return "\n".join(lines)
 
 
 def _shown(value: str, met: bool) -> str:
@@ -132,4 +134,4 @@ def _shown(value: str, met: bool) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    print(table())

@@ -57,7 +57,7 @@ SPOOL_FORMAT = 1
 """Format of the records of saves in flight: those in a node's spool, and `SaveRequest`."""
 ROOT_FORMAT = 1
 """Format of the records in a job's root, which may be read years later. "Formats" in
-``docs/concepts/save.md`` says which changes need a new number."""
+``docs/reference/files.md`` says which changes need a new number."""
 
 _STEP_FOLDER = "global_step_"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

@@ -1,6 +1,338 @@
 """The parts of the reference that are made from the code at build time."""
 
-from collections.abc import Callable
+import ast
+import enum
+import html
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
-GENERATORS: dict[str, Callable[[], str]] = {}
+import figures
+from advice import WHAT_TO_DO
+
+REPOSITORY = Path(__file__).parents[2]
+CODE = ("trinity_sync", "flows", "tasks")
+
+SETTINGS: dict[str, tuple[str, str]] = {
+    "process_settings": ("trinity_sync.settings", "Settings"),
+    "job_settings": ("trinity_sync.storage.job_settings", "JobSettings"),
+    "stack_settings": ("trinity_sync.settings", "StackSettings"),
+}
+"""Models of settings, by the name of their generator: module and class."""
+
+
+# ------------------------------------------------------------ command line
+
+
+def commands() -> str:
+    """Describe all commands: help, arguments, options and examples."""
+    import typer
+
+    from trinity_sync.cli.commands import app
+
+    panels: dict[str, list[tuple[str, Any]]] = {}
+    for name, command in _walk(typer.main.get_command(app), ""):
+        panels.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append(
+            (name, command)
+        )
+    return "\n\n".join(
+        f"## {panel}\n\n" + "\n\n".join(_command(name, each) for name, each in found)
+        for panel, found in panels.items()
+    )
+
+
+def _walk(group: Any, prefix: str, panel: str | None = None) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        own = getattr(command, "rich_help_panel", None)
+        panel_here = own if isinstance(own, str) else panel
+        if hasattr(command, "commands"):
+            yield from _walk(command, f"{prefix}{name} ", panel_here)
+        else:
+            command.rich_help_panel = panel_here
+            yield f"{prefix}{name}", command
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [
+        each
+        for each in command.params
+        if each.param_type_name == "option" and not getattr(each, "hidden", False)
+    ]
+    words = [
+        _argument_name(each) if each.required else f"[{_argument_name(each)}]" for each in arguments
+    ]
+    usage = " ".join(["trinity-sync", name, *["[OPTIONS]"] * bool(options), *words])
+    parts = [f"### {name}", _plain(command.help or ""), f"```text\n{usage}\n```"]
+    if arguments:
+        rows = [(f"`{_argument_name(each)}`", _plain(each.help or "")) for each in arguments]
+        parts.append(_table(("argument", "meaning"), rows))
+    if options:
+        parts.append(_table(("option", "default", "meaning"), [_option(each) for each in options]))
+    notes, examples = _split_epilog(command.epilog or "")
+    if notes:
+        parts.append(notes)
+    if examples:
+        parts.append("```sh\n" + "\n".join(examples) + "\n```")
+    return "\n\n".join(parts)
+
+
+def _argument_name(argument: Any) -> str:
+    name = (argument.metavar or argument.name.upper()).strip("[]")
+    return name + "..." * (argument.nargs == -1 and not name.endswith("..."))
+
+
+def _option(option: Any) -> tuple[str, str, str]:
+    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    annotation = option.type_descriptor.annotation
+    value = "" if option.is_flag else f" `{option.metavar or _metavar(annotation)}`"
+    if choices := _choices(annotation):
+        value = " " + " or ".join(f"`{each}`" for each in choices)
+    default = option.default() if callable(option.default) else option.default
+    default = getattr(default, "value", default)
+    shown = "" if default in (None, (), [], False, "") else f"`{default}`"
+    return names + value, "required" if option.required else shown, _plain(option.help or "")
+
+
+def _metavar(annotation: Any) -> str:
+    return {"int": "N", "float": "N", "Path": "PATH"}.get(
+        getattr(annotation, "__name__", ""), "TEXT"
+    )
+
+
+def _choices(annotation: Any) -> list[str]:
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return [str(each.value) for each in annotation]
+    return [str(each) for each in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def _split_epilog(epilog: str) -> tuple[str, list[str]]:
+    """Split an epilog into sentences and example commands."""
+    text = _plain(epilog.replace("\b", ""))
+    before, _, after = re.sub(r"\bExamples?:", "\0", text).partition("\0")
+    examples = [
+        " ".join(line.split())
+        for line in re.split(r"·|\n", after)
+        if line.strip().startswith("trinity-sync") or "trinity-sync " in line
+    ]
+    return before.strip(), examples
+
+
+def _plain(text: str) -> str:
+    """Return help without the markup of rich."""
+    return re.sub(r"\[/?(?:bold|dim|italic|cyan|green|yellow|red)?\]", "", inspect.cleandoc(text))
+
+
+# ------------------------------------------------------------ settings
+
+
+def settings(module: str, name: str) -> str:
+    """Describe a model of settings: a table of its fields, and one of each nested model."""
+    found = importlib.import_module(module)
+    return "\n\n".join(_model(found, getattr(found, name), ""))
+
+
+def _model(module: Any, model: type, section: str) -> Iterator[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    rows, nested = [], []
+    prefix = _environment_prefix(model)
+    for statement, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        name, kind = statement.target.id, ast.unparse(statement.annotation)
+        if name.startswith("_") or kind.startswith("ClassVar"):
+            continue
+        inner = getattr(module, kind, None)
+        if inspect.isclass(inner) and hasattr(inner, "model_fields"):
+            nested.append((name, inner))
+            continue
+        shown = f"`{prefix}{name.upper()}`" if prefix and not section else f"`{name}`"
+        rows.append((shown, _kind(kind), _default(statement.value), _docstring(after)))
+    if section:
+        yield f"### [{section}]" if not section.startswith("[") else f"### {section}"
+        yield inspect.cleandoc(model.__doc__ or "").split("\n\n")[0]
+    if rows:
+        yield _table(("setting", "type", "default", "meaning"), rows)
+    for name, inner in nested:
+        yield from _model(module, inner, name)
+
+
+def _environment_prefix(model: type) -> str:
+    config = getattr(model, "model_config", {})
+    return str(config.get("env_prefix", "")) if isinstance(config, dict) else ""
+
+
+def _kind(annotation: str) -> str:
+    for literal in re.findall(r"Literal\[(.*?)\]", annotation):
+        values = " or ".join(f"`{value.strip()}`" for value in literal.split(","))
+        annotation = annotation.replace(f"Literal[{literal}]", values.replace("'", '"'))
+    return annotation.replace("|", "or").replace("bool", "`true` or `false`")
+
+
+def _default(value: ast.expr | None) -> str:
+    if isinstance(value, ast.Call):
+        named = {each.arg: each.value for each in value.keywords}
+        limits = [
+            f"{sign} {ast.unparse(named[key])}"
+            for key, sign in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below"))
+            if key in named
+        ]
+        first = named.get("default") or (value.args[0] if value.args else None)
+        shown = f"`{_constant(first)}`" if first is not None else "computed"
+        return shown + (f" ({' '.join(limits)})" if limits else "")
+    return "required" if value is None else f"`{_constant(value)}`"
+
+
+def _constant(value: ast.expr) -> str:
+    """Return a default as it is written in the environment or a file."""
+    try:
+        found = eval(compile(ast.Expression(value), "default", "eval"), {})
+    except NameError:
+        return ast.unparse(value)
+    if isinstance(found, bool):
+        return str(found).lower()
+    if isinstance(found, (tuple, list)):
+        return ", ".join(map(str, found)) or " "
+    return str(found) if found not in ("", None) else " "
+
+
+def _docstring(statement: ast.stmt | None) -> str:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return _plain(str(statement.value.value))
+    return ""
+
+
+# ------------------------------------------------------------ metrics
+
+
+def metrics() -> str:
+    """Describe the Prometheus metrics of a worker."""
+    from trinity_sync.orchestration.metrics import METRICS
+
+    rows = []
+    for collector in METRICS.registry._collector_to_names:
+        labels = ", ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
+        for family in collector.describe():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            rows.append((f"`{name}`", family.type, labels, family.documentation))
+    return _table(("metric", "type", "labels", "meaning"), rows)
+
+
+# ------------------------------------------------------------ messages
+
+
+def messages() -> str:
+    """List the errors by class, with what to do and their messages, then the warnings."""
+    from trinity_sync import errors
+
+    raised: dict[str, set[str]] = {}
+    logged: set[str] = set()
+    for path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (text := _first_text(node)):
+                called = _called(node.func)
+                if called.endswith("Error"):
+                    raised.setdefault(called, set()).add(text)
+                elif called in ("logger.warning", "logger.error", "logger.exception"):
+                    logged.add(text)
+    parts = []
+    for name, error in vars(errors).items():
+        if inspect.isclass(error) and issubclass(error, errors.TrinitySyncError):
+            when = inspect.cleandoc(error.__doc__ or "").split("\n\n")[0]
+            parts.append(f"### {name}\n\n{when}\n\n{WHAT_TO_DO[name]}")
+            if texts := raised.get(name):
+                parts.append(_details(f"Messages ({len(texts)})", texts))
+    parts.append(
+        "## Warnings in logs\n\nLogged by trainers, readers and the worker, as "
+        "`trinity_sync.<module>`."
+    )
+    parts.append(_details(f"Warnings ({len(logged)})", logged))
+    return "\n\n".join(parts)
+
+
+def _modules() -> list[Path]:
+    return sorted(path for folder in CODE for path in (REPOSITORY / folder).rglob("*.py"))
+
+
+def _first_text(call: ast.Call) -> str:
+    """Return the text of a call's first argument, with placeholders; empty if it is none."""
+    first = call.args[0] if call.args else None
+    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+        return re.sub(r"%(?:[-0-9.,]*[sdrfx])", "…", first.value)
+    if isinstance(first, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in first.values
+        )
+    return ""
+
+
+def _called(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        owner = function.value.id
+        return owner if owner.endswith("Error") else f"{owner}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _details(title: str, texts: set[str]) -> str:
+    rows = "".join(f"<li>{html.escape(text)}</li>" for text in sorted(texts, key=_sorting))
+    return f"<details><summary>{title}</summary><ul>{rows}</ul></details>"
+
+
+def _sorting(text: str) -> str:
+    return text.lstrip("… ").lower()
+
+
+# ------------------------------------------------------------ files
+
+
+def layout() -> str:
+    """Return the tree of a root's files, from the module that names them."""
+    from trinity_sync import layout as names
+
+    tree = textwrap.dedent((names.__doc__ or "").partition("::")[2]).strip()
+    return f"```text\n{tree}\n```"
+
+
+# ------------------------------------------------------------ environments
+
+
+def environments() -> str:
+    """List the packages that a resolver test installs the client next to."""
+    test = REPOSITORY / "tests/integration/test_environments.py"
+    for statement in ast.parse(test.read_text()).body:
+        if isinstance(statement, ast.Assign) and "WHERE_PEOPLE_TRAIN" in ast.unparse(statement):
+            return ", ".join(f"`{name}`" for name in ast.literal_eval(statement.value)) + "."
+    raise LookupError(f"no WHERE_PEOPLE_TRAIN in {test}")
+
+
+# ------------------------------------------------------------ all
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(
+        "| " + " | ".join(" ".join(cell.split()) for cell in line) + " |" for line in lines
+    )
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "costs": figures.costs,
+    "environments": environments,
+    "layout": layout,
+    "messages": messages,
+    "metrics": metrics,
+    "retention": figures.retention,
+    "swimlane": figures.swimlane,
+    "targets": figures.targets,
+}
 """Makers of Markdown, by the name in ``<!-- generated: NAME -->``."""
+for _name, _where in SETTINGS.items():
+    GENERATORS[_name] = lambda where=_where: settings(*where)

@@ -7,6 +7,7 @@ link that leaves ``docs/`` and works in the repository gets a copy of the file o
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ _DIRECTIVE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """Take Mermaid from a file, for a site that is read without a network (``MERMAID_JS=...``)."""
+    """Find the packages of the checkout; take Mermaid from a file (``MERMAID_JS=...``).
+
+    Without the file, a reader's browser loads Mermaid from a network.
+    """
+    sys.path.insert(0, str(REPOSITORY))
     if os.environ.get("MERMAID_JS"):
         config.extra_javascript.append("assets/mermaid.min.js")
     return config

@@ -1,1 +1,1 @@
-"""A campaign of faults that tries to lose a checkpoint; see docs/contributing/chaos.md."""
+"""A campaign of faults that tries to lose a checkpoint; see docs/contributing/tests.md."""

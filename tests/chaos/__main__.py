@@ -1,4 +1,4 @@
-"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED; see docs/contributing/chaos.md."""
+"""``make chaos``: CHAOS_MINUTES (10) of faults by CHAOS_SEED; see docs/contributing/tests.md."""
 
 import os
 import secrets

@@ -1,30 +1,86 @@
-"""What the documents cite is there."""
+"""What the documents cite is there, and what they show can be run."""
 
 import ast
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import typer
+
+from trinity_sync.cli.commands import app
+
 REPOSITORY = Path(__file__).parent.parent.parent
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [
+    *PAGES,
+    *(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+]
+CODE = [
+    path
+    for part in ("trinity_sync", "flows", "tasks")
+    for path in (REPOSITORY / part).rglob("*.py")
+]
 TESTS = "\n".join(path.read_text() for path in REPOSITORY.glob("tests/**/*.py"))
+BLOCK = re.compile(r"^([ ]*)```(\w+)?[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+AHEAD = {"CONFIG", "TRUSTED_PATHS"}
+"""Variables, and below pages with commands, of changes that are about to land."""
+PAGES_AHEAD = {
+    "how-to/export.md",
+    "how-to/preemption.md",
+    "how-to/read-weights.md",
+    "how-to/remote.md",
+    "how-to/retention.md",
+    "how-to/stall.md",
+    "how-to/transport.md",
+    "operations/deploy.md",
+    "operations/failures.md",
+    "operations/monitor.md",
+    "operations/troubleshooting.md",
+    "operations/upgrade.md",
+    "operations/verify.md",
+    "reference/settings.md",
+    "tutorials/operate.md",
+}
+
+
+def blocks(path: Path, *languages: str) -> Iterator[str]:
+    for indent, language, text in BLOCK.findall(path.read_text()):
+        if language in languages:
+            yield "\n".join(line.removeprefix(indent) for line in text.splitlines())
 
 
 def test_every_invariant_is_shown_by_a_test_that_exists() -> None:
-    text = (REPOSITORY / "docs/concepts/save.md").read_text()
-    table = text.partition("## What must always hold")[2].partition("\n## ")[0]
-    cited = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+){2,}", "".join(re.findall(r"\|[^|]+\|\n", table)))
-    assert len(cited) > 50
+    text = (DOCS / "contributing/invariants.md").read_text()
+    cited = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+){2,}", "".join(re.findall(r"\|[^|]+\|\n", text)))
+    assert len(cited) > 150
     there = set(re.findall(r"def test_(\w+)\(", TESTS))
-    assert [name for name in cited if name not in there] == []
+    there |= {path.stem.removeprefix("test_") for path in REPOSITORY.glob("tests/**/test_*.py")}
+    assert [name for name in cited if name.removeprefix("test_") not in there] == []
 
 
 def test_every_file_of_tests_that_is_cited_exists() -> None:
-    documents = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
     cited = {
         path
-        for document in documents
+        for document in DOCUMENTS
         for path in re.findall(r"tests/[\w/]+\.py", document.read_text())
     }
     assert [path for path in sorted(cited) if not (REPOSITORY / path).exists()] == []
+
+
+def test_every_link_of_the_documents_outside_of_the_site_leads_to_a_file() -> None:
+    dead = [
+        f"{document.name}: {target}"
+        for document in DOCUMENTS
+        if document not in PAGES
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert dead == []
 
 
 def test_the_path_of_a_save_names_functions_that_exist() -> None:
@@ -42,3 +98,89 @@ def test_the_path_of_a_save_names_functions_that_exist() -> None:
             }
         cited = {part for name in re.findall(r"`([\w.]+)`", functions) for part in name.split(".")}
         assert cited <= defined
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_the_python_of_a_page_compiles(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_the_commands_of_a_page_can_be_parsed(page: Path) -> None:
+    if page.relative_to(DOCS).as_posix() in PAGES_AHEAD:
+        pytest.skip("shows commands of a change that is about to land")
+    group = typer.main.get_command(app)
+    for line in commands_of(page):
+        found, words = group, line
+        while words and words[0] in getattr(found, "commands", {}):
+            found, words = found.commands[words[0]], words[1:]
+        assert not hasattr(found, "commands"), f"trinity-sync {shlex.join(line)} is no command"
+        found.make_context(line[0], list(words))
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """Yield the words after ``trinity-sync`` of each command in the blocks of a page."""
+    text = "\n".join(blocks(page, "sh", "console")).replace("\\\n", " ")
+    for line in text.splitlines():
+        if found := re.match(
+            r"(?:\$ )?(?:\w+=\S+ )*trinity-sync ((?:[^#|;&\"']|\"[^\"]*\"|'[^']*')*)", line
+        ):
+            yield shlex.split(found[1])
+
+
+def test_every_message_that_is_quoted_is_one_of_the_code() -> None:
+    texts = "\n".join(text for path in CODE for text in literals(path))
+    quoted = [
+        (page.name, message)
+        for page in PAGES
+        for message in re.findall(r"`([^`]+)`\{\.message\}", page.read_text())
+    ]
+    assert len(quoted) > 5
+    assert [each for each in quoted if any(p not in texts for p in parts_of(each[1]))] == []
+
+
+def literals(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def parts_of(message: str) -> list[str]:
+    """Return the texts around the values of a message, which stand as ``…`` in a document."""
+    return [part.strip() for part in message.split("…") if part.strip()]
+
+
+def test_every_variable_that_is_named_is_a_setting() -> None:
+    code = "\n".join(path.read_text() for path in CODE)
+    settings = {name.upper() for name in re.findall(r"^    (\w+): ", code, re.MULTILINE)}
+    named = {
+        name
+        for document in [*DOCUMENTS, *REPOSITORY.glob("deploy/*.yaml")]
+        for name in re.findall(
+            r"TRINITY_SYNC_(?:STACK__\w+?__)?([A-Z][A-Z_]*[A-Z])\b", document.read_text()
+        )
+    }
+    assert sorted(n for n in named - settings - AHEAD if f"TRINITY_SYNC_{n}" not in code) == []
+
+
+def test_every_error_has_an_advice() -> None:
+    from trinity_sync import errors
+
+    text = (DOCS / "_hooks/advice.py").read_text()
+    advised = set(re.findall(r'^    "(\w+)": ', text, re.MULTILINE))
+    assert advised == {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, errors.TrinitySyncError)
+    }
+
+
+def test_the_metrics_of_the_alerts_exist() -> None:
+    from trinity_sync.orchestration.metrics import METRICS
+
+    names = {name for names in METRICS.registry._collector_to_names.values() for name in names}
+    alerts = (REPOSITORY / "deploy/alerts.yaml").read_text()
+    cited = set(re.findall(r"trinity_sync_\w+", alerts))
+    assert cited
+    assert cited <= names

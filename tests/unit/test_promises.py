@@ -4,7 +4,7 @@ Hypothesis draws the life of a job: trainers that start, resume, save and die; f
 doubled, broken off and retried; outages, retention, rewinds, a spool that vanishes. Slots, files,
 commits and the coordinator are the real ones; `prefect_stand_in` plays Prefect and Ray. After each
 rule, what the product says and has on disk is compared with the model. See
-docs/contributing/chaos.md.
+docs/contributing/tests.md.
 
 ``PROMISES_MINUTES`` tries random lives for that long; ``PROMISES_SEED`` repeats them.
 """
