@@ -83,6 +83,33 @@ def swimlane() -> str:
     return _svg("One save over time", left + width + 60, bottom + 6, parts)
 
 
+def slots() -> str:
+    """Draw two slots over time, of saves that come faster than they are written."""
+    free, parts, left, scale = [0.0, 0.0], [], 90, 34
+    for number in range(1, 6):
+        called = 3.0 * (number - 1)
+        slot = free.index(min(free))
+        start = max(called, free[slot])
+        free[slot] = start + 7
+        y = 12 + 44 * slot
+        if start > called:
+            x, wide = left + called * scale, (start - called) * scale
+            parts.append(f'<rect class="stop" x="{x:.0f}" y="96" width="{wide:.0f}" height="20"/>')
+        x, step = left + start * scale, 10 * number
+        parts.append(f'<rect class="go" x="{x:.0f}" y="{y}" width="{scale}" height="30"/>')
+        parts.append(
+            f'<rect class="work" x="{x + scale:.0f}" y="{y}" width="{6 * scale - 3}" height="30"/>'
+            f'<text x="{x + 4 * scale:.0f}" y="{y + 20}" text-anchor="middle">write {step}</text>'
+            f'<text x="{x + scale / 2:.0f}" y="{y + 20}" text-anchor="middle">{step}</text>'
+        )
+    for y, name in ((32, "slot 1"), (76, "slot 2"), (110, "training")):
+        parts.append(f'<text x="{left - 8}" y="{y}" text-anchor="end">{name}</text>')
+    caption = (
+        "A save every 3 s that takes 7 s to write: from the third on, saves wait for a slot (red)."
+    )
+    return _svg(caption, int(left + max(free) * scale), 124, parts) + f"\n\n{caption}"
+
+
 def retention() -> str:
     """Draw what some policies keep of thirty steps, by the planner's own policies."""
     from trinity_sync.retention.policies import StepInfo, parse_policy

@@ -96,6 +96,8 @@ def _option(option: Any) -> tuple[str, str, str]:
         value = " " + " or ".join(f"`{each}`" for each in choices)
     default = option.default() if callable(option.default) else option.default
     default = getattr(default, "value", default)
+    if option.secondary_opts:
+        default = (option.opts if default else option.secondary_opts)[0]
     shown = "" if default in (None, (), [], False, "") else f"`{default}`"
     return names + value, "required" if option.required else shown, _plain(option.help or "")
 
@@ -330,6 +332,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "messages": messages,
     "metrics": metrics,
     "retention": figures.retention,
+    "slots": figures.slots,
     "swimlane": figures.swimlane,
     "targets": figures.targets,
 }
