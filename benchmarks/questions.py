@@ -177,12 +177,12 @@ UI: dict[str, tuple[str, dict[str, Any]]] = {
 COMMANDS = {
     "trinity-sync ls": ("ls", "ROOT"),
     "trinity-sync show": ("show", "ROOT", "STEP"),
-    "trinity-sync catalog ls": ("catalog", "ls"),
-    "trinity-sync catalog check": ("catalog", "check", "ROOT"),
+    "trinity-sync jobs ls": ("jobs", "ls"),
+    "trinity-sync jobs check": ("jobs", "check", "ROOT"),
     "trinity-sync report": ("report", "ROOT", "--output", "PAGE"),
-    "trinity-sync catalog rebuild": ("catalog", "rebuild", "ROOT"),
+    "trinity-sync jobs reindex": ("jobs", "reindex", "ROOT"),
 }
-NAMES = (*OURS, *UI, *(name for name in COMMANDS if name != "trinity-sync catalog rebuild"))
+NAMES = (*OURS, *UI, *(name for name in COMMANDS if name != "trinity-sync jobs reindex"))
 """All that are asked in turn."""
 
 

@@ -47,7 +47,7 @@ def main() -> int:
         status = run_story(command, sync)
     finally:
         if not was_running and not keep:
-            trinity_sync("down")
+            trinity_sync("down", "--yes")
     if keep:
         print("the stack is still running; stop it with: trinity-sync down")
     elif status == 0:

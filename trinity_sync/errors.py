@@ -43,7 +43,13 @@ from pathlib import Path
 
 
 class TrinitySyncError(Exception):
-    """Base class of the errors of trinity_sync."""
+    """Base class of the errors of trinity_sync.
+
+    Attributes:
+        hint: what to do, where the message does not say it; the command prints it as well.
+    """
+
+    hint: str = ""
 
 
 class ConfigError(TrinitySyncError, ValueError):

@@ -226,14 +226,14 @@ def test_versions_of_the_weights_are_noted_and_stay_when_their_file_forgets_them
             connection.execute(sa.delete(Job))
         rebuild(engine, root)
         assert [each.step for each in list_jobs(engine)[0].versions] == [10, 10, *range(22, 30)]
-    (row,) = json.loads(run("catalog", "ls", "--json", TRINITY_SYNC_STACK__CATALOG__URL=url).stdout)
-    assert row["versions"][-1]["step"] == 29
+    shown = run("jobs", "show", root, "-o", "json", TRINITY_SYNC_STACK__CATALOG__URL=url)
+    assert json.loads(shown.stdout)["job"]["versions"][0]["step"] == 29
 
 
 def test_a_newer_schema_is_one_sentence(url: str) -> None:
     with open_catalog(url) as engine, engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
-    done = run("catalog", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
+    done = run("jobs", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
     assert f"has schema 99, this trinity_sync knows {SCHEMA}" in done.stderr
@@ -256,7 +256,7 @@ def test_the_schema_of_the_migrations_is_that_of_the_models(url: str) -> None:
     ],
 )
 def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
-    done = run("catalog", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
+    done = run("jobs", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
 
@@ -264,18 +264,19 @@ def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
 def test_the_commands_show_rebuild_and_compare_it(root: Path, tmp_path: Path) -> None:
     home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
     history(root)
-    assert "3 steps" in run("catalog", "rebuild", root, **home).stdout
-    assert run("catalog", "check", root, **home).returncode == 0
-    shown = run("catalog", "ls", "--keep", "last=1", "--json", **home)
-    (job,) = json.loads(shown.stdout)
-    assert [each["step"] for each in job["steps"]] == [10, 20, 30]
-    assert (job["newest"], job["bytes"], job["would_free"]) == (30, 3006, 0)
+    assert run("jobs", "reindex", root, **home).stdout == f"{root}\t3\n"
+    assert run("jobs", "check", root, **home).returncode == 0
+    shown = run("jobs", "ls", "--keep", "last=1", "-o", "json", **home)
+    (job,) = json.loads(shown.stdout)["jobs"]
+    assert (job["steps"], job["newest"], job["bytes"], job["would_free"]) == (3, 30, 3006, 0)
     assert shown.stderr == ""
+    job = json.loads(run("jobs", "show", root, "-o", "json", **home).stdout)["job"]
+    assert [each["step"] for each in job["steps"]] == [30, 20, 10]
     commit_files(root, 40, run=2)
-    differs = run("catalog", "check", root, **home)
-    assert differs.returncode == 1
+    differs = run("jobs", "check", root, **home)
+    assert differs.returncode == 3
     assert "lacks 1 steps, such as 40" in differs.stdout
-    listed = run("catalog", "ls", **home)
+    listed = run("jobs", "ls", **home)
     assert str(root) in listed.stdout
     assert "the catalog lacks 1 steps" in listed.stderr
 
@@ -291,11 +292,11 @@ def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_pat
             rebuild(engine, each)
             register_job(settings, each)
         shutil.rmtree(root)
-        assert run("catalog", "forget", root, **named).returncode == 0
+        assert run("jobs", "forget", root, "--yes", **named).returncode == 0
         assert [job.root for job in list_jobs(engine)] == [str(other)]
     assert len(list((settings.home / "roots").iterdir())) == 1
-    again = run("catalog", "forget", root, **named)
-    assert again.returncode == 1
+    again = run("jobs", "forget", root, "--yes", **named)
+    assert again.returncode == 2
     assert is_one_sentence(again.stderr)
 
 
@@ -311,8 +312,8 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
         ("pin", root, 10),
         ("pin", root, 20),
         ("unpin", root, 10),
-        ("rewind", root, "--to", 30, "--yes"),
-        ("prune", root, "--keep", "last=1"),
+        ("rewind", root, 30, "--yes"),
+        ("prune", root, "--keep", "last=1", "--yes"),
     ):
         assert run(*command, **home).returncode == 0
         with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:

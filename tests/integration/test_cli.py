@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -33,7 +34,18 @@ def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def is_one_sentence(text: str) -> bool:
-    return text.startswith("trinity-sync: ") and text.count("\n") == 1
+    """Whether a text is an error in one line, and perhaps a hint in a second one."""
+    error, *hints = text.splitlines()
+    return (
+        error.startswith("error: ")
+        and all(line.startswith("hint: ") for line in hints[:1])
+        and (len(hints) < 2)
+    )
+
+
+def rows_of(done: subprocess.CompletedProcess[str], noun: str = "steps") -> list[dict[str, Any]]:
+    """The rows of a document."""
+    return json.loads(done.stdout)[noun]
 
 
 def test_help_shows_examples_and_imports_nothing_heavy() -> None:
@@ -51,14 +63,14 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 
 def test_a_step_that_is_neither_number_nor_tag_is_one_sentence(root: Path) -> None:
     done = run("show", root, "forty")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert is_one_sentence(done.stderr)
     assert "'forty' is neither" in done.stderr
 
 
 def test_a_wrong_path_is_one_sentence(tmp_path: Path) -> None:
     done = run("ls", tmp_path / "nowhere")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
     assert is_one_sentence(done.stderr)
     assert "nowhere" in done.stderr
@@ -66,14 +78,14 @@ def test_a_wrong_path_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_one_sentence() -> None:
     done = run("down", TRINITY_SYNC_SLOTS="9")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert is_one_sentence(done.stderr)
     assert "TRINITY_SYNC_SLOTS=9" in done.stderr
 
 
 def test_a_missing_server_is_one_sentence(tmp_path: Path) -> None:
     done = run("deploy", TRINITY_SYNC_HOME=str(tmp_path), PREFECT_API_URL="http://127.0.0.1:9/api")
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert is_one_sentence(done.stderr)
     assert "http://127.0.0.1:9/api" in done.stderr
 
@@ -95,9 +107,9 @@ def test_ls_tells_committed_corrupted_and_uncommitted_steps_apart(
     commit_step(40, run=2)
     (root / "global_step_50").mkdir()
 
-    rows = {row["step"]: row for row in json.loads(run("ls", root, "--json").stdout)}
+    rows = {row["step"]: row for row in rows_of(run("ls", root, "-o", "json"))}
 
-    states = {step: row["state"] for step, row in rows.items()}
+    states = {step: row["status"] for step, row in rows.items()}
     assert states == {
         10: "valid",
         20: "corrupted",
@@ -105,22 +117,23 @@ def test_ls_tells_committed_corrupted_and_uncommitted_steps_apart(
         40: "valid",
         50: "not committed",
     }
-    assert rows[40]["pointers"] == ["checkpoint"]
-    assert rows[10]["pointers"] == []
+    assert rows[40]["latest_of"] == ["checkpoint"]
+    assert rows[10]["latest_of"] == []
     assert (rows[40]["run"], rows[40]["files"], rows[40]["bytes"]) == (2, 2, 2000)
 
     table = run("ls", root).stdout
-    assert all(word in table for word in ("corrupted", "not committed", "2.0 kB", "2023-11"))
-    table = run("ls", root, "--last", "2").stdout
-    assert "3 lower steps are not shown" in table
-    assert "not committed" in table
-    assert "corrupted" not in table
+    assert all(word in table for word in ("corrupted", "not committed", "2000", "2023-11"))
+    assert [line.split("\t")[0] for line in table.splitlines()] == ["50", "40", "30", "20", "10"]
+    some = run("ls", root, "--limit", "2")
+    assert "3 older steps not shown; use --all" in some.stderr
+    assert "not committed" in some.stdout
+    assert "corrupted" not in some.stdout
 
 
 def test_ls_of_an_empty_root_says_so(root: Path) -> None:
     done = run("ls", root)
     assert done.returncode == 0
-    assert "no steps" in done.stdout
+    assert (done.stdout, "no steps" in done.stderr) == ("", True)
 
 
 def test_show_lists_files_with_digests_and_callable_saves(
@@ -130,11 +143,11 @@ def test_show_lists_files_with_digests_and_callable_saves(
     (folder / "actor/optim_world_size_1_rank_0.pt").write_bytes(b"short")
     done = run("show", root, 7)
     assert done.returncode == 0
-    for word in ("xxh3-128:", "1,000", "valid", "truncated", "lora", "adapter.safetensors"):
+    for word in ("xxh3-128:", "\t1000\t", "valid", "truncated", "lora", "adapter.safetensors"):
         assert word in done.stdout
-    found = json.loads(run("show", root, 7, "--json").stdout)
-    assert found["state"] == "corrupted"
-    assert [each["name"] for each in found["callables"]] == ["lora"]
+    found = json.loads(run("show", root, 7, "-o", "json").stdout)["step"]
+    assert found["status"] == "corrupted"
+    assert [each["name"] for each in found["save_functions"]] == ["lora"]
 
 
 def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> None:
@@ -148,13 +161,16 @@ def test_show_of_a_step_that_is_not_committed_is_one_sentence(root: Path) -> Non
 def test_rewind_asks_first_and_says_what_it_set_aside(root: Path, commit_step: CommitStep) -> None:
     for step in (10, 20, 30):
         commit_step(step)
-    assert run("rewind", root, "--to", 10).returncode == 1  # nobody there to say yes
+    refused = run("rewind", root, 10)  # without a terminal to ask on
+    assert (refused.returncode, "pass --yes" in refused.stderr) == (2, True)
+    planned = json.loads(run("rewind", root, 10, "--dry-run", "-o", "json").stdout)["rewind"]
+    assert (planned["quarantined"], planned["run"]) == ([30, 20], None)
     assert read_latest_pointer(root, "checkpoint") == 30
-    done = json.loads(run("rewind", root, "--to", 10, "--yes", "--json").stdout)
+    done = json.loads(run("rewind", root, 10, "--yes", "-o", "json").stdout)["rewind"]
     assert done["quarantined"] == [30, 20]
     assert Path(done["folder"], "global_step_30", MANIFEST).exists()
     assert read_latest_pointer(root, "checkpoint") == 10
-    refused = run("rewind", root, "--to", 20, "--yes")
+    refused = run("rewind", root, 20, "--yes")
     assert refused.returncode == 1
     assert is_one_sentence(refused.stderr)
 
@@ -165,32 +181,35 @@ def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
     url = f"file://{tmp_path}/store"
-    done = json.loads(run("replicate", root, url, "--newest", "--json").stdout)
+    done = json.loads(run("remote", "push", root, "latest", url, "-o", "json").stdout)["push"]
     assert (done["step"], done["uploaded"]) == (4, 1)
-    (row,) = json.loads(run("ls", url, "--json").stdout)
-    assert (row["step"], row["state"]) == (4, "valid")
-    assert "committed step 4" in run("fetch", url, "newest", tmp_path / "back").stdout
-    assert json.loads(run("ls", tmp_path / "back", "--json").stdout)[0]["pointers"]
-    for wrong in (
-        ["replicate", root, url],
-        ["replicate", root, url, "--step", "5"],
-        ["replicate", root, "nowhere", "--newest"],
-        ["fetch", url, "5", tmp_path / "back"],
-        ["ls", "nonsense://x/y"],
+    (row,) = rows_of(run("ls", url, "-o", "json"))
+    assert (row["step"], row["status"]) == (4, "valid")
+    back = tmp_path / "back"
+    assert "committed step 4" in run("remote", "pull", back, "latest", url).stdout
+    assert rows_of(run("ls", back, "-o", "json"))[0]["latest_of"]
+    for wrong, code in (
+        (["remote", "push", root, "latest"], 2),
+        (["remote", "push", root, "5", url], 1),
+        (["remote", "push", root, "latest", "nowhere"], 2),
+        (["remote", "pull", back, "5", url], 1),
+        (["remote", "pull", back, "five", url], 2),
+        (["ls", "nonsense://x/y"], 2),
     ):
         refused = run(*wrong)
-        assert refused.returncode == 1
+        assert (wrong, refused.returncode) == (wrong, code)
         assert is_one_sentence(refused.stderr)
-    assert run("fetch", url, "five", tmp_path / "back").returncode == 2
 
 
 def test_diff_shows_what_changed(root: Path, job: Job) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.full((4,), step), "b": torch.zeros(2)}})
         job.commit(step)
-    table = run("diff", root, 1, 2).stdout
-    assert all(word in table for word in ("w", "100.00 %", "1 of 2 tensors are the same"))
-    first = json.loads(run("diff", root, 1, 2, "--json").stdout)[0]
+    done = run("diff", root, 1, 2)
+    assert done.stdout.split("\t")[:4] == ["w", "changed", "[4]", "100.00"]
+    assert done.stderr == "1 of 2 tensors are the same\n"
+    assert run("diff", root, "latest~1", "latest", "--exit-code").returncode == 3
+    first = rows_of(run("diff", root, 1, 2, "-o", "json"), "tensors")[0]
     assert (first["name"], first["changed"], first["relative_l2"]) == ("w", 4, 1.0)
     refused = run("diff", root, 1, 3)
     assert refused.returncode == 1
@@ -219,7 +238,7 @@ def test_down_names_the_memory_that_a_job_keeps(root: Path, spool_folder: Path) 
     job = Job(root, open_job_spool(spool_folder, root))
     job.stage(1, {"model": {"w": torch.zeros(500_000)}})
     done = run("down", TRINITY_SYNC_HOME=str(root), TRINITY_SYNC_SPOOL=str(spool_folder))
-    assert f"2 MB of images stay in memory for the next run of {root}" in done.stdout
+    assert f"2.1 MB of images stay in memory for the next run of {root}" in done.stdout
     assert "1 of them are committed after the next up" in done.stdout
     assert "rm -r" not in done.stdout
     job.commit(1)
@@ -237,20 +256,22 @@ def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_fold
 def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
     done = run(
         "status",
-        "--json",
+        "-o",
+        "json",
         TRINITY_SYNC_HOME=str(tmp_path),
         PREFECT_API_URL="",
         TRINITY_SYNC_STACK__RAY__ADDRESS="",
     )
-    assert done.returncode == 1
-    assert {part["state"] for part in json.loads(done.stdout)["parts"]} == {"absent"}
+    assert done.returncode == 3
+    services = json.loads(done.stdout)["stack"]["services"]
+    assert {each["status"] for each in services} == {"absent"}
 
 
 def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
-    done = run("status", "--json")
-    found = json.loads(done.stdout)
+    done = run("status", "-o", "json")
+    found = json.loads(done.stdout)["stack"]
     assert done.returncode == 0
-    assert {part["name"]: part["state"] for part in found["parts"]} == {
+    assert {each["name"]: each["status"] for each in found["services"]} == {
         "server": "running",
         "ray": "running",
         "worker": "running",
@@ -263,12 +284,12 @@ def test_doctor_finds_a_working_stack_and_a_job_in_order(
 ) -> None:
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
-    done = run("doctor", root, "--json")
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    done = run("doctor", root, "-o", "json")
+    checks = {check["name"]: check for check in rows_of(done, "checks")}
     assert done.returncode == 0, done.stdout
     for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk"):
-        assert checks[name]["state"] == "ok", checks[name]
-    assert checks["latest checkpoint"]["found"] == "names step 4"
+        assert checks[name]["status"] == "ok", checks[name]
+    assert checks["latest checkpoint"]["message"] == "names step 4"
 
 
 def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path) -> None:
@@ -282,12 +303,12 @@ def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path
     assert "data-step='4'" in page.read_text()
     for wrong in (tmp_path, tmp_path / "none" / "page.html"):
         refused = run("report", root, "--output", wrong, TRINITY_SYNC_HOME=str(tmp_path))
-        assert refused.returncode == 1
+        assert refused.returncode == 2
         assert is_one_sentence(refused.stderr)
 
 
-def test_up_prints_what_a_shell_can_evaluate(stack: StackState) -> None:
-    exports = run("up", "--export").stdout
+def test_env_prints_what_a_shell_can_evaluate(stack: StackState) -> None:
+    exports = run("env").stdout
     shell = subprocess.run(
         ["bash", "-c", f"{exports}\necho $PREFECT_API_URL; env | grep -c ^RAY_"],
         capture_output=True,
@@ -314,7 +335,7 @@ def test_run_gives_the_command_what_a_trainer_needs_and_no_ray_of_the_stacks(
 def test_run_says_that_there_is_no_such_command(stack: StackState) -> None:
     done = run("run", "no-such-command")
     assert done.returncode == 127
-    assert done.stderr.splitlines()[-1].startswith("trinity-sync: cannot run no-such-command")
+    assert done.stderr.splitlines()[-1].startswith("error: cannot run no-such-command")
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_path: Path) -> None:
@@ -376,11 +397,11 @@ def test_verify_marks_what_is_corrupted_and_ls_shows_it(
     commit_step(10)
     commit_step(20)
     done = run("verify", root)
-    assert done.returncode == 1  # the fixture's digests are made up
-    assert "corrupted: actor/model_world_size_1_rank_0.pt has digest" in done.stdout
-    assert run("verify", root, "--step", 20, "--json").returncode == 1
-    assert is_one_sentence(run("verify", root, "--load", "--step", 20).stderr)
-    states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)}
+    assert done.returncode == 3  # the fixture's digests are made up
+    assert "\tcorrupted\tactor/model_world_size_1_rank_0.pt has digest" in done.stdout
+    assert run("verify", root, 20, "-o", "json").returncode == 3
+    assert is_one_sentence(run("verify", root, 20, "--load").stderr)
+    states = {row["step"]: row["status"] for row in rows_of(run("ls", root, "-o", "json"))}
     assert states == {10: "valid", 20: "corrupted"}
     assert read_latest_pointer(root, "checkpoint") == 10
     assert "verified at" in run("show", root, 20).stdout
@@ -397,7 +418,7 @@ def test_reconcile_says_what_it_mended_and_then_that_all_is_well(
     first = run("reconcile", root, **nowhere)
     assert (first.returncode, "names step 10 now" in first.stdout) == (0, True)
     assert "no Prefect server answers" in first.stderr
-    assert run("reconcile", root, **nowhere).stdout == "no problems found\n"
+    assert run("reconcile", root, **nowhere).stderr.endswith("no problems found\n")
 
 
 def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
@@ -406,26 +427,26 @@ def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
     commit_step(10)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
-    for arguments in [
-        ("verify", root, "--step", 11),
-        ("verify", root, "--sample", "much"),
-        ("verify", tmp_path / "nowhere"),
-        ("export", root, 11),
-        ("export", root, 10, "--to", tmp_path / "full"),
-        ("export", root, 10, "--to", tmp_path / "x", "--role", "critic"),
-        ("export", root, 10, "--dtype", "int4"),
+    for code, *arguments in [
+        (1, "verify", root, 11),
+        (2, "verify", root, "--sample", "much"),
+        (2, "verify", tmp_path / "nowhere"),
+        (1, "export", "hf", root, 11),
+        (2, "export", "hf", root, 10, tmp_path / "full"),
+        (1, "export", "hf", root, 10, tmp_path / "x", "--role", "critic"),
+        (2, "export", "hf", root, 10, "--dtype", "int4"),
     ]:
         done = run(*arguments)
-        assert (done.returncode, is_one_sentence(done.stderr)) == (1, True), done.stderr
+        assert (done.returncode, is_one_sentence(done.stderr)) == (code, True), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "full"]
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
 
 
 def test_verify_loads_the_newest_checkpoint_as_a_restart_would(root: Path, job: Job) -> None:
-    assert "nothing is committed" in run("verify", root, "--load").stdout
+    assert "nothing is committed" in run("verify", root, "--load").stderr
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
-    done = json.loads(run("verify", job.root, "--load", "--json").stdout)
+    done = json.loads(run("verify", job.root, "--load", "-o", "json").stdout)["loaded"]
     assert (done["step"], done["files"], done["checked"]) == (4, 1, True)
     assert "loaded step 4: 1 files" in run("verify", job.root, "--load").stdout
     shard = next(job.root.glob("global_step_4/actor/*.pt"))

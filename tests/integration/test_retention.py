@@ -121,20 +121,20 @@ def test_prune_shows_what_it_would_do_and_then_does_it(root: Path, commit_step: 
     for step in (1, 2, 3, 4):
         commit_step(step)
     assert "pinned" in run("pin", root, 1, "--reason", "the paper's").stdout
-    done = run("prune", root, "--keep", "last=1", "--dry-run", "--json")
+    done = run("prune", root, "--keep", "last=1", "--dry-run", "-o", "json")
     assert done.returncode == 0
-    found = json.loads(done.stdout)
-    assert found["bytes_freed"] == 4000
-    assert {row["step"]: row["state"] for row in found["steps"]} == {
+    found = json.loads(done.stdout)["prune"]
+    assert found["bytes"] == 4000
+    assert {row["step"]: row["status"] for row in found["steps"]} == {
         1: "kept",
         2: "would be removed",
         3: "would be removed",
         4: "kept",
     }
     assert steps_on_disk(root) == [1, 2, 3, 4]
-    table = run("prune", root, "--keep", "last=1").stdout
-    assert "pinned: the paper's" in table
-    assert "4.0 kB freed" in table
+    done = run("prune", root, "--keep", "last=1", "--yes")
+    assert "pinned: the paper's" in done.stdout
+    assert "4.0 kB freed" in done.stderr
     assert steps_on_disk(root) == [1, 4]
     assert "pinned: the paper's" in run("ls", root).stdout
     assert "unpinned step 1" in run("unpin", root, 1).stdout
@@ -147,7 +147,7 @@ def test_prune_keeps_all_checkpoints_unless_it_is_asked(
     for step in (1, 2, 3, 4):
         commit_step(step, kind="state_dict" if step < 4 else "checkpoint")
     commit_step(5)
-    run("prune", root)
+    run("prune", root, "--yes")
     assert steps_on_disk(root) == [2, 3, 4, 5]
 
 
@@ -165,7 +165,7 @@ def test_a_policy_that_cannot_be_is_one_sentence_and_removes_nothing(
     commit_step(1)
     commit_step(2)
     done = run("prune", root, *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert is_one_sentence(done.stderr)
     assert words in done.stderr
     assert steps_on_disk(root) == [1, 2]

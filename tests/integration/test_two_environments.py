@@ -80,7 +80,9 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
         )
         assert listed.returncode == 0, listed.stdout + listed.stderr
     finally:
-        subprocess.run(["env", "trinity-sync", "down"], env=env, check=True, capture_output=True)
+        subprocess.run(
+            ["env", "trinity-sync", "down", "--yes"], env=env, check=True, capture_output=True
+        )
     assert len(require_committed(root, 1).files) == 2
 
 

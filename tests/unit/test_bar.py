@@ -58,7 +58,7 @@ def at_a_terminal(*arguments: object, home: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("command", "unit"),
-    [(["verify", "ROOT"], "bytes"), (["catalog", "rebuild", "ROOT"], "2/2")],
+    [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")],
 )
 def test_a_terminal_shows_a_bar_beside_the_output_and_a_pipe_gets_the_output_alone(
     tmp_path: Path, command: list[str], unit: str

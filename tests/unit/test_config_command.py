@@ -70,7 +70,8 @@ def test_show_says_where_each_value_is_from_and_no_password(tmp_path: Path) -> N
     path = tmp_path / "trinity_sync.toml"
     path.write_text('[worker]\nnice = 5\n[catalog]\nurl = "postgresql://user:secret@host/db"\n')
     with environment({"TRINITY_SYNC_SLOTS": "3", "TRINITY_SYNC_STACK__SERVER__PORT": "5000"}):
-        rows = json.loads(run("config", "show", "--config", path, "--json").stdout)
+        shown = run("config", "show", "--config", path, "-o", "json")
+        rows = json.loads(shown.stdout)["settings"]
     found = {row["name"]: (row["value"], row["source"], row["default"]) for row in rows}
     assert found["TRINITY_SYNC_SLOTS"] == ("3", "TRINITY_SYNC_SLOTS", "2")
     assert found["server.port"] == ("5000", "TRINITY_SYNC_STACK__SERVER__PORT", "4200")

@@ -288,13 +288,13 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(
 def test_the_commands_report_results_and_errors(job: Job, trained: Trained, tmp_path: Path) -> None:
     commit(job, trained.states)
     run = CliRunner().invoke
-    done = run(app, ["to-dcp", str(job.root), str(STEP), str(tmp_path / "out")])
+    done = run(app, ["export", "dcp", str(job.root), str(STEP), str(tmp_path / "out")])
     assert (done.exit_code, "model and optim of step 40" in done.stdout) == (0, True)
-    back = ["from-dcp", str(tmp_path / "out"), str(tmp_path / "job"), "7", "--world-size", "2"]
+    back = ["import", "dcp", str(tmp_path / "job"), "7", str(tmp_path / "out"), "--world-size", "2"]
     assert run(app, back).exit_code == 0
     again = run(app, back)
     assert again.exit_code == 1
     assert "exists already" in again.stderr
     shutil.rmtree(tmp_path / "out")
-    assert run(app, [*back[:3], "8", *back[4:]]).exit_code == 1
+    assert run(app, [*back[:3], "8", *back[4:]]).exit_code == 2
     assert run(app, back[:-2]).exit_code == 2

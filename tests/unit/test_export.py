@@ -395,7 +395,7 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
         ({"to": job.root}, ConfigError, "is or contains the job"),
         ({"to": step / "actor"}, ConfigError, "is part of a step"),
         ({"to": tmp_path / "x", "dtype": "int4"}, ConfigError, "is not keep, bf16"),
-        ({"dtype": "bf16"}, ConfigError, "--to DIR"),
+        ({"dtype": "bf16"}, ConfigError, "another FOLDER"),
         ({"to": tmp_path / "x", "role": "critic"}, CommitError, "no model of role critic"),
         ({"to": tmp_path / "x", "role": "../x"}, ConfigError, "may hold letters"),
     ]:

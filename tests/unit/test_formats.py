@@ -713,9 +713,9 @@ def test_ls_and_doctor_show_the_other_steps_and_name_the_environment_to_upgrade(
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
     for record in (_run, _pin, _job):
         of_another_release(record(job), change)
-    shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
-    rows = json.loads(shown.stdout)
-    assert [row["state"] for row in rows] == ["valid", "another format", "valid"]
+    shown = CliRunner().invoke(app, ["ls", str(job.root), "-o", "json"])
+    rows = json.loads(shown.stdout)["steps"]
+    assert [row["status"] for row in rows] == ["valid", "another format", "valid"]
     assert shown.stderr.count("upgrade trinity-sync in") == 4
     settings = Settings(spool=spool_folder, home=tmp_path)
     found = {each.name: each for each in run_checks(settings, job.root)}
@@ -730,8 +730,8 @@ def test_a_job_whose_newest_step_is_of_another_release_is_looked_at_all_the_same
 ) -> None:
     commit_files(job.root, 1)
     of_another_release(_stored(job))
-    shown = CliRunner().invoke(app, ["ls", str(job.root), "--json"])
-    assert [row["stored"] for row in json.loads(shown.stdout)] == [None]
+    shown = CliRunner().invoke(app, ["ls", str(job.root), "-o", "json"])
+    assert [row["in_remote"] for row in json.loads(shown.stdout)["steps"]] == [None]
     of_another_release(step_folder(job.root, 1) / "manifest.json")
     settings = Settings(spool=spool_folder, home=tmp_path)
     found = {each.name: each for each in run_checks(settings, job.root)}

@@ -514,7 +514,7 @@ class Promises(RuleBasedStateMachine):
     @precondition(lambda self: self.model.steps)
     @rule(last=st.integers(1, 3), last_syncs=st.integers(1, 2))
     def prune(self, last: int, last_syncs: int) -> None:
-        """``trinity-sync prune --keep last=... --keep-syncs last=...``"""
+        """``trinity-sync prune --keep last=... --keep-weights last=...``"""
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
         options = {"spool": self.settings.spool, "recycle": True}
         prune(self.root, rules, time.time(), **options)

@@ -329,7 +329,7 @@ def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Set
     with open_catalog(get_catalog_url(settings)) as engine:
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE steps SET metrics = 'abc'")
-        with pytest.raises(CatalogError, match=r"corrupted: .* catalog rebuild ROOT"):
+        with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
             find_differences(engine, job.root)
         (found,) = asyncio.run(reconcile(settings, [job.root], None))
         assert (found.what, found.state) == ("catalog", "repaired")

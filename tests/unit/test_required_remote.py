@@ -356,18 +356,15 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     one.commit(saves, 1)
     one.commit(saves, 2, sent=False)
     run = CliRunner().invoke
-    assert '"stored": true' in run(app, ["ls", str(saves.root), "--json"]).output
+    assert '"in_remote": true' in run(app, ["ls", str(saves.root), "-o", "json"]).output
     assert "in remote" in run(app, ["ls", str(saves.root)]).output
     found = {check.name: check for check in check_root(saves.root, saves.settings, StackSettings())}
     assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
-    assert "step 1 is valid" in run(app, ["verify", one.url]).output
+    assert "\tvalid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read_file(1, SHARD)
     assert content
     Remote(one.url).write_file(1, SHARD, bytes(len(content)))
-    found = run(app, ["verify", one.url, "--step", "1"])
-    assert (found.exit_code, f"step 1 is corrupted: {SHARD} has other bytes" in found.output) == (
-        1,
-        True,
-    )
+    found = run(app, ["verify", one.url, "1"])
+    assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)
     shutil.rmtree(saves.root)
     assert "jobs set" in run(app, ["show", "s3://bucket/job", "1"]).output

@@ -71,15 +71,15 @@ def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
         assert all(theirs in sentence and ours in sentence for sentence in sentences)
 
 
-def test_up_that_fails_gives_its_exit_code_to_eval(tmp_path: Path) -> None:
-    line = f'eval "$({sys.executable} -m trinity_sync.cli up --export)"'
+def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
+    line = f'eval "$({sys.executable} -m trinity_sync.cli env)"'
     env = os.environ | {
         "TRINITY_SYNC_HOME": str(tmp_path),
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
     }
     done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "PREFECT_API_URL=http://127.0.0.1:9/api" in done.stderr
+    assert done.stderr == "error: no stack runs\nhint: trinity-sync up\n"
 
 
 def test_a_trainer_that_asks_no_prefect_server_says_who_it_asked(

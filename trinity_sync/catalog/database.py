@@ -64,7 +64,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
         why = " ".join(str(getattr(error, "orig", error)).split())
         raise CatalogError(
             f"the catalog {where} does not answer or fails: {why}. Saves continue without "
-            "it; when it is back, run: trinity-sync catalog rebuild ROOT"
+            "it; when it is back, run: trinity-sync jobs reindex ROOT"
         ) from error
     finally:
         engine.dispose()
@@ -147,7 +147,7 @@ def make_corruption_error(connection: sa.Connection, why: str) -> CatalogError:
     where = connection.engine.url.render_as_string(hide_password=True)
     return CatalogError(
         f"the catalog {where} is corrupted: {why}. Saves continue without it; run: trinity-sync "
-        "catalog rebuild ROOT. If that does not help, remove it, and then rebuild every root."
+        "jobs reindex ROOT. If that does not help, remove it, and then rebuild every root."
     )
 
 

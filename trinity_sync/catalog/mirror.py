@@ -95,7 +95,7 @@ def try_mirror(
             mirror(engine, root, steps, flow_run=flow_run)
     except Exception as error:  # the catalog is best effort, the files count
         logger.warning(
-            "cannot update the catalog for %s, run trinity-sync catalog rebuild %s: %s",
+            "cannot update the catalog for %s, run trinity-sync jobs reindex %s: %s",
             root,
             root,
             error,

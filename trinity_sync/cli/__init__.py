@@ -41,7 +41,7 @@ def _run_other_script(missing: list[str], tried: str) -> None:
                 env = {**os.environ, TRIED: os.pathsep.join(sorted(seen))}
                 os.execve(script, [str(script), *sys.argv[1:]], env)
     sys.exit(
-        f"trinity-sync: {sys.prefix} has the client only (it lacks {', '.join(missing)}). Install "
+        f"error: {sys.prefix} has the client only (it lacks {', '.join(missing)})\nhint: install "
         'the stack into an environment of its own: uv tool install "trinity-sync[stack]", or '
         'pip install "trinity-sync[stack]" in a new virtual environment'
     )

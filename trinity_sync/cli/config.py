@@ -4,14 +4,14 @@ import json
 import os
 import re
 import textwrap
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, app, make_console, print_json, read_settings
+from trinity_sync.cli.app import App, app, examples, read_settings, with_hint
+from trinity_sync.cli.output import Output, OutputFormat, print_rows
+from trinity_sync.cli.schema import SettingRow
 from trinity_sync.errors import ConfigError
 
 WIDTH = 88
@@ -36,41 +36,21 @@ ConfigFile = Annotated[
 ]
 """Option of the commands that read the settings of a stack."""
 
-config = typer.Typer(
+config = App(
     no_args_is_help=True,
     help="Show, check and write the settings of the stack.",
-    epilog="Examples:  [bold]trinity-sync config show[/]  ·  [bold]trinity-sync config init "
-    "~/.config/trinity_sync/trinity_sync.toml[/]",
+    epilog=examples("config show", "config init ~/.config/trinity_sync/trinity_sync.toml"),
 )
 app.add_typer(config, name="config", rich_help_panel="Run the stack")
 
 
-@dataclass(frozen=True)
-class SettingRow:
-    """A setting with its value, without a password."""
-
-    name: str
-    """``section.key`` in the file, or the variable of a setting of the process."""
-    value: str
-    source: str
-    """Where the value is from: ``default``, a variable, or the path of the file."""
-    default: str
-
-
-@config.command(epilog="Example:  [bold]trinity-sync config show --json[/]")
-def show(file: ConfigFile = None, as_json: AsJson = False) -> None:
+@config.command(epilog=examples("config show", "config show -o json"))
+def show(file: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
     """Show each setting: its value, where that is from, and the default."""
-    rows = list_settings()
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    table = Table("setting", "value", "source", "default")
-    for row in rows:
-        table.add_row(row.name, row.value, row.source, row.default)
-    make_console().print(table)
+    print_rows("settings", SettingRow, list_settings(), output)
 
 
-@config.command(epilog="Example:  [bold]trinity-sync config check trinity_sync.toml[/]")
+@config.command(epilog=examples("config check trinity_sync.toml"))
 def check(
     file: Annotated[
         Path | None,
@@ -85,9 +65,7 @@ def check(
     typer.echo(f"{found}: no problems found" if found else f"no {CONFIG_FILE}: defaults are used")
 
 
-@config.command(
-    epilog="Example:  [bold]trinity-sync config init ~/.config/trinity_sync/trinity_sync.toml[/]"
-)
+@config.command(epilog=examples("config init ~/.config/trinity_sync/trinity_sync.toml"))
 def init(
     file: Annotated[
         Path | None, typer.Argument(help="The new file; by default it is printed.")
@@ -101,7 +79,7 @@ def init(
         typer.echo(text, nl=False)
         return
     if file.exists():
-        raise ConfigError(f"{file} exists; remove it first, or choose another path")
+        raise with_hint(ConfigError(f"{file} exists"), "remove it first, or choose another path")
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, text, mode=0o600)  # the catalog's password may be in it
     typer.echo(f"wrote {file}; edit it, then: trinity-sync config check {file}")
@@ -129,8 +107,8 @@ def list_settings() -> list[SettingRow]:
         SettingRow(
             variable,
             _show(values[name]),
-            variable if os.environ.get(variable) else "default",
             _show(defaults[name]),
+            variable if os.environ.get(variable) else "default",
         )
         for name in type(settings).model_fields
         for variable in [f"{PREFIX}{name}".upper()]
@@ -143,7 +121,7 @@ def list_settings() -> list[SettingRow]:
         elif key in in_file.get(section, {}):
             source = str(path)
         value, default = _show(values[section][key]), _show(defaults[section][key])
-        rows.append(SettingRow(f"{section}.{key}", value, source, default))
+        rows.append(SettingRow(f"{section}.{key}", value, default, source))
     return rows
 
 

@@ -1,73 +1,133 @@
-"""Commands for PyTorch Distributed Checkpoint (DCP): to-dcp, from-dcp."""
+"""Commands for other formats: export hf, export dcp, import dcp."""
 
-from dataclasses import asdict
+import os
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from trinity_sync.cli.app import (
-    AsJson,
-    Root,
-    Step,
-    app,
-    format_size,
-    print_json,
-    resolve_step_argument,
-)
+from trinity_sync.cli.app import App, Root, Step, app, examples, resolve_step_argument
+from trinity_sync.cli.maintenance import parse_size
+from trinity_sync.cli.output import Output, OutputFormat, format_size, print_object
 from trinity_sync.cli.progress import progress_bar
+from trinity_sync.cli.schema import CommittedStep, ExportedDcp, ExportedModel
+
+export = App(no_args_is_help=True, help="Write a step in the format of another library.")
+app.add_typer(export, name="export", rich_help_panel="Copies and other formats")
+import_ = App(no_args_is_help=True, help="Commit a checkpoint of another library as a step.")
+app.add_typer(import_, name="import", rich_help_panel="Copies and other formats")
 
 
-@app.command(
-    "to-dcp",
-    rich_help_panel="Other formats",
-    epilog="Examples:  [bold]trinity-sync to-dcp ckpts 40 out[/]  ·  "
-    "[bold]trinity-sync to-dcp ckpts best out --component model[/]",
-)
-def to_dcp(
+class DcpComponent(str, Enum):
+    """Components that DCP checkpoints contain."""
+
+    MODEL = "model"
+    OPTIM = "optim"
+
+
+Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
+
+
+@export.command(
+    "hf",
+    epilog=examples(
+        "export hf ckpts 40", "export hf ckpts best model --dtype bf16",
+        note="An interrupted export continues.",
+    ),
+)  # fmt: skip
+def export_hf(
     root: Root,
     step: Step,
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder to write, missing or empty.")
-    ],
-    role: Annotated[str, typer.Option(help="Role of the state.")] = "actor",
-    component: Annotated[
-        list[str] | None, typer.Option(help="model or optim; by default those that the step has.")
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER", help="New folder (default: ROLE/huggingface of the step)."
+        ),
     ] = None,
-    as_json: AsJson = False,
+    role: Role = "actor",
+    dtype: Annotated[
+        Literal["keep", "bf16", "fp16", "fp32"],
+        typer.Option(help="Type of the weights; another one than the trained needs FOLDER."),
+    ] = "keep",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Maximum size of each safetensors file.")
+    ] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
+    ] = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Convert a step to a folder that torch.distributed.checkpoint.load reads."""
-    from trinity_sync.formats.to_dcp import to_dcp as convert
+    """Write the model of a step in the Hugging Face format."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from trinity_sync.formats.hf_export import export_step
 
     number = resolve_step_argument(root, step)
-    with progress_bar("converting") as on_progress:
-        done = convert(
-            root, number, folder, role=role, components=component or (), on_progress=on_progress
+    with progress_bar("exporting") as on_progress:
+        done = export_step(
+            root,
+            number,
+            to=folder,
+            role=role,
+            dtype=dtype,
+            max_shard_bytes=parse_size(max_shard_size),
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
         )
-    if as_json:
-        print_json({**asdict(done), "folder": str(done.folder)})
-        return
-    typer.echo(
+    row = ExportedModel(str(done.folder), list(done.files), done.nbytes)
+    text = f"wrote {len(done.files)} files, {format_size(done.nbytes)}, to {done.folder}"
+    print_object("export", row, output, text)
+
+
+@export.command(
+    "dcp", epilog=examples("export dcp ckpts 40 out", "export dcp ckpts best out --component model")
+)
+def export_dcp(
+    root: Root,
+    step: Step,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to write, missing or empty.")
+    ],
+    role: Role = "actor",
+    component: Annotated[
+        list[DcpComponent] | None,
+        typer.Option(help="Component to write (default: those that the step has)."),
+    ] = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Convert a step to a folder that torch.distributed.checkpoint.load reads."""
+    from trinity_sync.formats.to_dcp import to_dcp
+
+    number = resolve_step_argument(root, step)
+    components = [each.value for each in component or ()]
+    with progress_bar("converting") as on_progress:
+        done = to_dcp(
+            root, number, folder, role=role, components=components, on_progress=on_progress
+        )
+    row = ExportedDcp(str(done.folder), list(done.components), done.tensors, done.nbytes)
+    text = (
         f"wrote {' and '.join(done.components)} of step {number}, {done.tensors} tensors, "
         f"{format_size(done.nbytes)}, to {done.folder}"
     )
+    print_object("export", row, output, text)
 
 
-@app.command(
-    "from-dcp",
-    rich_help_panel="Other formats",
-    epilog="Examples:  [bold]trinity-sync from-dcp out ckpts 40 --world-size 8[/]  ·  "
-    "[bold]trinity-sync from-dcp out ckpts 40 --world-size 2 --device cpu --optim ''[/]",
+@import_.command(
+    "dcp",
+    epilog=examples(
+        "import dcp ckpts 40 out --world-size 8",
+        "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''",
+    ),
 )
-def from_dcp(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that dcp.save wrote.")],
-    root: Annotated[Path, typer.Argument(help="Root of the job, created if it is missing.")],
-    step: Annotated[int, typer.Argument(min=0, help="New step of the job.")],
+def import_dcp(
+    root: Root,
+    step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that dcp.save wrote.")],
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks that will load it.")],
-    role: Annotated[str, typer.Option(help="Role of the new state.")] = "actor",
+    role: Role = "actor",
     model: Annotated[
         str, typer.Option(help="Key of the model; '' for tensors at the top level.")
-    ] = ("model"),
+    ] = "model",
     optim: Annotated[str, typer.Option(help="Key of the optimizer; '' for none.")] = "optim",
     device: Annotated[str, typer.Option(help="Device type of the ranks.")] = "cuda",
     whole: Annotated[
@@ -77,12 +137,13 @@ def from_dcp(
     metadata: Annotated[
         Path | None, typer.Option(help="Folder with fsdp_config.json and huggingface/.")
     ] = None,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Convert a DCP checkpoint to a committed step that veRL's loader reads."""
-    from trinity_sync.formats.from_dcp import from_dcp as convert
+    """Convert a DCP checkpoint to a committed step of ROOT, which may be new."""
+    from trinity_sync.formats.from_dcp import from_dcp
 
     with progress_bar("converting", of_steps=True) as on_progress:
-        manifest = convert(
+        manifest = from_dcp(
             folder,
             root,
             step,
@@ -95,4 +156,6 @@ def from_dcp(
             metadata=metadata,
             on_progress=on_progress,
         )
-    typer.echo(f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}")
+    row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, True)
+    text = f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}"
+    print_object("step", row, output, text)

@@ -1,13 +1,22 @@
 """Command that compares two steps: diff."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, Root, app, make_console, print_json, resolve_step_argument
+from trinity_sync.cli.app import (
+    DONE,
+    PROBLEM_FOUND,
+    Root,
+    app,
+    examples,
+    resolve_step_argument,
+)
+from trinity_sync.cli.completion import complete_step
+from trinity_sync.cli.output import Output, OutputFormat, print_rows
 from trinity_sync.cli.progress import progress_bar
+from trinity_sync.cli.schema import TensorRow
 
 if TYPE_CHECKING:
     from trinity_sync.storage.diff import TensorChange
@@ -15,17 +24,28 @@ if TYPE_CHECKING:
 
 @app.command(
     rich_help_panel="Look at a job",
-    epilog="Files are unpickled, so compare steps of your own jobs only.\n\n"
-    "Examples:  [bold]trinity-sync diff ckpts 40 50[/]  ·  "
-    "[bold]trinity-sync diff ckpts 40 50 --component optim --json[/]",
-)
+    epilog=examples(
+        "diff ckpts 40 50", "diff ckpts latest~1 latest --component optim -o json",
+        note="Files are unpickled, so compare steps of your own jobs only.",
+    ),
+)  # fmt: skip
 def diff(
     root: Root,
-    before: Annotated[str, typer.Argument(metavar="A", help="Number or tag of the earlier step.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="Number or tag of the later step.")],
-    role: Annotated[str, typer.Option(help="Role to compare.")] = "actor",
-    component: Annotated[str, typer.Option(help="model, optim or extra_state.")] = "model",
-    as_json: AsJson = False,
+    before: Annotated[
+        str,
+        typer.Argument(metavar="A", autocompletion=complete_step, help="The earlier step."),
+    ],
+    after: Annotated[
+        str, typer.Argument(metavar="B", autocompletion=complete_step, help="The later step.")
+    ],
+    role: Annotated[str, typer.Option(help="Role, e.g. actor.")] = "actor",
+    component: Annotated[
+        Literal["model", "optim", "extra_state"], typer.Option(help="Component to compare.")
+    ] = "model",
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 3 if a tensor differs.")
+    ] = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show which tensors changed between two steps, and by how much; largest change first."""
     from trinity_sync.storage import diff as diffs
@@ -33,44 +53,29 @@ def diff(
     a, b = resolve_step_argument(root, before), resolve_step_argument(root, after)
     with progress_bar("comparing") as on_progress:
         changes = diffs.diff(root, a, b, role=role, component=component, on_progress=on_progress)
-    if as_json:
-        print_json([_as_json(change) for change in changes])
-        return
-    table = Table("tensor", "state", "shape", "changed", "max abs", "relative L2", "not finite")
-    for column in (3, 4, 5, 6):
-        table.columns[column].justify = "right"
-    for change in changes:
-        if change.state == "same" and not change.nonfinite:
-            continue
-        compared = change.elements and change.state not in ("new", "missing", "reshaped")
-        table.add_row(
-            change.name,
-            change.state,
-            change.shape,
-            f"{change.changed_percent:.2f} %" if compared else "",
-            f"{change.max_abs:.3g}" if compared else "",
-            f"{change.relative_l2:.3g}" if compared else "",
-            str(change.nonfinite or ""),
-        )
-    console = make_console()
-    if table.row_count:
-        console.print(table)
+    rows = [_row(change) for change in changes]
+    if output.is_text:
+        rows = [row for row in rows if row.status != "same" or row.nonfinite]
+    print_rows("tensors", TensorRow, rows, output)
     same = sum(change.state == "same" for change in changes)
-    console.print(f"{same} of {len(changes)} tensors are the same", highlight=False)
+    if output.is_text:
+        typer.echo(f"{same} of {len(changes)} tensors are the same", err=True)
+    raise typer.Exit(PROBLEM_FOUND if exit_code and same < len(changes) else DONE)
 
 
-def _as_json(change: "TensorChange") -> dict[str, Any]:
-    return {
-        "name": change.name,
-        "state": change.state,
-        "shape": change.shape,
-        "elements": change.elements,
-        "changed": change.changed,
-        "changed_percent": change.changed_percent,
-        "max_abs": _finite(change.max_abs),
-        "relative_l2": _finite(change.relative_l2),
-        "nonfinite": change.nonfinite,
-    }
+def _row(change: "TensorChange") -> TensorRow:
+    compared = bool(change.elements) and change.state not in ("new", "missing", "reshaped")
+    return TensorRow(
+        name=change.name,
+        status=change.state,
+        shape=change.shape,
+        elements=change.elements,
+        changed=change.changed,
+        changed_percent=change.changed_percent if compared else None,
+        max_abs=_finite(change.max_abs) if compared else None,
+        relative_l2=_finite(change.relative_l2) if compared else None,
+        nonfinite=change.nonfinite,
+    )
 
 
 def _finite(value: float) -> float | None:

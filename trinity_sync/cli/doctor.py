@@ -1,50 +1,58 @@
 """Command that checks a node and a job: doctor."""
 
-from dataclasses import asdict
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trinity_sync.cli.app import (
-    AsJson,
+    DONE,
+    PROBLEM_FOUND,
     app,
-    make_console,
-    print_json,
+    examples,
     read_settings,
     require_existing,
 )
-
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+from trinity_sync.cli.completion import complete_root
+from trinity_sync.cli.output import Output, OutputFormat, paint, print_rows
+from trinity_sync.cli.schema import CheckRow
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Exit code 0 if no check failed, otherwise 1; a warning is not a failure.\n\n"
-    "Examples:  [bold]trinity-sync doctor[/]  ·  [bold]trinity-sync doctor ckpts --json[/]",
-)
+    epilog=examples(
+        "doctor", "doctor ckpts", "doctor ckpts -o json",
+        note="Exit code 3 if a check failed; a warning is not a failure.",
+    ),
+)  # fmt: skip
 def doctor(
-    root: Annotated[Path | None, typer.Argument(help="Root of a job to check as well.")] = None,
-    as_json: AsJson = False,
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="ROOT", autocompletion=complete_root, help="Root of a job to check as well."
+        ),
+    ] = None,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Check versions, server, worker, Ray, shared memory and disk; suggest what to do."""
-    from rich.markup import escape
-
     from trinity_sync.stack.doctor import run_checks
 
-    console = make_console()
-    checks = []
-    for check in run_checks(read_settings(), require_existing(root).resolve() if root else None):
-        checks.append(check)
-        if not as_json:
-            colour = _COLOURS[check.state]
-            console.print(
-                f"[{colour}]{check.state:4}[/]  {escape(check.name)}: {escape(check.found)}",
-                highlight=False,
-                soft_wrap=True,
-            )
-            if check.todo:
-                console.print(f"      {escape(check.todo)}", highlight=False, soft_wrap=True)
-    if as_json:
-        print_json([asdict(check) for check in checks])
-    raise typer.Exit(1 if any(check.state == "fail" for check in checks) else 0)
+    rows = []
+    for check in run_checks(read_settings(), require_existing(job).resolve() if job else None):
+        rows.append(CheckRow(check.name, check.state, check.found, check.todo or None))
+        if output.is_text:
+            _print_check(rows[-1])
+    if not output.is_text:
+        print_rows("checks", CheckRow, rows, output)
+    raise typer.Exit(PROBLEM_FOUND if any(row.status == "fail" for row in rows) else DONE)
+
+
+def _print_check(row: CheckRow) -> None:
+    if not sys.stdout.isatty():
+        typer.echo("\t".join((row.status, row.name, row.message, row.hint or "")))
+        return
+    word = paint(row.status) + " " * (4 - len(row.status))
+    typer.echo(f"{word}  {row.name}: {row.message}", color=True)
+    if row.hint:
+        typer.echo(f"      hint: {row.hint}")

@@ -1,57 +1,70 @@
-"""Commands for committed steps: verify, reconcile, export."""
+"""Commands for committed steps: verify, reconcile."""
 
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from trinity_sync.cli.app import (
-    AsJson,
+    DONE,
+    PROBLEM_FOUND,
     Root,
-    Step,
+    RootOrUrl,
     app,
-    format_size,
-    make_console,
-    print_json,
+    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
+    with_hint,
+)
+from trinity_sync.cli.completion import complete_step
+from trinity_sync.cli.output import (
+    Output,
+    OutputFormat,
+    format_duration,
+    format_size,
+    print_object,
+    print_rows,
 )
 from trinity_sync.cli.progress import progress_bar
+from trinity_sync.cli.schema import FindingRow, LoadedRow, VerifiedRow
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import parse_number
 
 if TYPE_CHECKING:
     from trinity_sync.storage.gc import Finding
+    from trinity_sync.storage.manifest import Manifest
 
 DAY_S = 86_400
 
 
 @app.command(
     rich_help_panel="Look after steps",
-    epilog="Exit code 0 if everything that was read is valid, otherwise 1.\n\n"
-    "Examples:  [bold]trinity-sync verify ckpts[/]  ·  [bold]trinity-sync verify ckpts --step 40[/]"
-    "  ·  [bold]trinity-sync verify ckpts --sample 50GB[/]"
-    "  ·  [bold]trinity-sync verify ckpts --load[/]",
-)
+    epilog=examples(
+        "verify ckpts", "verify ckpts 40", "verify ckpts --sample 50GB", "verify ckpts --load",
+        "verify s3://bucket/job latest",
+        note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
+        "marked.",
+    ),
+)  # fmt: skip
 def verify(
-    root: Annotated[str, typer.Argument(help="Root of the job, or the URL of its remote.")],
-    step: Annotated[str | None, typer.Option(help="Number or tag of a step to read.")] = None,
-    newest: Annotated[
-        int | None, typer.Option(min=1, help="Number of newest steps to read; 1 by default.")
+    root: RootOrUrl,
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STEP", autocompletion=complete_step, help="Step to read (default: latest)."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Read the N newest steps instead.")
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option(
-            help="Size of a sample of all steps to read, such as 50GB; other files each day."
-        ),
+        typer.Option(metavar="SIZE", help="Read a sample of all steps instead, e.g. 50GB."),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Which sample to read; by default the number of the day."),
+        int | None, typer.Option(min=0, help="Seed of the sample (default: today's date).")
     ] = None,
     load: Annotated[
         bool,
@@ -59,88 +72,88 @@ def verify(
             "--load", help="Load the newest checkpoint as a restart would, and measure it."
         ),
     ] = False,
-    as_json: AsJson = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Read files again and compare their digests; mark corrupted steps, which are not loaded.
-
-    Steps in a remote are read and reported, but not marked.
-    """
+    """Read files again and compare their digests; mark corrupted steps, which are not loaded."""
+    given = [step, limit, sample]
+    if sum(each is not None for each in given) > 1:
+        raise ConfigError("pass one of STEP, --limit and --sample")
     if load:
-        if "://" in root or step or newest or sample or seed is not None:
-            raise ConfigError(
-                "--load reads the newest checkpoint of a root; pass no other option and no URL"
-            )
-        _verify_by_loading(Path(root), as_json=as_json)
+        if "://" in root or any(each is not None for each in (*given, seed)):
+            raise ConfigError("--load reads the newest checkpoint of a root; pass nothing else")
+        _verify_by_loading(Path(root), output)
         return
     if "://" in root:
         if sample or seed is not None:
-            raise ConfigError("--sample and --seed need a root, not a URL; pass --step or --newest")
-        _verify_remote(root, step, newest or 1, as_json=as_json)
+            raise ConfigError("--sample and --seed need a root, not a URL; pass STEP or --limit")
+        rows = _verify_remote(root, step, limit or 1)
+    else:
+        rows = _verify_files(Path(root), step, limit, sample, seed)
+    empty = f"nothing is committed in {root}"
+    print_rows("steps", VerifiedRow, rows, output, empty=empty)
+    raise typer.Exit(PROBLEM_FOUND if any(row.status == "corrupted" for row in rows) else DONE)
+
+
+def _verify_files(
+    root: Path, step: str | None, limit: int | None, sample: str | None, seed: int | None
+) -> list[VerifiedRow]:
     from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
-    if step is None and not sample:
-        newest = newest or 1
     files = choose_files(
-        require_existing(Path(root)),
-        step=None if step is None else resolve_step_argument(Path(root), step),
-        newest=newest or 0,
+        require_existing(root),
+        step=None if step is None else resolve_step_argument(root, step),
+        newest=limit or (1 if step is None and not sample else 0),
         sample_bytes=parse_size(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
     with progress_bar("reading") as on_progress:
         checked = check_files(files, on_progress=on_progress)
-    verified = judge_steps(checked)
-    if as_json:
-        print_json([asdict(each) for each in verified])
-    elif not verified:
-        typer.echo(f"nothing is committed in {root}")
-    else:
-        table = Table("step", "files", "size", "GB/s", "state")
-        for column in range(4):
-            table.columns[column].justify = "right"
-        for each in verified:
-            speed = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.seconds else ""
-            state = f"{each.state}: {each.wrong}" if each.wrong else each.state
-            row = (str(each.step), str(each.files), format_size(each.nbytes), speed, state)
-            table.add_row(*row)
-        make_console().print(table)
-    raise typer.Exit(1 if any(each.state == "corrupted" for each in verified) else 0)
+    return [
+        VerifiedRow(
+            each.step, each.files, each.nbytes, each.seconds, each.state, each.wrong or None
+        )
+        for each in judge_steps(checked)
+    ]
 
 
-def _verify_by_loading(root: Path, *, as_json: bool) -> None:
+def _verify_by_loading(root: Path, output: OutputFormat) -> None:
     from trinity_sync.storage.verify_load import load_newest
 
     done = load_newest(require_existing(root))
-    if as_json:
-        print_json(asdict(done) if done else None)
-    elif done:
-        typer.echo(
-            f"loaded step {done.step}: {done.files} files, {format_size(done.nbytes)}, in "
-            f"{done.seconds:.1f} s" + ", without digests" * (not done.checked)
-        )
-    else:
-        typer.echo(f"nothing is committed in {root}")
+    if done is None:
+        print_object("loaded", None, output, "")
+        typer.echo(f"nothing is committed in {root}", err=True)
+        return
+    row = LoadedRow(done.step, done.files, done.nbytes, done.seconds, done.checked)
+    text = (
+        f"loaded step {row.step}: {row.files} files, {format_size(row.bytes)}, in "
+        f"{format_duration(row.seconds)}" + ", without digests" * (not row.checked)
+    )
+    print_object("loaded", row, output, text)
 
 
-def _verify_remote(url: str, step: str | None, newest: int, *, as_json: bool) -> NoReturn:
+def _verify_remote(url: str, step: str | None, limit: int) -> list[VerifiedRow]:
     from trinity_sync.remote.remote_root import Remote
 
     remote = Remote(url)
-    number = None if step is None else parse_number(step)
-    if step is not None and number is None:
-        raise ConfigError(f"{step!r} is not a number, and a remote has no tags")
+    number = None if step in (None, "latest") else parse_number(str(step))
+    if step not in (None, "latest") and number is None:
+        raise ConfigError(f"{step!r} is neither a number nor latest, and a remote has no tags")
     found = remote.list_steps() if number is None else [remote.read_step(number)]
     manifests = sorted(
         (each.manifest for each in found if each.manifest), key=lambda each: (each.run, each.step)
     )
     if step is not None and not manifests:
-        raise CommitError(
-            f"step {step} is not committed at {remote.url}; see: trinity-sync ls {url}"
+        raise with_hint(
+            CommitError(f"step {step} is not committed at {remote.url}"), f"trinity-sync ls {url}"
         )
-    results = []
+    chosen = manifests[-limit:]
+    total = sum(manifest.nbytes for manifest in chosen)
+    rows = []
     with progress_bar("reading") as on_progress:
-        total = sum(manifest.nbytes for manifest in manifests[-newest:])
-        for manifest in manifests[-newest:]:
+
+        def check(manifest: "Manifest") -> VerifiedRow:
+            start = time.perf_counter()
             problems = {
                 record.path: remote.find_mismatch(
                     manifest.step, record, lambda n: on_progress(n, total)
@@ -148,47 +161,35 @@ def _verify_remote(url: str, step: str | None, newest: int, *, as_json: bool) ->
                 for record in manifest.files
             }
             wrong = "; ".join(f"{path} {why}" for path, why in problems.items() if why)
-            state = "corrupted" if wrong else "valid"
-            results.append({"step": manifest.step, "state": state, "wrong": wrong})
-    if as_json:
-        print_json(results)
-    else:
-        for each in results:
-            typer.echo(
-                f"step {each['step']} is {each['state']}"
-                + f": {each['wrong']}" * bool(each["wrong"])
+            return VerifiedRow(
+                step=manifest.step,
+                files=len(manifest.files),
+                bytes=manifest.nbytes,
+                seconds=time.perf_counter() - start,
+                status="corrupted" if wrong else "valid",
+                reason=wrong or None,
             )
-        if not results:
-            typer.echo(f"nothing is committed at {remote.url}")
-    raise typer.Exit(1 if any(each["wrong"] for each in results) else 0)
+
+        rows = [check(manifest) for manifest in chosen]
+    return rows
 
 
 @app.command(
-    rich_help_panel="Look after steps",
-    epilog="Examples:  [bold]trinity-sync reconcile ckpts[/]  ·  "
-    "[bold]trinity-sync reconcile ckpts --json[/]",
+    rich_help_panel="Look after steps", epilog=examples("reconcile ckpts", "reconcile -o json")
 )
 def reconcile(
     root: Root,
     grace: Annotated[
         float, typer.Option(min=0, help="Minimum age in seconds of unused files that are removed.")
     ] = 3600.0,
-    as_json: AsJson = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Repair what a crash left, and report it; safe at any time."""
+    """Repair what a crash left, and report it. Safe to run again."""
     import asyncio
 
     found = asyncio.run(_reconcile(require_existing(root).resolve(), grace))
-    if as_json:
-        print_json([asdict(finding) for finding in found])
-        return
-    if not found:
-        typer.echo("no problems found")
-        return
-    table = Table("state", "what", "why", "where")
-    for finding in found:
-        table.add_row(finding.state, finding.what, finding.why, finding.where)
-    make_console().print(table)
+    rows = [FindingRow(each.where, each.state, each.what, each.why) for each in found]
+    print_rows("findings", FindingRow, rows, output, empty="no problems found")
 
 
 async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":
@@ -204,53 +205,8 @@ async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":
             async with get_client() as client:
                 if await client.api_healthcheck() is None:
                     return await reconcile(settings, [root], client, grace_s=grace_s)
-    typer.echo("trinity-sync: no Prefect server answers; flow runs are not checked", err=True)
+    typer.echo("no Prefect server answers; flow runs are not checked", err=True)
     return await reconcile(settings, [root], None, grace_s=grace_s)
-
-
-@app.command(
-    rich_help_panel="Look after steps",
-    epilog="Examples:  [bold]trinity-sync export ckpts 40[/]  ·  "
-    "[bold]trinity-sync export ckpts 40 --to model --dtype bf16[/]",
-)
-def export(
-    root: Root,
-    step: Step,
-    to: Annotated[
-        Path | None, typer.Option(help="New folder; by default <role>/huggingface of the step.")
-    ] = None,
-    role: Annotated[str, typer.Option(help="Role whose model is exported.")] = "actor",
-    dtype: Annotated[str, typer.Option(help="keep, bf16, fp16 or fp32; needs --to.")] = "keep",
-    max_shard_size: Annotated[
-        str, typer.Option(help="Maximum size of a safetensors file.")
-    ] = "5GB",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Import the model's own source files.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write the model of a step in the Hugging Face format; an interrupted export continues."""
-    import os
-
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from trinity_sync.formats.hf_export import export_step
-
-    number = resolve_step_argument(root, step)
-    with progress_bar("exporting") as on_progress:
-        done = export_step(
-            root,
-            number,
-            to=to,
-            role=role,
-            dtype=dtype,
-            max_shard_bytes=parse_size(max_shard_size),
-            trust_remote_code=trust_remote_code,
-            on_progress=on_progress,
-        )
-    if as_json:
-        print_json({"folder": str(done.folder), "files": done.files, "bytes": done.nbytes})
-    else:
-        typer.echo(f"{done.folder}: {len(done.files)} files, {format_size(done.nbytes)}")
 
 
 def parse_size(text: str) -> int:
@@ -270,5 +226,5 @@ def parse_size(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         nbytes = 0
     if nbytes < 1:
-        raise ConfigError(f"{text!r} is not a size; write it like 500MB, 5GB or 2GiB")
+        raise with_hint(ConfigError(f"{text!r} is not a size"), "write it like 500MB, 5GB or 2GiB")
     return nbytes

@@ -1,42 +1,58 @@
-"""Commands for copies in a remote: replicate, fetch."""
+"""Commands for copies in a remote: remote push, remote pull."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trinity_sync.cli.app import (
-    AsJson,
+    App,
     Root,
+    Step,
     app,
-    format_size,
-    print_json,
+    examples,
     require_existing,
     resolve_step_argument,
+    with_hint,
 )
+from trinity_sync.cli.output import Output, OutputFormat, format_duration, format_size, print_object
 from trinity_sync.cli.progress import progress_bar
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.cli.schema import CommittedStep, PushedStep
+from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
 
-Url = Annotated[
-    str,
-    typer.Argument(help="URL of the job in the remote: s3://bucket/job, file:///copies/job."),
-]
-
-
-@app.command(
-    rich_help_panel="Remotes",
-    epilog="Credentials come from the environment, for S3: AWS_ACCESS_KEY_ID, "
-    "AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.\n\n"
-    "Examples:  [bold]trinity-sync replicate ckpts s3://bucket/job --step 40[/]  ·  "
-    "[bold]trinity-sync replicate ckpts file:///backup/job --newest --keep-last 5[/]",
+remote = App(
+    no_args_is_help=True,
+    help="Copies of steps in an object store or another file system. ls and verify take the URL of "
+    "a remote as well.",
 )
-def replicate(
+app.add_typer(remote, name="remote", rich_help_panel="Copies and other formats")
+
+Url = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="URL",
+        help="URL of the job in the remote: s3://bucket/job, file:///copies/job (default: the "
+        "job's remote).",
+    ),
+]
+CREDENTIALS = (
+    "Credentials come from the environment, for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+    "AWS_ENDPOINT_URL."
+)
+
+
+@remote.command(
+    epilog=examples(
+        "remote push ckpts 40 s3://bucket/job",
+        "remote push ckpts latest file:///backup/job --keep-last 5",
+        note=CREDENTIALS,
+    )
+)
+def push(
     root: Root,
-    url: Url,
-    step: Annotated[str | None, typer.Option(help="Number or tag of a committed step.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="Copy the newest checkpoint.")] = False,
+    step: Step,
+    url: Url = None,
     keep_last: Annotated[
         int, typer.Option(min=0, help="Number of steps to keep in the remote; 0 keeps all.")
     ] = 0,
@@ -44,55 +60,78 @@ def replicate(
         bool,
         typer.Option("--read-back", help="Read the uploaded files again, and compare digests."),
     ] = False,
-    as_json: AsJson = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Copy a committed step to a remote, its manifest last; files that are there are skipped."""
-    from trinity_sync.remote.upload import replicate as replicate_step
-    from trinity_sync.storage.discovery import find_newest as newest_in
+    """Copy a committed step to a remote, its manifest last. Safe to run again."""
+    from trinity_sync.remote.upload import replicate
 
-    if newest == (step is not None):
-        raise ConfigError("pass either --step STEP or --newest")
-    if step is None:
-        manifest = newest_in(require_existing(root))
-        if manifest is None:
-            raise CommitError(f"no checkpoint is committed in {root}")
-        number = manifest.step
-    else:
-        number = resolve_step_argument(root, step)
+    number = resolve_step_argument(root, step)
+    url = url or _find_remote(root)
     with progress_bar("uploading") as on_progress:
-        done = replicate_step(
+        done = replicate(
             root, url, number, keep_last=keep_last, read_back=read_back, on_progress=on_progress
         )
-    if as_json:
-        print_json(asdict(done))
-        return
-    typer.echo(
+    row = PushedStep(
+        step=number,
+        run=done.run,
+        url=done.url,
+        uploaded=done.uploaded,
+        bytes=done.nbytes,
+        seconds=done.seconds,
+        removed=list(done.removed),
+    )
+    text = (
         f"copied step {number} to {done.url}: uploaded {done.uploaded} files, "
-        f"{format_size(done.nbytes)}, in {done.seconds:.1f} s"
+        f"{format_size(done.nbytes)}, in {format_duration(done.seconds)}"
     )
     if done.removed:
-        typer.echo(f"removed from the remote: steps {', '.join(map(str, done.removed))}")
+        text += f"\nremoved from the remote: steps {', '.join(map(str, done.removed))}"
+    print_object("push", row, output, text)
 
 
-@app.command(
-    rich_help_panel="Remotes",
-    epilog="Examples:  [bold]trinity-sync fetch s3://bucket/job 40 ckpts[/]  ·  "
-    "[bold]trinity-sync fetch s3://bucket/job newest ckpts[/]",
-)
-def fetch(
-    url: Url,
-    step: Annotated[str, typer.Argument(help="Number of the step, or newest.")],
-    root: Annotated[Path, typer.Argument(help="Root of the job, created if it is missing.")],
+@remote.command(
+    epilog=examples(
+        "remote pull ckpts 40 s3://bucket/job", "remote pull ckpts latest s3://bucket/job",
+        note=CREDENTIALS,
+    )
+)  # fmt: skip
+def pull(
+    root: Root,
+    step: Annotated[str, typer.Argument(metavar="STEP", help="Number of the step, or latest.")],
+    url: Url = None,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Download a step, compare all digests, and commit it in the root."""
-    from trinity_sync.remote.download import fetch as fetch_step
+    """Download a step, compare all digests, and commit it in ROOT, which may be new."""
+    from trinity_sync.remote.download import fetch
 
     number = parse_number(step)
-    if step != "newest" and number is None:
-        raise typer.BadParameter(f"{step!r} is neither a number nor 'newest'", param_hint="STEP")
-    with progress_bar("fetching") as on_progress:
-        manifest, fetched = fetch_step(url, number, root, on_progress=on_progress)
-    if fetched:
-        typer.echo(f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}")
-    else:
-        typer.echo(f"step {manifest.step} is already in {root}")
+    if step != "latest" and number is None:
+        raise with_hint(
+            ConfigError(f"{step!r} is neither the number of a step nor latest"),
+            "a remote has no tags",
+        )
+    url = url or _find_remote(require_existing(root))
+    with progress_bar("downloading") as on_progress:
+        manifest, added = fetch(url, number, root, on_progress=on_progress)
+    row = CommittedStep(manifest.step, manifest.run, str(root), manifest.nbytes, added)
+    text = f"committed step {manifest.step}, {format_size(manifest.nbytes)}, in {root}"
+    if not added:
+        text = f"step {manifest.step} is already in {root}"
+    print_object("step", row, output, text)
+
+
+def _find_remote(root: Path) -> str:
+    """Return the URL of a job's remote.
+
+    Raises:
+        ConfigError: The job has none.
+    """
+    from trinity_sync.storage.job_settings import read_job_settings
+
+    url = read_job_settings(root).remote
+    if not url:
+        raise with_hint(
+            ConfigError(f"the job at {root} has no remote"),
+            f"pass its URL, or: trinity-sync jobs set {root} remote=URL",
+        )
+    return url

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trinity_sync.cli.app import format_size, format_time
+from trinity_sync.cli.output import format_size, format_time
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.report import JobReport

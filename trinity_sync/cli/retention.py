@@ -1,51 +1,64 @@
 """Commands for retention: prune, pin, unpin."""
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from trinity_sync.cli.app import (
-    AsJson,
     Root,
     Step,
+    Yes,
     app,
-    format_size,
-    make_console,
-    print_json,
+    confirm,
+    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
 )
+from trinity_sync.cli.output import (
+    Output,
+    OutputFormat,
+    format_size,
+    print_object,
+    print_table,
+    utc,
+)
+from trinity_sync.cli.schema import PinRow, PrunedStep, PruneReport, Unpinned
+
+if TYPE_CHECKING:
+    from trinity_sync.retention.prune import Pruned
 
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Exit code 0 also if there was nothing to remove; 1 if a policy is "
-    "refused.\n\nExamples:  [bold]trinity-sync prune ckpts --keep last=3 --dry-run[/]  ·  "
-    "[bold]trinity-sync prune ckpts --keep last=3,every=100,best=2:reward:max[/]",
-)
+    epilog=examples(
+        "prune ckpts --keep last=3 --dry-run",
+        "prune ckpts --keep last=3,every=100,best=2:reward:max --yes",
+        note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
+        "N, every=N those whose number is a multiple of N, hourly=N, daily=N and weekly=N the "
+        "newest of each of the last N hours, days and weeks, newer=2d those of "
+        "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best.\n\n"
+        "Exit code 0 also if there was nothing to remove.",
+    ),
+)  # fmt: skip
 def prune(
     root: Root,
     keep: Annotated[
         str,
-        typer.Option(
-            help="Checkpoints to keep: all, last=3, every=100, hourly=24, newer=2d, ...; by "
-            "default the job's setting."
-        ),
+        typer.Option(metavar="POLICY", help="Checkpoints to keep (default: the job's setting)."),
     ] = "",
     keep_weights: Annotated[
-        str, typer.Option(help="Steps that hold weights only to keep, in the same format.")
+        str, typer.Option(metavar="POLICY", help="Steps to keep that hold weights only.")
     ] = "",
     keep_quarantine: Annotated[
-        str,
-        typer.Option(help="Steps to keep in quarantine, and superseded steps, in the same format."),
+        str, typer.Option(metavar="POLICY", help="Quarantined and superseded steps to keep.")
     ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
-    as_json: AsJson = False,
+    yes: Yes = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Remove steps that no policy, pin, tag, lease or latest pointer keeps."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -56,55 +69,63 @@ def prune(
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
     rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
-    done = prune_root(
-        root,
-        rules,
-        time.time(),
-        spool=settings.spool,
-        recycle=StackSettings().io.reuse_files,
-        dry_run=dry_run,
-        on_removed=lambda steps: try_mirror(settings, root, steps),
-    )
-    found, freed = done.outcomes, done.nbytes
-    if as_json:
-        steps = [
-            {
-                "step": each.step.step,
-                "state": each.state,
-                "why": each.why,
-                "bytes": each.step.nbytes,
-            }
-            for each in found
-        ]
-        print_json(
-            {
-                "dry_run": dry_run,
-                "bytes_freed": freed,
-                "steps": steps,
-                "quarantine": done.quarantine,
-            }
+    reuse_files = StackSettings().io.reuse_files
+
+    def run(*, dry_run: bool) -> "Pruned":
+        return prune_root(
+            root,
+            rules,
+            time.time(),
+            spool=settings.spool,
+            recycle=reuse_files,
+            dry_run=dry_run,
+            on_removed=lambda steps: try_mirror(settings, root, steps),
         )
-        return
-    table = Table("step", "size", "state", "why")
-    table.columns[0].justify = table.columns[1].justify = "right"
-    for each in found:
-        table.add_row(str(each.step.step), format_size(each.step.nbytes), each.state, each.why)
-    console = make_console()
-    console.print(table if found else f"nothing is committed in {root}")
-    console.print(f"{format_size(freed)} {'would be ' if dry_run else ''}freed", highlight=False)
-    for name in done.quarantine:
-        verb = "would remove" if dry_run else "removed"
-        console.print(f"{verb} {name} from the quarantine", highlight=False)
+
+    if not dry_run and not yes:
+        plan = run(dry_run=True)
+        if plan.removed or plan.quarantine:
+            if output.is_text:
+                _print_pruned(_describe(plan, dry_run=True), str(root), output)
+            confirm(f"remove {_count(plan)} of {root}, {format_size(plan.nbytes)}", yes=yes)
+    done = run(dry_run=dry_run)
+    report = _describe(done, dry_run=dry_run)
+    print_object("prune", report, output, lambda: _print_pruned(report, str(root), output))
+
+
+def _count(plan: "Pruned") -> str:
+    steps = f"{len(plan.removed)} steps"
+    return steps + f" and {len(plan.quarantine)} folders in quarantine" * bool(plan.quarantine)
+
+
+def _describe(done: "Pruned", *, dry_run: bool) -> PruneReport:
+    rows = [
+        PrunedStep(each.step.step, each.step.nbytes, each.state, each.why or None)
+        for each in reversed(done.outcomes)
+    ]
+    return PruneReport(dry_run, done.nbytes, rows, list(done.quarantine))
+
+
+def _print_pruned(report: PruneReport, root: str, output: OutputFormat) -> None:
+    if report.steps:
+        print_table(PrunedStep, report.steps, wide=output is OutputFormat.WIDE)
+    else:
+        typer.echo(f"nothing is committed in {root}", err=True)
+    would = "would be " if report.dry_run else ""
+    for name in report.quarantine:
+        typer.echo(f"quarantine {name}: {would}removed", err=True)
+    typer.echo(f"{format_size(report.bytes)} {would}freed", err=True)
 
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Example:  [bold]trinity-sync pin ckpts 40 --reason 'the paper'[/]",
+    epilog=examples("pin ckpts 40 --reason 'the paper'", "pin ckpts latest"),
 )
 def pin(
     root: Root,
     step: Step,
-    reason: Annotated[str, typer.Option(help="Why the step is kept.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Pin a committed step: no policy removes it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -112,20 +133,21 @@ def pin(
 
     made = pins.pin(root, resolve_step_argument(root, step), reason)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"pinned step {made.step}")
+    row = PinRow(made.step, None, made.reason or None, utc(made.pinned_at))
+    print_object("pin", row, output, f"pinned step {made.step}")
 
 
-@app.command(
-    rich_help_panel="Keep and remove steps", epilog="Example:  [bold]trinity-sync unpin ckpts 40[/]"
-)
-def unpin(root: Root, step: Step) -> None:
+@app.command(rich_help_panel="Keep and remove steps", epilog=examples("unpin ckpts 40"))
+def unpin(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
     """Unpin a step: policies may remove it again."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
     number = resolve_step_argument(root, step)
-    pinned = pins.unpin(root, number)
+    removed = pins.unpin(root, number)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"unpinned step {number}" if pinned else f"step {number} was not pinned")
-    if kept := [tag.name for tag in pins.list_tags(root).values() if tag.step == number]:
-        typer.echo(f"it is still kept by the tag {', '.join(kept)}; see trinity-sync untag")
+    kept = [tag.name for tag in pins.list_tags(root).values() if tag.step == number]
+    text = f"unpinned step {number}" if removed else f"step {number} was not pinned"
+    if kept:
+        text += f"\nit is still kept by the tag {', '.join(kept)}; see trinity-sync untag"
+    print_object("pin", Unpinned(number, removed, kept), output, text)

@@ -4,49 +4,62 @@ from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import AsJson, Root, app, print_json, read_settings, resolve_step_argument
+from trinity_sync.cli.app import (
+    Root,
+    Step,
+    Yes,
+    app,
+    confirm,
+    examples,
+    read_settings,
+    resolve_step_argument,
+)
+from trinity_sync.cli.output import Output, OutputFormat, print_object
+from trinity_sync.cli.schema import RewindReport
 
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Exit code 1, and no change, if a newer step is leased, pinned or tagged, or the "
-    "answer is no.\n\nTo undo it, rename the folders back and rewind to the newest of them.\n\n"
-    "Examples:  [bold]trinity-sync rewind ckpts --to 40[/]  ·  "
-    "[bold]trinity-sync rewind ckpts --to 40 --yes[/]",
-)
+    epilog=examples(
+        "rewind ckpts 40", "rewind ckpts latest~1 --dry-run", "rewind ckpts best --yes",
+        note="Nothing is changed, with exit code 1, if a newer step is leased, pinned or tagged, "
+        "or the answer is no. To undo it, rename the folders back and rewind to the newest.",
+    ),
+)  # fmt: skip
 def rewind(
     root: Root,
-    to: Annotated[str, typer.Option(help="Number or tag of the committed step to go back to.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    step: Step,
     force: Annotated[
         bool, typer.Option("--force", help="Quarantine pinned and tagged steps as well.")
     ] = False,
-    as_json: AsJson = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be quarantined, and change nothing.")
+    ] = False,
+    yes: Yes = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage.rewind import list_newer_steps
     from trinity_sync.storage.rewind import rewind as rewind_to
 
-    step = resolve_step_argument(root, to)
-    newer = list_newer_steps(root, step)
-    if not yes:
-        what = "update the latest pointers"
-        if newer:
-            what = f"quarantine {len(newer)} newer steps ({_join_steps(newer)})"
-        typer.confirm(f"rewind {root} to step {step}: {what}?", abort=True, err=True)
-    done = rewind_to(root, step, force=force)
-    try_mirror(read_settings(), root, done.quarantined)
-    if as_json:
-        where = str(done.folder) if done.folder else None
-        print_json(
-            {"step": step, "run": done.run, "quarantined": done.quarantined, "folder": where}
-        )
+    number = resolve_step_argument(root, step)
+    newer = list_newer_steps(root, number)
+    what = f"quarantine {len(newer)} newer steps ({_join(newer)})" if newer else "no newer step"
+    if dry_run:
+        report = RewindReport(number, True, None, newer, None)
+        print_object("rewind", report, output, f"would rewind {root} to step {number}: {what}")
         return
-    typer.echo(f"{root} is at step {step}; the next run resumes from there")
-    if done.folder:
-        typer.echo(f"in quarantine: steps {_join_steps(list(done.quarantined))}, in {done.folder}")
+    confirm(f"rewind {root} to step {number}: {what}", yes=yes)
+    done = rewind_to(root, number, force=force)
+    try_mirror(read_settings(), root, done.quarantined)
+    folder = str(done.folder) if done.folder else None
+    report = RewindReport(number, False, done.run, list(done.quarantined), folder)
+    text = f"{root} is at step {number}; the next run resumes from there"
+    if folder:
+        text += f"\nin quarantine: steps {_join(list(done.quarantined))}, in {folder}"
+    print_object("rewind", report, output, text)
 
 
-def _join_steps(steps: list[int]) -> str:
+def _join(steps: list[int]) -> str:
     return ", ".join(map(str, sorted(steps)))

@@ -1,99 +1,152 @@
-"""Commands for the stack: up, join, run, down, status, deploy, worker."""
+"""Commands for the stack: up, down, restart, status, logs, ui, env, run, join, deploy, worker."""
 
+import json
 import os
 import shlex
 import signal
 import sys
+import time
 from contextlib import suppress
-from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from trinity_sync.cli.app import AsJson, app, make_console, print_json, read_settings
+from trinity_sync.cli.app import (
+    DONE,
+    PROBLEM_FOUND,
+    UNREACHABLE,
+    Yes,
+    app,
+    confirm,
+    examples,
+    fail,
+    read_settings,
+)
 from trinity_sync.cli.config import ConfigFile
+from trinity_sync.cli.output import (
+    Output,
+    OutputFormat,
+    format_duration,
+    format_size,
+    print_object,
+    print_rows,
+    print_table,
+)
+from trinity_sync.cli.schema import (
+    DeploymentRow,
+    JobImages,
+    ServiceRow,
+    StackReport,
+    StoppedStack,
+    UiReport,
+)
 from trinity_sync.errors import SpoolError, StackError
 
 if TYPE_CHECKING:
-    from trinity_sync.stack.embedded import StackStatus
+    from trinity_sync.settings import Settings
+    from trinity_sync.stack.services import StackState
+
+
+class Shell(str, Enum):
+    """Formats of ``env``."""
+
+    SH = "sh"
+    FISH = "fish"
+    JSON = "json"
+
+
+class Service(str, Enum):
+    """Services of the stack."""
+
+    SERVER = "server"
+    RAY = "ray"
+    WORKER = "worker"
+
+
+Cpus = Annotated[
+    int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
+]
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog='Examples:  [bold]trinity-sync up[/]  ·  [bold]eval "$(trinity-sync up --export)"[/]',
+    epilog=examples("up", "up --cpus 4", "up -o json"),
 )
 def up(
-    cpus: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
-    ] = None,
+    cpus: Cpus = None,
     worker: Annotated[bool, typer.Option(help="Start the flow worker as well.")] = True,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Time-out in seconds; the worker gets at least 60.")
+        float, typer.Option(min=1, help="Time-out in seconds of all services together.")
     ] = 180.0,
-    as_json: AsJson = False,
-    export: Annotated[
-        bool, typer.Option("--export", help="Print only export lines for the shell.")
-    ] = False,
     config: ConfigFile = None,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Start the missing services: Prefect server, Ray and flow worker."""
-    from trinity_sync.stack import embedded, state_file
+    from trinity_sync.stack import embedded
 
-    try:
-        settings = read_settings()
-        with Console(stderr=True).status("starting the missing services"):
-            state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
-    except BaseException:
-        if export:
-            typer.echo("false")  # the exit code of eval "$(...)"
-        raise
-    if export:
-        typer.echo(_format_exports(state.environment))
-        return
-    found = embedded.status(settings)
-    if as_json:
-        print_json({**asdict(found), "environment": state.environment})
-        return
-    _print_status(found)
-    typer.echo(f"\nFor the training's shell:\n\n{_format_exports(state.environment)}")
-    if state.api_auth:
-        invitation = settings.home / state_file.INVITATION
-        typer.echo(
-            f"\nOn another machine, with a copy of {invitation}:\n\ntrinity-sync join join.json"
-        )
+    settings, start = read_settings(), time.monotonic()
+    with Console(stderr=True).status("starting the missing services"):
+        state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+    seconds = time.monotonic() - start
+    report = _describe_stack(settings, state)
+    print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
+
+
+@app.command(rich_help_panel="Run the stack", epilog=examples("restart"))
+def restart(
+    cpus: Cpus = None,
+    worker: Annotated[bool, typer.Option(help="Start the flow worker as well.")] = True,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Time-out in seconds of all services together.")
+    ] = 180.0,
+    config: ConfigFile = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Stop the services that up started, and start them again, with the settings of now.
+
+    Saves go on: images wait in shared memory meanwhile.
+    """
+    from trinity_sync.stack import embedded
+
+    embedded.down(read_settings())
+    up(cpus=cpus, worker=worker, timeout=timeout, output=output)
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Afterwards, up starts missing services, and down leaves the stack.\n\n"
-    "Example:  [bold]trinity-sync join join.json[/]",
+    epilog=examples(
+        "join join.json",
+        note="Afterwards, up starts missing services, and down leaves the stack.",
+    ),
 )
 def join(
     invitation: Annotated[
         Path, typer.Argument(help="A copy of join.json from the home of the other machine's stack.")
     ],
-    cpus: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
-    ] = None,
+    cpus: Cpus = None,
     config: ConfigFile = None,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Join the stack of another machine: start a Ray node and a flow worker here."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
     with Console(stderr=True).status("starting a Ray node and a flow worker"):
-        embedded.join(settings, invitation, num_cpus=cpus)
-    _print_status(embedded.status(settings))
+        state = embedded.join(settings, invitation, num_cpus=cpus)
+    report = _describe_stack(settings, state)
+    print_object("stack", report, output, lambda: _print_stack(report, output))
 
 
 @app.command(
     rich_help_panel="Run the stack",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog="The stack keeps running. Exit code of the command; 127 if there is no such command.\n\n"
-    "Example:  [bold]trinity-sync run -- torchrun --nproc-per-node 8 train.py[/]",
+    epilog=examples(
+        "run -- torchrun --nproc-per-node 8 train.py",
+        note="The stack keeps running. Exit code of the command; 127 if there is no such command.",
+    ),
 )
 def run(
     command: Annotated[
@@ -106,65 +159,170 @@ def run(
 
     with Console(stderr=True).status("starting the missing services"):
         state = embedded.up(read_settings())
-    typer.echo(f"Prefect UI: {state.api_url.removesuffix('/api')}/runs", err=True)
+    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs", err=True)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and inherited by the command
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **state.environment})
     except OSError as error:
-        typer.echo(f"trinity-sync: cannot run {command[0]}: {error.strerror}", err=True)
-        raise typer.Exit(127) from None
+        fail(f"cannot run {command[0]}: {error.strerror}", code=127)
 
 
-@app.command(rich_help_panel="Run the stack", epilog="Example:  [bold]trinity-sync down[/]")
-def down() -> None:
-    """Stop the services that up started. Database, logs and images in memory stay."""
-    from trinity_sync.snapshot.spool import list_job_spools
+@app.command(
+    rich_help_panel="Run the stack",
+    epilog=examples(
+        "down", "down --yes",
+        note="Database, logs and images in shared memory stay. It asks first if images are not "
+        "committed yet; the next up commits them, unless the machine restarts before.",
+    ),
+)  # fmt: skip
+def down(yes: Yes = False, output: Output = OutputFormat.TABLE) -> None:
+    """Stop the services that up started."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    ended = embedded.down(settings)
-    typer.echo("stopped" if ended else f"nothing to stop: there is no stack in {settings.home}")
+    images = _list_images(settings)
+    waiting = sum(each.uncommitted for each in images)
+    if embedded.find(settings) is not None and waiting:
+        confirm(
+            f"stop the stack while {waiting} images in shared memory are not committed, which a "
+            "restart of the machine would lose",
+            yes=yes,
+        )
+    stopped = embedded.down(settings)
+    text = "stopped" if stopped else f"nothing to stop: there is no stack in {settings.home}"
+    for each in images:
+        if each.bytes >= 1_000_000:
+            text += (
+                f"\n{format_size(each.bytes)} of images stay in memory for the next run of "
+                f"{each.root or 'an unknown root'}; "
+            ) + (
+                f"{each.uncommitted} of them are committed after the next up"
+                if each.uncommitted
+                else f"if that job is over: rm -r {shlex.quote(each.folder)}"
+            )
+    print_object("stack", StoppedStack(str(settings.home), stopped, images), output, text)
+
+
+def _list_images(settings: "Settings") -> list[JobImages]:
+    """Return the images of each job in shared memory; none if it cannot be used."""
+    from trinity_sync.snapshot.spool import list_job_spools
+
+    found = []
     with suppress(SpoolError, OSError):  # doctor reports it
         for job in list_job_spools(settings.spool):
-            if (megabytes := job.bytes_used / 1e6) >= 1:
-                sealed, torn = job.tickets()
-                waiting = len(sealed) + len(torn)
-                typer.echo(
-                    f"{megabytes:,.0f} MB of images stay in memory for the next run of "
-                    f"{job.root or 'an unknown root'}; "
-                    + (
-                        f"{waiting} of them are committed after the next up"
-                        if waiting
-                        else f"if that job is over: rm -r {shlex.quote(str(job.folder))}"
-                    )
-                )
+            sealed, torn = job.tickets()
+            root = str(job.root) if job.root else None
+            count = len(sealed) + len(torn)
+            found.append(JobImages(root, str(job.folder), job.bytes_used, count))
+    return found
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Exit code 0 if all services run, a worker is online, and the environment overrides "
-    "none of them, otherwise 1.\n\n"
-    "Examples:  [bold]trinity-sync status[/]  ·  [bold]trinity-sync status --json[/]",
-)
-def status(as_json: AsJson = False) -> None:
+    epilog=examples(
+        "status", "status -o wide", "status -o json",
+        note="Exit code 3 if a service does not run, no worker is online, or the environment "
+        "overrides a service.",
+    ),
+)  # fmt: skip
+def status(output: Output = OutputFormat.TABLE) -> None:
     """Show the services, their addresses, and whether a worker is online."""
     from trinity_sync.stack import embedded
 
-    found = embedded.status(read_settings())
-    if as_json:
-        print_json(asdict(found))
-    else:
-        _print_status(found)
-    works = all(part.state in ("running", "external") for part in found.parts[:2])
-    raise typer.Exit(0 if works and found.workers_online and not found.elsewhere else 1)
+    settings = read_settings()
+    report = _describe_stack(settings, embedded.find(settings))
+    print_object("stack", report, output, lambda: _print_stack(report, output))
+    works = all(each.status in ("running", "external") for each in report.services[:2])
+    works = bool(works and report.workers_online and not report.overrides)
+    raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
+    epilog=examples("logs", "logs worker -f", "logs server -n 200"),
 )
-def deploy(config: ConfigFile = None) -> None:
+def logs(
+    service: Annotated[
+        Service | None, typer.Argument(help="Service (default: all).", show_default=False)
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
+    ] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
+) -> None:
+    """Print the logs of the services that up started, also after down."""
+    settings = read_settings()
+    names = [service] if service else list(Service)
+    paths = [settings.home / "logs" / f"{name.value}.log" for name in names]
+    found = [str(path) for path in paths if path.is_file()]
+    if not found:
+        fail(f"no log in {settings.home / 'logs'}", "trinity-sync up starts the stack")
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *found]
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+@app.command(rich_help_panel="Run the stack", epilog=examples("ui", "ui -o json"))
+def ui(
+    browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
+    ] = True,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Open the Prefect UI in a browser, or print its address and how to log in."""
+    import webbrowser
+
+    from trinity_sync.stack import embedded
+
+    settings = read_settings()
+    state = embedded.find(settings)
+    url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else "")
+    if not url:
+        fail("no Prefect server is known", "trinity-sync up", code=UNREACHABLE)
+    own = state is not None and url == state.api_url
+    password = state.api_auth if own and state else ""
+    report = UiReport(_ui_url(url), password or None)
+    text = report.url
+    if report.password:
+        text += f"\npassword: {report.password}"
+    print_object("ui", report, output, text)
+    has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    if browser and output.is_text and sys.stdout.isatty() and has_screen:
+        webbrowser.open(report.url)
+
+
+@app.command(
+    rich_help_panel="Run the stack",
+    epilog='Examples:\n[bold]  eval "$(trinity-sync env)"[/]\n'
+    "[bold]  trinity-sync env --shell fish | source[/]\n"
+    "[bold]  trinity-sync env --shell json[/]",
+)
+def env(
+    shell: Annotated[Shell, typer.Option(help="Format of the variables.")] = Shell.SH,
+) -> None:
+    """Print the environment variables with which a training uses the running stack."""
+    from trinity_sync.stack import embedded
+
+    state = embedded.find(read_settings())
+    if state is None or not state.environment:
+        if shell is Shell.SH:
+            typer.echo("false")  # the exit code of eval "$(...)"
+        fail("no stack runs", "trinity-sync up", code=UNREACHABLE)
+    if shell is Shell.JSON:
+        typer.echo(json.dumps(state.environment, indent=2))
+        return
+    start, between = ("export ", "=") if shell is Shell.SH else ("set -gx ", " ")
+    for name, value in state.environment.items():
+        typer.echo(f"{start}{name}{between}{shlex.quote(value)}")
+
+
+@app.command(
+    rich_help_panel="Run the stack",
+    epilog="Examples:\n[bold]  trinity-sync deploy[/]\n"
+    "[bold]  PREFECT_API_URL=http://prefect.internal/api trinity-sync deploy[/]",
+)
+def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
     from trinity_sync.settings import StackSettings
@@ -173,13 +331,14 @@ def deploy(config: ConfigFile = None) -> None:
     stack = StackSettings()
     state = embedded.find(read_settings())
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
-    for name in deploy.deploy(stack, url):
-        typer.echo(f"{name} in work pool {stack.worker.pool}")
+    rows = [DeploymentRow(name, stack.worker.pool) for name in deploy.deploy(stack, url)]
+    print_rows("deployments", DeploymentRow, rows, output)
 
 
 @app.command(
     rich_help_panel="Run the stack",
-    epilog="Example:  [bold]PREFECT_API_URL=http://prefect.internal/api "
+    epilog="Examples:\n[bold]  trinity-sync worker[/]\n"
+    "[bold]  PREFECT_API_URL=http://prefect.internal/api "
     "TRINITY_SYNC_STACK__RAY__ADDRESS=10.0.0.4:6379 trinity-sync worker[/]",
 )
 def worker(config: ConfigFile = None) -> None:
@@ -210,29 +369,60 @@ def worker(config: ConfigFile = None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", services.WORKER_MODULE], env)
 
 
-def _print_status(found: "StackStatus") -> None:
-    table = Table("part", "state", "pid", "where", "log")
-    for part in found.parts:
-        pid = str(part.pid or "")
-        table.add_row(part.name, part.state, pid, part.url, part.log)
-    console = make_console()
-    console.print(table)
-    for sentence in found.elsewhere:
-        console.print(sentence, highlight=False)
-    if found.changed:
-        console.print("Settings that the running stack does not have:", highlight=False)
-        for change in found.changed:
-            console.print(f"  {change}", highlight=False, markup=False)
-        console.print("Apply them with: trinity-sync restart", highlight=False)
-    if found.problem:
-        console.print(found.problem, highlight=False)
-    elif found.workers_online is not None:
-        console.print(
-            f"work pool {found.pool}: {found.workers_online} worker(s) online, "
-            f"{found.waiting_runs} run(s) waiting",
-            highlight=False,
+def _describe_stack(settings: "Settings", state: "StackState | None") -> StackReport:
+    from trinity_sync.stack import embedded
+
+    found = embedded.status(settings)
+    return StackReport(
+        home=str(settings.home),
+        pool=found.pool,
+        workers_online=found.workers_online,
+        waiting_runs=found.waiting_runs,
+        reason=found.problem or None,
+        changed=list(found.changed),
+        overrides=list(found.elsewhere),
+        services=[
+            ServiceRow(part.name, part.state, part.pid, part.url or None, part.log or None)
+            for part in found.parts
+        ],
+        environment=state.environment if state else {},
+    )
+
+
+def _print_ready(
+    settings: "Settings", state: "StackState", report: StackReport, seconds: float
+) -> None:
+    from trinity_sync.stack import state_file
+
+    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}")
+    typer.echo(f"ready after {format_duration(seconds)}\n")
+    _print_stack(report, OutputFormat.TABLE)
+    typer.echo(
+        '\nFor a training: trinity-sync run -- COMMAND, or in its shell: eval "$(trinity-sync env)"'
+    )
+    if state.api_auth:
+        invitation = settings.home / state_file.INVITATION
+        typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
+
+
+def _print_stack(report: StackReport, output: OutputFormat) -> None:
+    print_table(ServiceRow, report.services, wide=output is OutputFormat.WIDE)
+    for sentence in report.overrides:
+        typer.echo(sentence, err=True)
+    if report.changed:
+        typer.echo("settings that the running stack does not have:", err=True)
+        for change in report.changed:
+            typer.echo(f"  {change}", err=True)
+        typer.echo("hint: apply them with: trinity-sync restart", err=True)
+    if report.reason:
+        typer.echo(report.reason, err=True)
+    elif report.workers_online is not None:
+        typer.echo(
+            f"work pool {report.pool}: {report.workers_online} worker(s) online, "
+            f"{report.waiting_runs} run(s) waiting",
+            err=True,
         )
 
 
-def _format_exports(environment: dict[str, str]) -> str:
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
+def _ui_url(api_url: str) -> str:
+    return api_url.rstrip("/").removesuffix("/api")

@@ -1,144 +1,200 @@
 """Commands that show steps: ls, show."""
 
-from dataclasses import asdict
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.table import Table
 
 from trinity_sync.cli.app import (
-    AsJson,
     Root,
+    RootOrUrl,
     Step,
     app,
-    format_size,
-    format_time,
-    make_console,
-    print_json,
+    examples,
     require_existing,
     resolve_step_argument,
+    with_hint,
 )
-from trinity_sync.errors import FormatError
+from trinity_sync.cli.output import (
+    Output,
+    OutputFormat,
+    format_size,
+    format_time,
+    paint,
+    print_object,
+    print_rows,
+    print_table,
+    utc,
+)
+from trinity_sync.cli.schema import (
+    FileRow,
+    SaveFunctionRow,
+    StallRow,
+    StepDetails,
+    StepRow,
+    TimingRow,
+)
+from trinity_sync.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
+    from trinity_sync.client.prefect_api import SaveRun
     from trinity_sync.storage.manifest import Manifest
 
 T = TypeVar("T")
-MAX_ROWS = 100
-"""Default number of steps in a table: a terminal takes a millisecond per row."""
+MAX_ROWS = 20
+"""Default number of steps in a table; the other formats have all."""
+WATCH_S = 2.0
+"""Seconds between two tables of ``--watch``."""
 
 
 @app.command(
     "ls",
     rich_help_panel="Look at a job",
-    epilog="Examples:  [bold]trinity-sync ls ckpts[/]  ·  "
-    "[bold]trinity-sync ls ckpts --json[/]  ·  [bold]trinity-sync ls s3://bucket/job[/]",
-)
+    epilog=examples(
+        "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts -o name | head -1",
+        "ls s3://bucket/job",
+        note="Saves that are not committed yet, or failed, are shown if the Prefect server answers "
+        "within a second.",
+    ),
+)  # fmt: skip
 def list_steps(
-    root: Annotated[str, typer.Argument(help="Root of the job, or the URL of its remote.")],
-    as_json: AsJson = False,
-    last: Annotated[
+    root: RootOrUrl,
+    limit: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Number of highest steps to list; {MAX_ROWS} by default, all with --json."
+            min=1, help=f"Show at most N steps; {MAX_ROWS} in a table, otherwise all.", metavar="N"
         ),
     ] = None,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Show all steps.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Update the table until Ctrl-C.")
+    ] = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """List the steps of a job with their states, latest pointers and uses."""
+    """List the steps of a job with their status, and the saves in flight."""
+    if limit and show_all:
+        raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
+    most = limit or (None if show_all or not output.is_text else MAX_ROWS)
+    if watch and not output.is_text:
+        raise with_hint(ConfigError(f"--watch prints tables, not {output.value}"), "leave -o out")
+    while watch:
+        if sys.stdout.isatty():
+            typer.echo("\x1b[2J\x1b[H", nl=False)  # clear the screen, cursor to its start
+        _print_steps(root, most, output)
+        time.sleep(WATCH_S)
+    _print_steps(root, most, output)
+
+
+def _print_steps(root: str, most: int | None, output: OutputFormat) -> None:
     from trinity_sync.layout import steps_on_disk
 
-    shown = last or (None if as_json else MAX_ROWS)
     if "://" in root:
-        left_out, rows = _take_last(_summarize_remote(root), shown)
+        left_out, rows = _take_last(_summarize_remote(root), most)
+        other_releases = []
     else:
-        left_out, steps = _take_last(steps_on_disk(require_existing(Path(root))), shown)
-        rows = _summarize_steps(Path(root), steps)
-    has_remote = any(row["stored"] is not None for row in rows)
-    why = [row.pop("why") for row in rows]
-    for sentence in filter(None, [*why, *_list_other_releases(root)]):
-        typer.echo(sentence, err=True)
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        typer.echo(f"no steps in {root}")
-        return
-    columns = ("step", "run", "kinds", "files", "size", "committed", "latest of", "in use")
-    table = Table(*columns, *["in remote"] * has_remote, "state")
-    for column in (0, 1, 3, 4):
-        table.columns[column].justify = "right"
+        base = require_existing(Path(root))
+        saves = _read_saves(base)
+        found = sorted({*steps_on_disk(base), *saves})
+        left_out, steps = _take_last(found, most)
+        rows = _summarize_steps(base, steps, saves)
+        other_releases = _list_other_releases(base)
     for row in rows:
-        table.add_row(
-            str(row["step"]),
-            str(row["run"] or ""),
-            ", ".join(row["kinds"]),
-            str(row["files"] or ""),
-            format_size(row["bytes"]) if row["kinds"] else "",
-            row["committed"].replace("T", " "),
-            ", ".join(row["pointers"]),
-            ", ".join(row["in_use"]),
-            *[{True: "yes", False: "no", None: ""}[row["stored"]]] * has_remote,
-            row["state"],
-        )
-    make_console().print(table)
+        if row.status == "another format":
+            typer.echo(row.reason, err=True)
+    for sentence in other_releases:
+        typer.echo(sentence, err=True)
+    print_rows("steps", StepRow, rows[::-1], output, empty=f"no steps in {root}")
     if left_out:
-        typer.echo(f"{left_out:,} lower steps are not shown; see --last")
+        typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
+    if failed := [row.step for row in rows if row.status == "failed"]:
+        typer.echo(
+            f"hint: to run a failed save again: trinity-sync retry {root} {failed[-1]}", err=True
+        )
 
 
 @app.command(
     rich_help_panel="Look at a job",
-    epilog="Examples:  [bold]trinity-sync show ckpts 40[/]  ·  "
-    "[bold]trinity-sync show ckpts 40 --json[/]",
+    epilog=examples("show ckpts 40", "show ckpts latest", "show ckpts best -o json"),
 )
 def show(
     root: Root,
     step: Step,
-    as_json: AsJson = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.layout import step_folder
     from trinity_sync.storage.corruption import read_corruption
     from trinity_sync.storage.discovery import read_step_state
-    from trinity_sync.storage.pins import list_tags
+    from trinity_sync.storage.pins import list_steps_in_use, list_tags
 
     number = resolve_step_argument(root, step)
     found = read_step_state(root, number)
     manifest = found.manifest or found.require_loadable()
     folder = step_folder(root, number)
-    sizes = {record.path: _size_on_disk(folder / record.path) for record in manifest.files}
     corruption = read_corruption(root, number)
     bad = corruption.files if corruption else {}
-    tagged = [tag.name for tag in list_tags(root).values() if tag.step == number]
-    if as_json:
-        more = {"bytes": manifest.nbytes, "state": found.state, "corrupted": bad, "tags": tagged}
-        print_json({**asdict(manifest), **more})
-        return
-    console, committed = make_console(), format_time(manifest.committed_at).replace("T", " ")
-    console.print(
-        f"step {number} of run {manifest.run}, {found.state}: {', '.join(manifest.kinds)}, "
-        f"committed {committed}, {manifest.nbytes:,} bytes"
-        + "".join(f", tagged {name}" for name in tagged),
-        highlight=False,
-    )
-    for timing in manifest.timings:
-        console.print(f"{timing.kind}: {timing}", highlight=False)
-    table = Table("file", "bytes", "digest", "state")
-    table.columns[1].justify = "right"
+    files = []
     for record in manifest.files:
-        nbytes = sizes[record.path]
-        state = "valid" if nbytes == record.nbytes else "missing" if nbytes is None else "truncated"
-        state = "corrupted" if record.path in bad else state
-        table.add_row(record.path, f"{record.nbytes:,}", record.digest, state)
-    console.print(table)
-    if corruption:
-        console.print(f"corrupted: {corruption}", highlight=False)
-    if manifest.callables:
-        callables = Table("callable save", "rank", "seconds", "files")
-        for each in manifest.callables:
-            files = "\n".join(each.files)
-            callables.add_row(each.name, str(each.rank), f"{each.seconds:.2f}", files)
-        console.print(callables)
+        nbytes = _size_on_disk(folder / record.path)
+        status = (
+            "valid" if nbytes == record.nbytes else "missing" if nbytes is None else "truncated"
+        )
+        status = "corrupted" if record.path in bad else status
+        files.append(FileRow(record.path, record.nbytes, record.digest, status))
+    details = StepDetails(
+        step=number,
+        run=manifest.run,
+        kinds=list(manifest.kinds),
+        status=found.state,
+        reason=found.reason or None,
+        committed_at=utc(manifest.committed_at),
+        bytes=manifest.nbytes,
+        tags=[tag.name for tag in list_tags(root).values() if tag.step == number],
+        in_use=list_steps_in_use(root)[number],
+        timings=[
+            TimingRow(
+                kind=each.kind,
+                roles=list(each.roles),
+                stalls=[StallRow(one.role, one.rank, one.seconds) for one in each.stalls],
+                submitted_at=utc(each.submitted_at),
+                queue_s=each.queue_s,
+                write_s=each.write_s,
+                commit_s=each.commit_s,
+                bytes=each.nbytes,
+                ranks=each.ranks,
+                nodes=each.nodes,
+            )
+            for each in manifest.timings
+        ],
+        files=files,
+        save_functions=[
+            SaveFunctionRow(each.name, each.rank, each.seconds, list(each.files))
+            for each in manifest.callables
+        ],
+    )
+    timings = [f"{each.kind}: {each}" for each in manifest.timings]
+    print_object("step", details, output, lambda: _print_details(details, timings, output))
+
+
+def _print_details(details: StepDetails, timings: list[str], output: OutputFormat) -> None:
+    typer.echo(
+        f"step {details.step} of run {details.run}: {paint(details.status)}, "
+        f"{', '.join(details.kinds)}, committed {format_time(details.committed_at)}, "
+        f"{format_size(details.bytes)}" + "".join(f", {each}" for each in details.in_use),
+        color=True,
+    )
+    if details.reason:
+        typer.echo(f"reason: {details.reason}")
+    for timing in timings:
+        typer.echo(timing)
+    typer.echo("")
+    wide = output is OutputFormat.WIDE
+    print_table(FileRow, details.files, wide=wide)
+    if details.save_functions:
+        typer.echo("")
+        print_table(SaveFunctionRow, details.save_functions, wide=wide)
 
 
 def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
@@ -147,7 +203,24 @@ def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
     return left_out, steps[left_out:]
 
 
-def _summarize_steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
+def _read_saves(root: Path) -> dict[int, "SaveRun"]:
+    """Return the newest save of each step that is in flight or failed, if a server answers."""
+    from trinity_sync.cli.saves import describe_status, try_read_saves
+    from trinity_sync.storage.discovery import list_known_runs
+
+    saves = try_read_saves(root)
+    if not saves:
+        return {}
+    runs = list_known_runs(root)
+    newest: dict[int, SaveRun] = {}
+    for save in sorted(saves, key=lambda each: (each.run, each.state.since)):
+        newest[save.step] = save
+    shown = ("pending", "writing", "failed")
+    return {step: save for step, save in newest.items() if describe_status(save, runs) in shown}
+
+
+def _summarize_steps(root: Path, steps: list[int], saves: dict[int, "SaveRun"]) -> list[StepRow]:
+    from trinity_sync.cli.saves import describe_status
     from trinity_sync.layout import KINDS
     from trinity_sync.storage.discovery import list_known_runs, read_step_state
     from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -162,59 +235,89 @@ def _summarize_steps(root: Path, steps: list[int]) -> list[dict[str, Any]]:
     in_use, tagged, runs = list_steps_in_use(root), list_tags(root).values(), list_known_runs(root)
     rows = []
     for step in steps:
-        found = read_step_state(root, step, runs)
-        manifest, why = found.manifest, found.reason if found.state == "another format" else ""
-        pointed = [kind for kind, target in pointers.items() if target == step]
-        row = {
-            "step": step,
-            **_summarize_manifest(manifest),
-            "pointers": pointed,
-            "in_use": in_use[step],
-        }
-        names = [tag.name for tag in tagged if tag.step == step]
-        stored = None
-        try:
-            stored = is_replicated(root, manifest) if has_remote and manifest else None
-        except FormatError as error:
-            why = str(error)
-        rows.append({**row, "tags": names, "stored": stored, "state": found.state, "why": why})
+        found, save = read_step_state(root, step, runs), saves.get(step)
+        manifest, status, reason, stored = found.manifest, str(found.state), found.reason, None
+        if save and (manifest is None or save.run > manifest.run) and status != "another format":
+            status, reason = describe_status(save, runs), save.state.message
+            row = _summarize_manifest(step, None) | {
+                "run": save.run, "kind": save.kind, "url": save.state.page
+            }  # fmt: skip
+        elif save is None and manifest is None and not (root / f"global_step_{step}").is_dir():
+            continue  # committed or removed between the two looks
+        else:
+            row = _summarize_manifest(step, manifest)
+            try:
+                stored = is_replicated(root, manifest) if has_remote and manifest else None
+            except FormatError as error:
+                reason = str(error)
+        latest_of = [str(kind) for kind, target in pointers.items() if target == step]
+        remote = {True: ["in remote"], False: ["not in remote"], None: []}[stored]
+        why = [] if status in ("valid", "not committed") else [_shorten(reason, step, root)]
+        rows.append(
+            StepRow(
+                **row,
+                status=status,
+                notes=[*_describe_pointers(latest_of), *in_use[step], *remote, *filter(None, why)],
+                latest_of=latest_of,
+                tags=[tag.name for tag in tagged if tag.step == step],
+                in_use=in_use[step],
+                in_remote=stored,
+                reason=reason or None,
+            )
+        )
     return rows
 
 
-def _list_other_releases(root: str) -> list[str]:
+def _describe_pointers(latest_of: list[str]) -> list[str]:
+    if "checkpoint" in latest_of:
+        return ["latest"]
+    return ["latest weights"] if latest_of else []
+
+
+def _shorten(reason: str, step: int, root: Path) -> str:
+    """Return a reason without what the row of the table says already."""
+    for start in (f"step {step} in {root} is corrupted: ", f"{root}/global_step_{step}/"):
+        reason = reason.replace(start, "")
+    return reason.partition(". Choose another step")[0]
+
+
+def _list_other_releases(root: Path) -> list[str]:
     """Return an error text for each record of another release in a root, except steps."""
     from trinity_sync.storage.discovery import list_unreadable_records
 
-    return [] if "://" in root else [str(error) for error in list_unreadable_records(root)]
+    return [str(error) for error in list_unreadable_records(root)]
 
 
-def _summarize_remote(url: str) -> list[dict[str, Any]]:
+def _summarize_remote(url: str) -> list[StepRow]:
     from trinity_sync.remote.remote_root import Remote
 
-    unknown: dict[str, Any] = {"pointers": [], "in_use": [], "tags": [], "stored": None}
     return [
-        {
-            **{
-                "step": step.step,
-                **_summarize_manifest(step.manifest),
-                **unknown,
-                "state": step.state,
-            },
-            "why": str(step.unreadable or ""),
-        }
+        StepRow(
+            **_summarize_manifest(step.step, step.manifest),
+            status=step.state,
+            notes=[],
+            latest_of=[],
+            tags=[],
+            in_use=[],
+            in_remote=None,
+            reason=str(step.unreadable) if step.unreadable else None,
+        )
         for step in Remote(url).list_steps()
     ]
 
 
-def _summarize_manifest(manifest: "Manifest | None") -> dict[str, Any]:
+def _summarize_manifest(step: int, manifest: "Manifest | None") -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "url": None}
     if manifest is None:
-        return {"run": None, "kinds": [], "files": 0, "bytes": 0, "committed": ""}
+        return {**row, "run": None, "kind": None, "files": None, "bytes": None,
+                "committed_at": None}  # fmt: skip
     return {
+        **row,
         "run": manifest.run,
-        "kinds": list(manifest.kinds),
+        "kind": "checkpoint" if "checkpoint" in manifest.kinds else "state_dict",
         "files": len(manifest.files),
         "bytes": manifest.nbytes,
-        "committed": format_time(manifest.committed_at),
+        "committed_at": utc(manifest.committed_at),
     }
 
 

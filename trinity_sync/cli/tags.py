@@ -1,41 +1,51 @@
 """Commands for tags: tag, untag."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from trinity_sync.cli.app import (
-    AsJson,
     Root,
+    Yes,
     app,
-    format_time,
-    make_console,
-    print_json,
+    confirm,
+    examples,
     read_settings,
     require_existing,
     resolve_step_argument,
+    with_hint,
 )
+from trinity_sync.cli.completion import complete_step, complete_tag
+from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.schema import PinRow, TagRow, Unpinned
 from trinity_sync.errors import ConfigError
 
 
 @app.command(
     rich_help_panel="Keep and remove steps",
-    epilog="Every command that takes the number of a step also takes a tag.\n\n"
-    "Examples:  [bold]trinity-sync tag ckpts 40 best[/]  ·  "
-    "[bold]trinity-sync tag ckpts 50 best --force[/]  ·  [bold]trinity-sync tag ckpts --list[/]",
-)
+    epilog=examples(
+        "tag ckpts 40 best", "tag ckpts latest best --force", "tag ckpts --list",
+        note="Every command that takes the number of a step also takes a tag.",
+    ),
+)  # fmt: skip
 def tag(
     root: Root,
-    step: Annotated[str | None, typer.Argument(help="Number or another tag of the step.")] = None,
-    name: Annotated[
-        str | None, typer.Argument(help="Letters, digits, _ and -, such as best or paper-v1.")
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STEP",
+            autocompletion=complete_step,
+            help="Step: its number, another tag, or latest.",
+        ),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why the step is kept.")] = "",
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Letters, digits, _ and -, e.g. best or paper-v1."),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Reason, shown in ls and report.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Move the tag from another step.")] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Show the tags of the job.")] = False,
-    as_json: AsJson = False,
+    listed: Annotated[bool, typer.Option("--list", "-l", help="Show the tags of the job.")] = False,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
     """Tag a committed step with a name, which also pins it."""
     from trinity_sync.catalog.mirror import try_mirror
@@ -43,42 +53,44 @@ def tag(
 
     if listed:
         if step is not None:
-            raise ConfigError("pass either STEP NAME or --list")
-        found = pins.list_tags(require_existing(root))
-        if as_json:
-            print_json([asdict(each) for each in found.values()])
-        elif not found:
-            typer.echo(f"no step in {root} has a tag")
-        else:
-            table = Table("tag", "step", "reason", "tagged")
-            table.columns[1].justify = "right"
-            for each in found.values():
-                tagged = format_time(each.pinned_at).replace("T", " ")
-                table.add_row(each.name, str(each.step), each.reason, tagged)
-            make_console().print(table)
+            raise with_hint(ConfigError("--list takes no STEP"), "pass either STEP NAME or --list")
+        rows = [
+            TagRow(each.name, each.step, utc(each.pinned_at), each.reason or None)
+            for each in pins.list_tags(require_existing(root)).values()
+        ]
+        print_rows("tags", TagRow, rows, output, empty=f"no step in {root} has a tag")
         return
     if step is None or name is None:
-        raise ConfigError("pass STEP NAME, or --list to show the tags")
+        raise with_hint(
+            ConfigError("a tag needs STEP NAME"),
+            f"to show the tags: trinity-sync tag {root} --list",
+        )
     made = pins.tag(root, resolve_step_argument(root, step), name, reason, force=force)
     try_mirror(read_settings(), root, [])
-    if as_json:
-        print_json(asdict(made))
-    else:
-        typer.echo(f"tagged step {made.step} as {name}")
+    row = PinRow(made.step, made.name, made.reason or None, utc(made.pinned_at))
+    print_object("pin", row, output, f"tagged step {made.step} as {name}")
 
 
-@app.command(
-    rich_help_panel="Keep and remove steps",
-    epilog="Example:  [bold]trinity-sync untag ckpts best[/]",
-)
-def untag(root: Root, name: Annotated[str, typer.Argument(help="The tag.")]) -> None:
+@app.command(rich_help_panel="Keep and remove steps", epilog=examples("untag ckpts best --yes"))
+def untag(
+    root: Root,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", autocompletion=complete_tag, help="The tag.")
+    ],
+    yes: Yes = False,
+    output: Output = OutputFormat.TABLE,
+) -> None:
     """Remove a tag; policies may then remove its step."""
     from trinity_sync.catalog.mirror import try_mirror
     from trinity_sync.storage import pins
 
-    if name.isdecimal() or not pins.unpin(require_existing(root), name):
-        raise ConfigError(
-            f"no step in {root} is tagged {name}; see: trinity-sync tag {root} --list"
+    found = pins.list_tags(require_existing(root)).get(name)
+    if found is None:
+        raise with_hint(
+            ConfigError(f"no step in {root} is tagged {name}"), f"trinity-sync tag {root} --list"
         )
+    confirm(f"remove tag {name} of step {found.step}, so that retention may remove it", yes=yes)
+    removed = pins.unpin(root, name)
     try_mirror(read_settings(), root, [])
-    typer.echo(f"removed tag {name}")
+    others = [each.name for each in pins.list_tags(root).values() if each.step == found.step]
+    print_object("pin", Unpinned(found.step, removed, others), output, f"removed tag {name}")

@@ -71,6 +71,26 @@ class FlowRun:
 
 
 @dataclass(frozen=True)
+class SaveRun:
+    """The flow run of a save."""
+
+    step: int
+    run: int
+    """Number of the run of the job."""
+    kind: str
+    state: FlowRun
+    seconds: float
+    """Seconds that it took, or has taken so far."""
+    attempts: int
+    """Number of times that it was started."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it may still commit without a retry."""
+        return self.state.state not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@dataclass(frozen=True)
 class _Server:
     """URL of the API, and how to connect to it."""
 
@@ -159,6 +179,56 @@ class PrefectApi:
                 with self._translated():
                     found[str(run["idempotency_key"])] = self._flow_run(run)
         return found
+
+    async def read_saves(
+        self, job: str, *, step: int | None = None, limit: int = 200
+    ) -> list[SaveRun]:
+        """Read the flow runs of the saves of a job, the newest first.
+
+        Args:
+            job: identifier of the job.
+            step: step whose saves are read; None for all.
+            limit: number of flow runs that are read, at most 200.
+
+        Raises:
+            PrefectApiError: the server does not answer as it should; the message says what to do.
+        """
+        of_step = [] if step is None else [f"step:{step}"]
+        body = {
+            "flow_runs": {"tags": {"all_": [f"job:{job}", *of_step]}},
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": limit,
+        }
+        found = []
+        for run in await self._call("POST", "/flow_runs/filter", body):
+            with self._translated():
+                tags = dict(str(tag).partition(":")[::2] for tag in run["tags"])
+                if not {"step", "run", "kind"} <= tags.keys():  # of another flow
+                    continue
+                found.append(
+                    SaveRun(
+                        step=int(tags["step"]),
+                        run=int(tags["run"]),
+                        kind=tags["kind"],
+                        state=self._flow_run(run),
+                        seconds=float(run.get("estimated_run_time") or 0.0),
+                        attempts=int(run.get("run_count") or 0),
+                    )
+                )
+        return found
+
+    async def retry_flow_run(self, run: uuid.UUID) -> None:
+        """Schedule an ended flow run again, as the Retry button of the Prefect UI does.
+
+        Args:
+            run: id of the flow run.
+
+        Raises:
+            PrefectApiError: the server does not answer as it should; the message says what to do.
+        """
+        # without a time, the server adds its own: the clock of this node may be off
+        body = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+        await self._call("POST", f"/flow_runs/{run}/set_state", body)
 
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""

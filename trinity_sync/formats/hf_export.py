@@ -97,9 +97,7 @@ def export_step(
     if dtype not in ("keep", *_TORCH):
         raise ConfigError(f"dtype {dtype!r} is not keep, {', '.join(_TORCH)}")
     if to is None and dtype != "keep":
-        raise ConfigError(
-            "an export into the step keeps the dtype; choose another folder with --to DIR"
-        )
+        raise ConfigError("an export into the step keeps the dtype; pass another FOLDER")
     root = Path(root).resolve()
     check_name("role", role)
     manifest = require_committed(root, step)

@@ -137,7 +137,7 @@ class FSDPCheckpointManager(VerlFSDPCheckpointManager):
         if export and not states and self._is_new("hf_model", global_step):
             logger.warning(
                 "step %d was already submitted without hf_model; once it is committed, run: "
-                "trinity-sync export %s %d --role %s",
+                "trinity-sync export hf %s %d --role %s",
                 global_step,
                 root,
                 global_step,

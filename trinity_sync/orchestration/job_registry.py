@@ -41,6 +41,16 @@ def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> 
     return [root for root in allowed if root.is_dir()]
 
 
+def is_registered(settings: Settings, root: str | Path) -> bool:
+    """Return whether a root is in the registry.
+
+    Args:
+        settings: ``home`` is the folder of the registry.
+        root: Root of the job.
+    """
+    return (_registry_folder(settings) / f"{job_id(root)}.json").exists()
+
+
 def unregister_job(settings: Settings, root: str | Path) -> bool:
     """Remove a root from the registry.
 

@@ -9,6 +9,7 @@ not see it. The states made here have no time, and the server adds it.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Scheduled
 
 from trinity_sync.client.prefect_api import read_local_stack
-from trinity_sync.errors import RequestRefusedError, StackError, TrinitySyncError
+from trinity_sync.errors import PrefectApiError, RequestRefusedError, TrinitySyncError
 from trinity_sync.layout import job_id
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import Settings
@@ -70,40 +71,50 @@ def find_api_url(settings: Settings) -> str | None:
 
 @contextmanager
 def open_client(api_url: str | None = None, auth: str = "") -> Iterator[SyncPrefectClient]:
-    """Open a client of a Prefect server, and turn errors within the block into a `StackError`.
+    """Open a client of a Prefect server, and turn errors within it into a `PrefectApiError`.
 
     Args:
         api_url: URL of the server's API; by default that of the environment.
         auth: ``user:password``; by default that of the environment.
 
     Raises:
-        StackError: No server is configured, it cannot be reached, or it refuses a call.
+        PrefectApiError: No server is configured, it cannot be reached, or it refuses a call.
     """
     url = api_url or PREFECT_API_URL.value()
     if not url:
-        raise StackError("no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL.")
+        raise PrefectApiError(
+            "no Prefect server is known. Run trinity-sync up, or set PREFECT_API_URL."
+        )
     try:
         settings = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
         with temporary_settings(settings), get_client(sync_client=True) as client:
             yield client
     except httpx.HTTPStatusError as error:
-        raise StackError(
+        raise PrefectApiError(
             f"Prefect server at {url} refused {error.request.method} {error.request.url.path}: "
             f"{error.response.status_code} {error.response.text[:300]}. Is it a Prefect 3 server, "
-            "and is PREFECT_API_KEY or PREFECT_API_AUTH_STRING needed?"
+            "and is PREFECT_API_KEY or PREFECT_API_AUTH_STRING needed?",
+            url=_hide_password(url),
+            status=error.response.status_code,
         ) from error
     except httpx.TransportError as error:
-        raise StackError(
+        raise PrefectApiError(
             f"Prefect server at {url} cannot be reached ({error or type(error).__name__}). "
-            "Start it, or correct PREFECT_API_URL."
+            "Start it, or correct PREFECT_API_URL.",
+            url=_hide_password(url),
         ) from error
     except TrinitySyncError:
         raise
     except (httpx.InvalidURL, ValueError) as error:  # not a URL, or not an answer of the API
-        raise StackError(
+        raise PrefectApiError(
             f"{url} is not the API of a Prefect 3 server ({type(error).__name__}). Correct "
-            "PREFECT_API_URL; it ends with /api."
+            "PREFECT_API_URL; it ends with /api.",
+            url=_hide_password(url),
         ) from error
+
+
+def _hide_password(url: str) -> str:
+    return re.sub(r"//.*@", "//", url)
 
 
 # Its clock

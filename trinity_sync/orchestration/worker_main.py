@@ -109,4 +109,4 @@ if __name__ == "__main__":
     try:
         serve(Settings(), StackSettings())
     except TrinitySyncError as error:
-        sys.exit(f"trinity-sync: {error}")
+        sys.exit(f"error: {error}")

@@ -205,7 +205,7 @@ class SlotPool:
             why = f"not persisted within {age:.0f} s"
         logger.warning(
             "Evicting unsaved image %s for step %d: %s, and no slot is free. Look at the flow runs "
-            "of this job in the Prefect UI, or run: trinity-sync status",
+            "of this job: trinity-sync runs; and the stack: trinity-sync status",
             slot.path,
             origin.step,
             why,

@@ -380,7 +380,7 @@ def _deploy(
             "time-out."
         ) from None
     if done.returncode:
-        raise StackError(done.stderr.strip().removeprefix("trinity-sync: "))
+        raise StackError(done.stderr.strip().removeprefix("error: "))
 
 
 def _start_worker(

@@ -271,6 +271,6 @@ def _corruption_error(root: str | Path, manifest: Manifest) -> CommitError | Non
         return CommitError(
             f"step {step} in {root} is corrupted: {corruption}. Choose another step (trinity-sync "
             "ls lists them), or restore the files from a copy and run: "
-            f"trinity-sync verify {root} --step {step}"
+            f"trinity-sync verify {root} {step}"
         )
     return None

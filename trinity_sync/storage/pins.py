@@ -11,6 +11,7 @@ rename of its file, so it names a step at every instant. A pin of another releas
 and is not replaced here.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,7 +29,11 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, check_name, parse_number
+from trinity_sync.storage.discovery import iter_newest_first, list_known_runs, read_manifest_state
 from trinity_sync.storage.leases import list_leases, prevent_removal
+
+_LATEST = re.compile(r"latest(?:~(\d{1,9}))?")
+"""What names the newest checkpoint, or with ``~1`` the one before it; no tag has such a name."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ def tag(
     """
     if check_name("tag", name).isdecimal():
         raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
+    if name == "latest":
+        raise ConfigError("latest always names the newest checkpoint; choose another tag")
     with prevent_removal(root, step, shared=False):  # no other process adds the tag meanwhile
         path = _pin_file(root, name)
         if not force:
@@ -158,25 +165,41 @@ def list_tags(root: str | Path) -> dict[str, Pin]:
 
 
 def resolve_step(root: str | Path, text: str) -> int:
-    """Return the step that a user names by its number or a tag; it need not be committed.
+    """Return the step that a user names; one named by its number need not be committed.
 
     Args:
         root: the job's root.
-        text: step number or tag.
+        text: step number, tag, ``latest`` for the newest checkpoint that is valid, or ``latest~1``
+            for the one before it.
 
     Raises:
-        ConfigError: the text is neither.
-        CommitError: the file of a tag is torn.
+        ConfigError: the text is none of these.
+        CommitError: the file of a tag is torn, or there are too few checkpoints.
+        FormatError: another release has committed a newer step.
     """
     if (step := parse_number(text)) is not None:
         return step
+    if latest := _LATEST.fullmatch(text):
+        return _find_latest(root, int(latest[1] or 0))
     with suppress(ConfigError):  # no tag has such a name
         if found := _read_pin(_pin_file(root, check_name("tag", text))):
             return found.step
     raise ConfigError(
-        f"{text!r} is neither the number of a step nor a tag in {root} "
+        f"{text!r} is neither the number of a step, nor latest, nor a tag in {root} "
         f"(tags: {', '.join(sorted(list_tags(root))) or 'none'}); trinity-sync ls {root} shows both"
     )
+
+
+def _find_latest(root: str | Path, before: int) -> int:
+    """Return the newest valid checkpoint, or the one as many checkpoints before it."""
+    runs, count = list_known_runs(root), 0
+    for manifest in iter_newest_first(root, "checkpoint"):
+        if read_manifest_state(root, manifest, runs).state == "valid":
+            if count == before:
+                return manifest.step
+            count += 1
+    have = f"has {count} valid checkpoints" if count else "has no valid checkpoint"
+    raise CommitError(f"{root} {have}; trinity-sync ls {root} lists its steps")
 
 
 def list_steps_in_use(root: str | Path) -> dict[int, list[str]]:

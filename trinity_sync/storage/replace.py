@@ -95,7 +95,7 @@ def refuse_loss(save: SaveId, earlier: Manifest, manifest: Manifest) -> None:
                 f"{save} is not committed: it would replace the newest {kind}, of run "
                 f"{earlier.run}, with other weights, and nothing newer could be resumed from. Save "
                 f"a checkpoint of step {save.step} or another step first, or go back on purpose: "
-                f"trinity-sync rewind {save.root} --to STEP"
+                f"trinity-sync rewind {save.root} STEP"
             )
 
 

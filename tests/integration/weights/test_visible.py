@@ -90,28 +90,28 @@ def test_between_commits_the_table_is_updated_while_the_synchronizer_runs(
 
 def test_the_versions_that_readers_serve_are_shown_without_ray(root: Path) -> None:
     serve_version_5_to_one_reader(root)
-    done = run("weights", root)
+    done = run("readers", root)
     assert done.returncode == 0, done.stderr
     assert "newest version: 7 of run 1, from checkpoint" in done.stdout
     (row,) = (line for line in done.stdout.splitlines() if "rollout-0" in line)
-    assert [cell.strip() for cell in row.split("│")[2:4]] == ["5", "1"]
-    assert "Synchronizer: runs" in done.stdout
+    assert row.split("\t")[:4] == ["rollout-0", "5", "1", "2"]
+    assert "Synchronizer: running" in done.stdout
 
 
 def test_the_json_output_has_the_same_report(root: Path) -> None:
     serve_version_5_to_one_reader(root)
-    shown = json.loads(run("weights", root, "--json").stdout)
-    assert shown["newest"]["step"] == 7
+    shown = json.loads(run("readers", root, "-o", "json").stdout)["readers"]
+    assert shown["version"] == 7
     assert shown["readers"][0]["behind"] == 2
-    assert shown["lives"] is True
+    assert shown["running"] is True
 
 
 def test_a_dead_synchronizer_is_reported(root: Path) -> None:
     serve_version_5_to_one_reader(root)
     (root / ".trinity_sync/weights/synchronizer.json").unlink()
-    assert "not reachable" in run("weights", root).stdout
+    assert "Synchronizer: not running, as of" in run("readers", root).stdout
 
 
 def test_a_job_without_a_synchronizer_is_reported(root: Path) -> None:
-    assert "no Synchronizer" in run("weights", root).stdout
-    assert run("weights", root, "--json").stdout.strip() == "null"
+    assert "no Synchronizer" in run("readers", root).stderr
+    assert run("readers", root, "-o", "json").stdout == '{\n  "schema": 1,\n  "readers": null\n}\n'

@@ -138,7 +138,8 @@ async def _request_runs(
             found.append(Finding(request.root, request.run_name, "repaired", why))
         elif run.state.is_final():
             why = (
-                f"its images wait, and its flow run is {run.state.name}: retry it in the Prefect UI"
+                f"its images wait, and its flow run is {run.state.name}; run: trinity-sync retry "
+                f"{request.root} {request.step}"
             )
             found.append(Finding(request.root, request.run_name, "left", why))
     return found
@@ -168,7 +169,10 @@ def _repair_files(
     images = {image.ticket.image for image in sealed}
     for image in sealed:
         if image.failed:
-            why = "its save failed; retry its flow run in the Prefect UI, or a later save evicts it"
+            why = (
+                "its save failed, and a later save evicts it; run: trinity-sync retry "
+                f"{image.ticket.root} {image.ticket.step}"
+            )
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
     for root in roots:
@@ -200,7 +204,7 @@ def _explain_export(root: Path, request: ExportRequest) -> str:
         return str(error)
     if manifest is None or manifest.run != request.run:
         return "the step is not committed or was replaced; its next save requests the export again"
-    command = f"trinity-sync export {root} {request.step} --role {request.role}"
+    command = f"trinity-sync export hf {root} {request.step} --role {request.role}"
     return f"the requested export failed; retry the flow run of its save, or run: {command}"
 
 

@@ -1,0 +1,76 @@
+"""Completion of ROOT and STEP by the shell: known jobs, folders, steps and tags."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def complete_root(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the roots of known jobs and the folders that begin with a text.
+
+    A command that takes a step as well also offers the steps of the default root.
+    """
+    found = [*_known_roots(), *_folders(incomplete)]
+    if not incomplete.startswith((".", "/")) and _takes_step(ctx):
+        found += _steps(None)
+    return sorted({each for each in found if each.startswith(incomplete)})
+
+
+def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the steps and tags of the job that begin with a text; the newest steps first."""
+    root = ctx.params.get("root")
+    return [each for each in _steps(root) if each.startswith(incomplete)]
+
+
+def _takes_step(ctx: typer.Context) -> bool:
+    return any(each.name in ("step", "before") for each in ctx.command.params)
+
+
+def _known_roots() -> list[str]:
+    from trinity_sync.cli.app import read_settings
+    from trinity_sync.errors import TrinitySyncError
+    from trinity_sync.orchestration.job_registry import list_known_roots
+
+    try:
+        return [str(root) for root in list_known_roots(read_settings())]
+    except (TrinitySyncError, OSError):
+        return []
+
+
+def _folders(incomplete: str) -> Iterator[str]:
+    folder, _, start = incomplete.rpartition("/")
+    base = Path(f"{folder}/" if folder or incomplete.startswith("/") else ".")
+    try:
+        for path in base.iterdir():
+            if path.is_dir() and path.name.startswith(start) and not path.name.startswith("."):
+                yield f"{folder}/{path.name}" if "/" in incomplete else path.name
+    except OSError:
+        return
+
+
+def _steps(root: Any) -> list[str]:
+    from trinity_sync.cli.app import find_default_root
+    from trinity_sync.errors import TrinitySyncError
+    from trinity_sync.layout import steps_on_disk
+    from trinity_sync.storage.pins import list_tags
+
+    try:
+        base = Path(root) if root else find_default_root()
+        return ["latest", *list_tags(base), *map(str, reversed(steps_on_disk(base)))]
+    except (TrinitySyncError, OSError):
+        return []
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the names of job settings that begin with a text."""
+    from trinity_sync.storage.job_settings import NAMES
+
+    return [f"{name}=" for name in NAMES if name.startswith(incomplete)]
+
+
+def complete_tag(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the tags of the job that begin with a text."""
+    found = [each for each in _steps(ctx.params.get("root")) if not each.isdecimal()]
+    return [each for each in found if each.startswith(incomplete) and each != "latest"]

@@ -1,0 +1,305 @@
+"""Formats of the command's output: ``-o table|wide|json|jsonl|name``.
+
+A command declares what it prints as a dataclass (see `schema`). Its fields are the keys of JSON,
+and those annotated with a `Column` are also columns of the table. On a terminal a table has
+headings, ages and colours; elsewhere it is tab-separated, with full values and no headings.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+SCHEMA = 1
+"""Version of the JSON documents, which is in each of them."""
+
+
+class OutputFormat(str, Enum):
+    """Formats of ``--output``."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    JSONL = "jsonl"
+    NAME = "name"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is read by people."""
+        return self in (OutputFormat.TABLE, OutputFormat.WIDE)
+
+
+Output = Annotated[
+    OutputFormat,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FORMAT",
+        help="table, wide, json, jsonl or name (one name on each line).",
+        show_default=False,
+    ),
+]
+Color = Literal["auto", "always", "never"]
+Mode = Literal["short", "wide", "plain"]
+"""How a value is written: for a terminal, for ``wide`` on a terminal, or for a file or pipe."""
+
+STYLES = {
+    "green": ("valid", "running", "external", "online", "ok", "committed", "completed", "restored"),
+    "red": ("corrupted", "failed", "fail", "dead", "away", "truncated", "missing", "crashed"),
+    "yellow": ("writing", "pending", "warn", "another format", "would be removed", "cancelled"),
+    "dim": ("superseded", "evicted", "absent", "not committed", "removed", "replaced", "same"),
+}
+"""Colour of each status word; other words have none."""
+
+color: Color = "auto"
+"""Value of ``--color``, set by the command before it prints."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a field of a row appears in the table.
+
+    Attributes:
+        heading: Heading of the column.
+        right: Whether it is aligned to the right.
+        wide: Whether it is shown by ``wide`` only.
+        form: Writes a value; by default according to its type.
+    """
+
+    heading: str
+    right: bool = False
+    wide: bool = False
+    form: Callable[[Any, Mode], str] | None = None
+
+    def write(self, value: Any, mode: Mode) -> str:
+        """Return a value as text."""
+        if value is None or value == "" or value == []:
+            return "" if mode == "plain" else "-"
+        if self.form:
+            return self.form(value, mode)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, datetime):
+            return write_time(value, mode)
+        if isinstance(value, (list, tuple)):
+            return ", ".join(map(str, value))
+        text = " ".join(str(value).split()) if isinstance(value, str) else str(value)
+        return text
+
+
+# Values
+
+
+def utc(seconds: float) -> datetime:
+    """Return a time in seconds since the epoch as a datetime."""
+    return datetime.fromtimestamp(seconds, timezone.utc)
+
+
+def format_size(nbytes: int) -> str:
+    """Format a number of bytes, such as ``5.0 GB``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def format_time(when: datetime | float) -> str:
+    """Format a time, or seconds since the epoch, as local time to the second."""
+    if not isinstance(when, datetime):
+        when = utc(when)
+    return when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_age(seconds: float) -> str:
+    """Format an age, such as ``45s``, ``12m``, ``5h`` or ``3d``; a time to come is ``0s``."""
+    seconds = max(seconds, 0.0)
+    for unit, length, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < limit:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration, such as ``0.52s``, ``9.1s``, ``3m12s`` or ``2h05m``."""
+    if seconds < 10:
+        return f"{seconds:.2g}s" if seconds < 1 else f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 1:
+        return f"{rest}s"
+    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+def write_size(value: int, mode: Mode) -> str:
+    """Write a number of bytes: rounded on a terminal, all digits elsewhere."""
+    return str(value) if mode == "plain" else format_size(value)
+
+
+def write_duration(value: float, mode: Mode) -> str:
+    """Write a duration: rounded on a terminal, seconds elsewhere."""
+    return f"{value:.3f}" if mode == "plain" else format_duration(value)
+
+
+def write_time(value: datetime, mode: Mode) -> str:
+    """Write a time: its age, local time for ``wide``, UTC elsewhere."""
+    if mode == "short":
+        return format_age(time.time() - value.timestamp())
+    return format_time(value) if mode == "wide" else write_utc(value)
+
+
+def write_utc(value: datetime) -> str:
+    """Write a time as RFC 3339 in UTC."""
+    return value.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def to_json(value: Any) -> Any:
+    """Return a row, or a value in one, as JSON can represent it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(each) for each in value]
+    if isinstance(value, datetime):
+        return write_utc(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# Printing
+
+
+def print_rows(
+    noun: str, row: type, rows: Sequence[Any], output: OutputFormat, *, empty: str = ""
+) -> None:
+    """Print rows in a format.
+
+    Args:
+        noun: Key of the rows in the JSON document, such as ``steps``.
+        row: Dataclass of the rows.
+        rows: The rows.
+        output: The format.
+        empty: Sentence for stderr if there are no rows.
+    """
+    if output is OutputFormat.JSON:
+        _print_document(noun, rows)
+    elif output is OutputFormat.JSONL:
+        for each in rows:
+            typer.echo(json.dumps(to_json(each)))
+    elif output is OutputFormat.NAME:
+        for each in rows:
+            typer.echo(_name(each))
+    elif rows:
+        print_table(row, rows, wide=output is OutputFormat.WIDE)
+    elif empty:
+        typer.echo(empty, err=True)
+
+
+def print_object(
+    noun: str, value: Any, output: OutputFormat, text: str | Callable[[], None] = ""
+) -> None:
+    """Print the result of a command that has no rows.
+
+    Args:
+        noun: Its key in the JSON document, such as ``pin``.
+        value: A dataclass, or None.
+        output: The format.
+        text: What ``table`` and ``wide`` print, or a function that prints it.
+    """
+    if output is OutputFormat.JSON:
+        _print_document(noun, value)
+    elif output is OutputFormat.JSONL:
+        typer.echo(json.dumps(to_json(value)))
+    elif output is OutputFormat.NAME:
+        if value is not None:
+            typer.echo(_name(value))
+    elif callable(text):
+        text()
+    else:
+        typer.echo(text)
+
+
+def print_table(row: type, rows: Sequence[Any], *, wide: bool = False) -> None:
+    """Print rows as a table, in which a terminal shows as much of the last column as fits."""
+    shown = [(name, each) for name, each in list_columns(row).items() if wide or not each.wide]
+    on_terminal = sys.stdout.isatty()
+    mode: Mode = "plain" if not on_terminal else "wide" if wide else "short"
+    cells = [[each.write(getattr(one, name), mode) for name, each in shown] for one in rows]
+    if not on_terminal:
+        for line in cells:
+            styled = [paint(cell) if _is_status(name) else cell
+                      for cell, (name, _) in zip(line, shown, strict=True)]  # fmt: skip
+            typer.echo("\t".join(styled), color=True)
+        return
+    lines = [[each.heading for _, each in shown], *cells]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(shown))]
+    room = 0 if wide else shutil.get_terminal_size().columns - sum(widths[:-1])
+    room -= 0 if wide else 2 * (len(widths) - 1)
+    for index, line in enumerate(lines):
+        if not wide and len(line[-1]) > max(room, 20):
+            line[-1] = line[-1][: max(room, 20) - 1] + "…"
+        padded = [
+            cell.rjust(width) if each.right else cell.ljust(width)
+            for cell, width, (_, each) in zip(line, widths, shown, strict=True)
+        ]
+        if index:
+            for at, (name, _) in enumerate(shown):
+                if _is_status(name):
+                    padded[at] = padded[at].replace(line[at], paint(line[at]), 1)
+        typer.echo("  ".join(padded).rstrip(), color=True)
+
+
+def list_columns(row: type) -> dict[str, Column]:
+    """Return the columns of the table of a dataclass, by the name of the field."""
+    hints = get_type_hints(row, include_extras=True)
+    return {
+        name: each
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, Column)
+    }
+
+
+def paint(word: str) -> str:
+    """Return a status word in its colour, if stdout shows colours."""
+    if not use_color():
+        return word
+    for name, words in STYLES.items():
+        if word in words:
+            return typer.style(word, dim=True) if name == "dim" else typer.style(word, fg=name)
+    return word
+
+
+def use_color() -> bool:
+    """Return whether stdout shows colours: ``--color``, then ``NO_COLOR``, then a terminal."""
+    if color != "auto":
+        return color == "always"
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def _is_status(name: str) -> bool:
+    return name in ("status", "state")
+
+
+def _name(value: Any) -> str:
+    """Return the first field of a row, which names it."""
+    return str(getattr(value, fields(value)[0].name))
+
+
+def _print_document(noun: str, value: Any) -> None:
+    typer.echo(json.dumps({"schema": SCHEMA, noun: to_json(value)}, indent=2))

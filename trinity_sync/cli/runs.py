@@ -1,0 +1,232 @@
+"""Commands for saves that the Prefect server knows: runs, retry, wait."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trinity_sync.cli.app import (
+    Root,
+    Step,
+    app,
+    examples,
+    read_settings,
+    require_existing,
+    resolve_step_argument,
+    with_hint,
+)
+from trinity_sync.cli.completion import complete_step
+from trinity_sync.cli.output import Output, OutputFormat, print_object, print_rows, utc
+from trinity_sync.cli.schema import Retried, SaveRow, WaitedSave
+from trinity_sync.errors import (
+    CommitError,
+    PrefectApiError,
+    SaveError,
+    SaveFailedError,
+    SaveTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from trinity_sync.client.prefect_api import SaveRun
+
+MAX_ROWS = 20
+"""Default number of saves in a table; the other formats have all that the server returned."""
+LOOK_S = 0.25
+"""Seconds between two looks at the root while waiting; an attribute of a folder is read."""
+ASK_S = 2.0
+"""Seconds between two questions to the server while waiting."""
+CRASH_GRACE_S = 30.0
+"""Seconds for which a worker may still retry a crashed flow run."""
+
+
+@app.command(
+    rich_help_panel="Look at a job",
+    epilog=examples("runs ckpts", "runs ckpts --failed -o wide", "runs -o json"),
+)
+def runs(
+    root: Root,
+    failed: Annotated[bool, typer.Option("--failed", help="Show failed saves only.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Show at most N saves; {MAX_ROWS} in a table.", metavar="N"),
+    ] = None,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """List the saves of a job: in flight, failed with the reason, superseded and committed."""
+    from trinity_sync.cli.saves import describe_status, read_saves
+    from trinity_sync.storage.discovery import list_known_runs
+
+    base = require_existing(root)
+    found, known = read_saves(read_settings(), base), list_known_runs(base)
+    rows = [_row(save, describe_status(save, known)) for save in found]
+    if failed:
+        rows = [row for row in rows if row.status == "failed"]
+    most = limit or (MAX_ROWS if output.is_text else len(rows))
+    what = "failed save" if failed else "save"
+    empty = f"the Prefect server knows no {what} of {root}"
+    print_rows("saves", SaveRow, rows[:most], output, empty=empty)
+    if len(rows) > most:
+        typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
+
+
+def _row(save: "SaveRun", status: str) -> SaveRow:
+    return SaveRow(
+        step=save.step,
+        run=save.run,
+        kind=save.kind,
+        status=status,
+        since=utc(save.state.since) if save.state.since else None,
+        seconds=save.seconds if save.attempts else None,
+        attempts=save.attempts,
+        flow_run=str(save.state.id),
+        url=save.state.page,
+        reason=save.state.message or None,
+    )
+
+
+@app.command(
+    rich_help_panel="Look after steps",
+    epilog=examples(
+        "retry ckpts 40", "runs ckpts --failed -o name | xargs -n1 trinity-sync retry ckpts",
+        note="The images of a failed save stay in shared memory until later saves need the slots. "
+        "Remove the cause first; trinity-sync runs shows it.",
+    ),
+)  # fmt: skip
+def retry(root: Root, step: Step, output: Output = OutputFormat.TABLE) -> None:
+    """Run a failed save again, as Retry in the Prefect UI does."""
+    from trinity_sync.cli.saves import describe_status, query, read_saves
+    from trinity_sync.storage.discovery import list_known_runs
+
+    settings, number = read_settings(), resolve_step_argument(root, step)
+    known = list_known_runs(root)
+    saves = read_saves(settings, root, step=number)
+    by_status = {describe_status(save, known): save for save in reversed(saves)}
+    if "failed" not in by_status:
+        raise _no_failed_save(root, number, by_status)
+    save = by_status["failed"]
+    query(settings, lambda api: api.retry_flow_run(save.state.id), 20.0)
+    done = Retried(number, save.run, str(save.state.id), save.state.page)
+    print_object("save", done, output, f"the save of step {number} runs again: {save.state.page}")
+
+
+def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveError:
+    """Return the error for a step whose save cannot be retried."""
+    what = f"no save of step {step} in {root} has failed"
+    if not by_status:
+        return with_hint(
+            SaveError(f"{what}: the Prefect server knows none"),
+            f"trinity-sync runs {root} lists those that it knows",
+        )
+    status = next(iter(by_status))
+    hints = {
+        "pending": f"trinity-sync wait {root} {step}",
+        "writing": f"trinity-sync wait {root} {step}",
+        "superseded": "a later run went on from an earlier step, so it is not committed any longer",
+    }
+    return with_hint(SaveError(f"{what}: it is {status}"), hints.get(status, ""))
+
+
+@app.command(
+    rich_help_panel="Look at a job",
+    epilog=examples(
+        "wait ckpts 40", "wait ckpts --timeout 60",
+        note="Exit code 1 if a save failed or was superseded, or at the time-out.",
+    ),
+)  # fmt: skip
+def wait(
+    root: Root,
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STEP",
+            autocompletion=complete_step,
+            help="Step to wait for; by default all that are being saved.",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Time-out in seconds.")] = 600.0,
+    output: Output = OutputFormat.TABLE,
+) -> None:
+    """Wait until a step is committed, or all saves in flight are."""
+    from trinity_sync.cli.saves import read_saves
+
+    base, settings = require_existing(root), read_settings()
+    if step is None:
+        steps = sorted({save.step for save in read_saves(settings, base) if save.is_in_flight})
+    else:
+        steps = [resolve_step_argument(base, step)]
+    deadline = time.monotonic() + timeout
+    done = [_await_step(base, number, deadline, timeout) for number in steps]
+    empty = f"no save of {root} is in flight"
+    if output.is_text:
+        for each in done:
+            typer.echo(f"step {each.step} is committed")
+        if not done:
+            typer.echo(empty, err=True)
+        return
+    print_rows("steps", WaitedSave, done, output)
+
+
+def _await_step(root: Path, step: int, deadline: float, timeout_s: float) -> WaitedSave:
+    """Wait until a step is committed, and return it.
+
+    Raises:
+        SaveFailedError: Its save failed, or was superseded.
+        SaveTimeoutError: It is not committed in time.
+        CommitError: The step is corrupted.
+    """
+    from trinity_sync.fs.atomic import revalidate_folder
+    from trinity_sync.storage.discovery import read_step_state
+
+    asked, crashed_since = -ASK_S, None
+    while True:
+        revalidate_folder(root)  # another node may commit it
+        found = read_step_state(root, step)
+        if found.manifest:
+            manifest = found.require_loadable()
+            return WaitedSave(
+                step, found.state, manifest.run, manifest.nbytes, utc(manifest.committed_at)
+            )
+        if found.state == "corrupted":
+            raise found.error or CommitError(f"step {step} in {root} is corrupted")
+        now = time.monotonic()
+        if now - asked >= ASK_S:
+            save, asked = _read_newest_save(root, step), now
+            crashed = save is not None and save.state.state == "CRASHED"
+            crashed_since = (crashed_since or now) if crashed else None
+            if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):
+                _require_not_failed(root, save)
+        if now >= deadline:
+            raise with_hint(
+                SaveTimeoutError(f"step {step} in {root} is not committed after {timeout_s:g} s"),
+                f"trinity-sync runs {root} shows its save",
+            )
+        time.sleep(min(LOOK_S, max(deadline - now, 0.0)))
+
+
+def _read_newest_save(root: Path, step: int) -> "SaveRun | None":
+    """Return the save of a step by the latest run; None if no server answers, or it has none."""
+    from trinity_sync.cli.saves import read_saves
+
+    try:
+        saves = read_saves(read_settings(), root, step=step)
+    except PrefectApiError:  # the root tells whether it is committed
+        return None
+    return max(
+        saves, key=lambda each: (each.run, each.is_in_flight, each.state.since), default=None
+    )
+
+
+def _require_not_failed(root: Path, save: "SaveRun") -> None:
+    from trinity_sync.cli.saves import describe_status
+    from trinity_sync.storage.discovery import list_known_runs
+
+    status = describe_status(save, list_known_runs(root))
+    if status not in ("failed", "superseded"):
+        return
+    error = SaveFailedError(
+        f"the save of step {save.step} in {root} {'was ' * (status == 'superseded')}{status}: "
+        f"{save.state.message or save.state.name} ({save.state.page})"
+    )
+    hint = f"trinity-sync retry {root} {save.step}" if status == "failed" else ""
+    raise with_hint(error, hint)
