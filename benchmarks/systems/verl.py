@@ -22,7 +22,7 @@ class Verl(System):
     name = "veRL"
 
     def __init__(self, training: "Training", folder: Path) -> None:
-        sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "examples/demo"))
         from grpo_copy.cpu_platform import use_cpu  # type: ignore[import-not-found]
 
         use_cpu()

@@ -11,7 +11,7 @@ from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.weights.state_files import read_state
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_a_training_that_was_killed_after_a_hand_over_goes_on_bit_equal(
     stack: StackState, tmp_path: Path, sync: str
 ) -> None:
-    paths = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
+    paths = os.pathsep.join([str(REPOSITORY / "examples/demo"), str(REPOSITORY)])
     told = subprocess.run(
         [sys.executable, "-m", "grpo_copy.story", str(tmp_path), sync],
         env={**os.environ, "PYTHONPATH": paths},

@@ -20,7 +20,7 @@ RANKS = 2
 ON_CPU = {
     "VERL_USE_EXTERNAL_MODULES": "tests.trinity.cpu",
     "RAY_AUTH_MODE": "disabled",
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "examples")]),
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "examples/demo")]),
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -29,7 +29,7 @@ ON_CPU = {
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 Configure = Callable[..., Path]
 
-sys.path.insert(0, str(REPOSITORY / "examples"))
+sys.path.insert(0, str(REPOSITORY / "examples/demo"))
 
 
 @pytest.fixture(scope="session")

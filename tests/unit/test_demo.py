@@ -14,7 +14,7 @@ from trinity_sync.orchestration.job_registry import list_known_roots, register_j
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 
-DEMO = Path(__file__).parents[2] / "examples/demo.py"
+DEMO = Path(__file__).parents[2] / "examples/demo/demo.py"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 """With the command of this environment, which has client and stack."""
 
@@ -47,7 +47,7 @@ def test_ctrl_c_while_the_stack_starts_is_one_line_and_130(tmp_path: Path) -> No
     env = os.environ | {
         "TRINITY_SYNC_HOME": str(home),
         "PATH": PATH,
-        "PYTHONPATH": str(DEMO.parents[1]),
+        "PYTHONPATH": str(DEMO.parents[2]),
         "PYTHONUNBUFFERED": "1",
     }
     home.mkdir()

@@ -29,7 +29,7 @@ def main() -> int:
     if not there:
         return 0
     own = ["-p", "tests.verl.our_manager", "-c", os.devnull, "--import-mode=importlib"]
-    path = os.pathsep.join([str(REPOSITORY / "examples"), *sys.path])
+    path = os.pathsep.join([str(REPOSITORY / "examples/demo"), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *own, *there]
     return subprocess.call(command, env=environment, cwd=REPOSITORY)

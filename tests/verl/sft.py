@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-IMPORTS = [str(REPOSITORY), str(REPOSITORY / "examples")]
+IMPORTS = [str(REPOSITORY), *(str(REPOSITORY / "examples" / each) for each in ("demo", "verl"))]
 LAUNCH_S = 240.0
-ROWS, BATCH = 20, 4
-CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+BATCH = 4
 ALONE = "tests.verl.cpu"
 WITH_US = "tests.verl.cpu,trinity_sync.integrations.verl.switch"
 Losses = dict[int, tuple[float, float, float]]
@@ -23,19 +22,9 @@ Losses = dict[int, tuple[float, float, float]]
 
 def make_world(folder: Path) -> None:
     """Write a random Qwen2 of two layers, its tokenizer, and twenty conversations."""
-    import pandas
-    from grpo_copy import model
+    from tiny import main
 
-    (model.create_model(folder / "tiny") / "chat_template.jinja").write_text(CHAT)
-    letters = "abcdefghijkl"
-    rows = [
-        [
-            {"role": "user", "content": f"<copy> {letters[n % 12]}"},
-            {"role": "assistant", "content": f"{letters[n % 12]} {letters[n % 7]} <eos>"},
-        ]
-        for n in range(ROWS)
-    ]
-    pandas.DataFrame({"messages": rows}).to_parquet(folder / "train.parquet")
+    main(folder)
 
 
 class Launch:
@@ -52,7 +41,7 @@ class Launch:
             f"data.train_files={world}/train.parquet",
             *(f"data.train_batch_size={BATCH}", "data.micro_batch_size_per_gpu=1"),
             *("data.use_dynamic_bsz=False", "data.num_workers=0", "data.max_length=32"),
-            f"model.path={world}/tiny",
+            f"model.path={world}/model",
             *("model.use_remove_padding=False", "model.enable_gradient_checkpointing=False"),
             "+model.override_config.attn_implementation=sdpa",
             *("engine.strategy=fsdp2", "engine.use_torch_compile=False"),

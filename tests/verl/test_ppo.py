@@ -46,7 +46,7 @@ class Launch:
 
     def __init__(self, world: Path, name: str, root: Path, steps: int) -> None:
         self._log, self._metrics = world / f"{name}.log", world / f"{name}.jsonl"
-        arguments = (world / "tiny", root, steps, SAVE_EVERY, self._metrics)
+        arguments = (world / "model", root, steps, SAVE_EVERY, self._metrics)
         self._command = [sys.executable, "-m", "tests.verl.ppo", *map(str, arguments)]
         self._environment = os.environ | {
             "VERL_USE_EXTERNAL_MODULES": WITH_US,

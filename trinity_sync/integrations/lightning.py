@@ -160,7 +160,7 @@ class TrinitySyncCallback(Callback):
     def _save(self, trainer: Any) -> None:
         step = trainer.global_step
         if step not in (0, self._saved):  # with accumulated gradients a step has several batches
-            trainer.save_checkpoint(self._root / f"global_step_{step}")
+            trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
             self._saved = step
 
 

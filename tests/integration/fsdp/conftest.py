@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # the CPU platform for veRL, the tiny model and its engine are those of the example
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples/demo"))
 
 
 @pytest.fixture(scope="session", autouse=True)

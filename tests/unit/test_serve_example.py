@@ -17,9 +17,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_a_transformers_model_answers_with_the_weights_of_each_version(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for folder in ("demo", "huggingface"):
+        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     from grpo_copy.model import create_model  # type: ignore[import-not-found]
-    from serve_transformers import generate_answers  # type: ignore[import-not-found]
+    from serve import generate_answers  # type: ignore[import-not-found]
 
     versions = VersionFile(tmp_path / "version.json")
     served = AutoModelForCausalLM.from_pretrained(create_model(tmp_path / "model")).eval()

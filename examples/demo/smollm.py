@@ -28,7 +28,7 @@ from trinity_sync import CheckpointCoordinator
 STEPS, SAVE_EVERY, KILLED_AT = 10, 3, 7
 BATCH, TOKENS = 4, 128
 OUTPUT = Path("demo-output/smollm").resolve()
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PROMPT = "A step is committed when"
 
 
@@ -102,7 +102,7 @@ def prepare(model_folder: Path) -> None:
     model.save_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(**packed)
     tokenizer.save_pretrained(model_folder)
-    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+    text = "\n".join(page.read_text() for page in sorted(DOCS.rglob("*.md")))
     tokens = torch.tensor(tokenizer(text)["input_ids"])[: STEPS * BATCH * TOKENS]
     torch.save(tokens.view(STEPS, BATCH, TOKENS), OUTPUT / "tokens.pt")
 

@@ -1,10 +1,9 @@
 """Answer a prompt with each new version of a job's weights, with plain transformers.
 
-Run it while the job trains, on the trainer's node or where its root is mounted::
+    python serve.py MODEL_FOLDER ROOT "a prompt"     # while the job trains
 
-    python examples/serve_transformers.py MODEL_FOLDER ROOT "a prompt"
-
-``MODEL_FOLDER`` has the model that the trainer started with. Ray is not needed.
+Run it on the trainer's node, or where the root is mounted. MODEL_FOLDER has the model that the
+trainer started with, and its tokenizer. Ray is not needed.
 """
 
 import asyncio
@@ -45,9 +44,9 @@ async def main(folder: str, root: str, prompt: str) -> None:
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with WeightReader(root=root, name="serve-transformers") as reader:
+    with WeightReader(root=root, name="serve") as reader:
         async for step, answer in generate_answers(reader, model, tokenizer, prompt):
-            print(f"step {step}: {answer}", flush=True)
+            print(f"step {step}: {answer}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ right after a checkpoint was submitted. That checkpoint is still committed, with
 state, and a new run resumes from it. An uninterrupted run shows that nothing was lost: prompts,
 losses, weights and optimizer state are bit-equal.
 
-Run it with ``python examples/demo.py``. By default the explorer reads committed weights; with
+Run it with ``python examples/demo/demo.py``. By default the explorer reads committed weights; with
 ``--sync memory`` those in shared memory, with ``--sync delta`` their differences from the version
 before; ``--sync nccl`` broadcasts them (over gloo).
 ``KEEP=1`` leaves the stack running, to show the saves in the Prefect UI, and keeps the images.

@@ -1,0 +1,109 @@
+"""The examples as users run them: killed in the middle, and started again by the same command.
+
+``TESTS_VLLM`` names a Python that has vLLM (``make vllm``); its example is skipped otherwise.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.runs import list_runs
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+VLLM = os.environ.get("TESTS_VLLM", "")
+
+PYTHON = [sys.executable]
+RANKS = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ON_CPU = ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_NO_USAGE_STATS=1"]
+SAVED = re.compile(r"step \d+.*loss|^{'loss':|committed in")
+"""Printed by each example once it has submitted a save."""
+
+
+def start(command: list[str], script: str, folder: Path) -> subprocess.Popen[str]:
+    """Start an example in a folder of its own, as its docstring says."""
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        [*command, str(EXAMPLES / script)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_after_saves(process: subprocess.Popen[str], count: int) -> None:
+    """Send SIGKILL to an example and its ranks once it has printed ``count`` saves."""
+    assert process.stdout
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        count -= bool(SAVED.search(line))
+        if not count:
+            break
+    assert not count, "".join(printed)
+    parent = psutil.Process(process.pid)
+    for each in [*parent.children(recursive=True), parent]:
+        each.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "last"),
+    [
+        pytest.param(PYTHON, "pytorch/train.py", 300, id="pytorch"),
+        pytest.param(RANKS, "ddp/train.py", 200, id="ddp"),
+        pytest.param(RANKS, "fsdp2/train.py", 150, id="fsdp2"),
+        pytest.param(PYTHON, "huggingface/train.py", 120, id="huggingface"),
+        pytest.param(PYTHON, "lightning/train.py", 200, id="lightning"),
+        pytest.param(PYTHON, "vllm/train.py", 300, id="vllm"),
+        pytest.param(["sh"], "verl/run_on_cpu.sh", 20, id="verl", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
+    stack: StackState, tmp_path: Path, command: list[str], script: str, last: int
+) -> None:
+    kill_after_saves(start(command, script, tmp_path), 4)
+    second = start(command, script, tmp_path)
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output
+    assert "`weights_only` was not set" not in output  # by Lightning, for each save
+    resumed_from = list_runs(tmp_path / "ckpts")[-1].resumed_from
+    assert resumed_from
+    assert resumed_from < last
+    assert re.search(rf"(resumed from .*|global_step_){resumed_from}\b", output), output
+    listed = subprocess.run(
+        [sys.executable, "-m", "trinity_sync.cli", "ls", "ckpts"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert listed.returncode == 0, listed.stderr
+    assert re.search(rf"\b{last}\b.*\bvalid\b", listed.stdout), listed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="TESTS_VLLM names no Python with vLLM; see make vllm")
+def test_vllm_answers_with_the_weights_of_the_trainer(stack: StackState, tmp_path: Path) -> None:
+    trainer = start(PYTHON, "vllm/train.py", tmp_path)
+    output, _ = trainer.communicate(timeout=200)
+    assert trainer.returncode == 0, output
+    rollout = start(["env", *ON_CPU, VLLM], "vllm/rollout.py", tmp_path)
+    output, _ = rollout.communicate(timeout=200)
+    assert rollout.returncode == 0, output
+    assert "step 300: 5 6 7 -> 8 9 10 11 12 13 14 15\n" in output, output
