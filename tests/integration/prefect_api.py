@@ -78,6 +78,13 @@ class Api:
                 artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
             )
 
+    def events_of(self, resource: str) -> dict[str, int]:
+        """Names of the events about a resource, with the step of each."""
+        wanted = {"filter": {"any_resource": {"id": [resource]}}}
+        with self.client as client:
+            answer = client.request("POST", "/events/filter", json=wanted).json()
+        return {event["event"]: event["payload"]["step"] for event in answer["events"]}
+
     def start(self, parameters: dict[str, Any], name: str = SAVE_DEPLOYMENT) -> UUID:
         """A run of a deployment with any parameters, as a person would start it in the UI."""
         with self.client as client:

@@ -296,13 +296,11 @@ def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path
     job.stage(4, {"model": {"w": torch.zeros(9)}})
     job.commit(4)
     page = tmp_path / "page.html"
-    done = run(
-        "report", root, "--output", page, PREFECT_API_URL="", TRINITY_SYNC_HOME=str(tmp_path)
-    )
+    done = run("report", root, "--html", page, PREFECT_API_URL="", TRINITY_SYNC_HOME=str(tmp_path))
     assert done.returncode == 0
     assert "data-step='4'" in page.read_text()
     for wrong in (tmp_path, tmp_path / "none" / "page.html"):
-        refused = run("report", root, "--output", wrong, TRINITY_SYNC_HOME=str(tmp_path))
+        refused = run("report", root, "--html", wrong, TRINITY_SYNC_HOME=str(tmp_path))
         assert refused.returncode == 2
         assert is_one_sentence(refused.stderr)
 

@@ -5,13 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.prefect_api import Api
 from tests.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.orchestration.report import JobReport, collect_report
+from trinity_sync.orchestration.prefect_queries import open_client, read_job_runs
+from trinity_sync.orchestration.report.collect import collect_report
+from trinity_sync.orchestration.report.facts import JobReport
+from trinity_sync.orchestration.step_events import JOB_RESOURCE
 from trinity_sync.stack.services import StackState
 
 
-def test_durations_and_failures_come_from_the_server(
+def test_failures_pages_and_tasks_come_from_the_server(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> None:
     def fail() -> None:
@@ -27,22 +31,32 @@ def test_durations_and_failures_come_from_the_server(
             saves.wait_all(90)
         assert saves.attachment(4, "position") == b"17"
 
-    def told() -> JobReport | None:
-        facts = collect_report(stack_settings, root)
-        both = len(facts.runs) == 2 and all(run.tasks.get("commit") for run in facts.runs)
-        return facts if both else None
+    def find() -> JobReport | None:
+        report = collect_report(stack_settings, root)
+        return report if report.failures and report.steps[0].urls else None
 
-    facts = until(told, "two runs and their tasks")
-    bad, good = facts.runs
-    assert (
-        good.tags["step"],
-        good.failed,
-        {"persist-model", "persist-attachments"} <= {*good.tasks},
-    ) == (
-        "4",
-        False,
-        True,
-    )
-    assert good.seconds >= good.tasks["commit"] > 0
-    assert (bad.tags["step"], bad.failed) == ("5", True)
-    assert "the adapter is gone" in bad.message
+    report = until(find, "both runs")
+    assert report.health.status == "failed"
+    assert "the adapter is gone" in report.health.sentence
+    (group,) = report.failures
+    assert (group.steps, group.command) == ((5,), f"trinity-sync retry {root} 5")
+    assert "/runs/flow-run/" in group.url
+    (save,) = report.saves
+    assert save.timing.longest_stall
+    assert save.timing.write_s > 0
+
+    def find_tasks() -> set[str] | None:
+        with open_client(stack.api_url) as client:
+            bad, good = read_job_runs(client, root)
+        assert (bad.tags["step"], bad.failed) == ("5", True)
+        return {*good.tasks} if good.tasks.get("commit") else None
+
+    tasks = until(find_tasks, "the tasks of the good run")
+    assert {"persist-model", "persist-attachments", "commit"} <= tasks
+
+    def find_events() -> dict[str, int] | None:
+        found = Api().events_of(JOB_RESOURCE + saves.spool.folder.name)
+        return found if len(found) == 2 else None
+
+    events = until(find_events, "an event for each save")
+    assert events == {"trinity_sync.step.committed": 4, "trinity_sync.step.failed": 5}

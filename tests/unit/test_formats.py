@@ -30,6 +30,7 @@ from tests.unit.weights import first, upload
 from trinity_sync.catalog.database import open_catalog
 from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.commands import app
+from trinity_sync.cli.report_html import render_report
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.locks import acquire_commit_lock
@@ -42,7 +43,7 @@ from trinity_sync.orchestration.recovery.reconcile import (
     reconcile,
     repair_known_roots,
 )
-from trinity_sync.orchestration.report import collect_report
+from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import (
@@ -693,9 +694,10 @@ def test_a_catalog_and_a_report_have_the_other_steps(job: Job, tmp_path: Path) -
         assert rebuild(engine, job.root) == 2
     with environment({}):
         facts = collect_report(Settings(home=tmp_path), job.root)
-    assert [each.state for each in facts.steps][::2] == ["valid", "valid"]
-    assert "upgrade trinity-sync" in facts.steps[1].state
-    assert facts.readers == {}
+    assert [each.status for each in facts.steps][::2] == ["valid", "valid"]
+    assert "upgrade trinity-sync" in facts.steps[1].reason
+    assert "upgrade trinity-sync" in render_report(facts)
+    assert [use.kind for use in facts.uses] == []
 
 
 def test_what_a_run_of_another_release_writes_is_not_tidied_away(job: Job) -> None:

@@ -1,26 +1,38 @@
-"""The report of a job: one page, whole in itself, that a browser shows."""
+"""The report of a job: one page, complete in itself, that a browser shows; and the same as JSON."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.unit.job import Job
+from trinity_sync.cli.commands import app
 from trinity_sync.cli.report_html import render_report
-from trinity_sync.orchestration.prefect_queries import FlowRunSummary
-from trinity_sync.orchestration.report import JobReport, collect_report
+from trinity_sync.orchestration.report.collect import collect_report
+from trinity_sync.orchestration.report.facts import (
+    FailureGroup,
+    InFlight,
+    JobReport,
+    StepRow,
+    to_json,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.storage.leases import acquire_lease
+from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.weights.registry.versions import VersionRegistry
 from trinity_sync.weights.state_files import write_state
+from trinity_sync.weights.version import Version
 
 
 @pytest.fixture
@@ -29,32 +41,43 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
     for step in (10, 20, 30, 40):
         job.stage(step, {"model": {"w": torch.zeros(9)}})
         job.commit(step)
+        write_metrics(job.root, 1, step, {"reward": step / 7, "odd <name>": float("nan")})
     rewind(job.root, 30)
     job.stage(35, {"model": {"w": torch.zeros(9)}}, run=3, kind="state_dict")
     job.commit(35, run=3, kind="state_dict")
+    job.stage(36, {"model": {"w": torch.zeros(9)}}, run=3)
     (job.root / "global_step_20/actor/model_world_size_1_rank_0.pt").unlink()
     (job.root / "global_step_50").mkdir()
     pin(job.root, 10, "the <b>paper</b>'s")
     registry = VersionRegistry()
+    registry.record(Version(35, 3, "checkpoint", str(job.root)), now=1.7e9)
     registry.set_serving("explorer-1", 30, now=1.7e9, run=1)
     (job.root / ".trinity_sync/weights").mkdir()
-    write_state(job.root, {"registry": registry.to_json()})
+    barrier = {"trainer": "running", "explorers": {}}
+    write_state(job.root, {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9})
+    spool = job.spool.folder.parent
     with environment({}), acquire_lease(job.root, 30, "reader 7"):
-        yield collect_report(Settings(home=tmp_path), job.root)
+        yield collect_report(Settings(home=tmp_path, spool=spool), job.root)
 
 
-def with_runs(facts: JobReport) -> JobReport:
-    """As if a Prefect server had answered; the integration tests ask a real one."""
-    run = {"began": 1.7e9, "tags": {"step": "30", "run": "1", "kind": "checkpoint"}, "url": ""}
-    good = FlowRunSummary(
-        "save actor step 30", "Completed", 1.7e9, 1.5, {"commit": 0.25}, run["tags"], False, "", ""
+def with_failures(facts: JobReport) -> JobReport:
+    """As if a Prefect server had answered; the integration tests query a real one."""
+    group = FailureGroup(
+        "Failed",
+        "no rank 1",
+        2,
+        (33, 34),
+        0,
+        1.7e9,
+        1.7e9,
+        "Retry it.",
+        "trinity-sync retry /ckpts 34",
+        "http://p/runs/1",
     )
-    bad = FlowRunSummary(
-        "save actor step 33", "Failed", 1.7e9, 2.0, {}, {}, True, "no rank 1", "http://p/runs/1"
+    evil = replace(group, cause="Superseded", message="<script>", command="", url="javascript:x")
+    return replace(
+        facts, failures=(group, evil), marks=((33, facts.created_at, "Failed"),), server_error=""
     )
-    kept = {"step": 10, "run": 1, "kinds": "checkpoint", "state": "kept", "why": "pinned"}
-    found = {**vars(facts), "runs": [bad, good], "retention": [kept], "server_error": ""}
-    return JobReport(**found)
 
 
 def text_of(page: str) -> str:
@@ -64,48 +87,115 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "|", dense.replace("</tr>", "\n")))
 
 
-def row_of(page: str, first: str) -> str:
-    return next(line for line in text_of(page).splitlines() if line.strip("|").startswith(first))
+def table_of(page: str, name: str) -> dict[str, str]:
+    """Rows of a table by their first cell."""
+    table = re.search(rf"<table id='{name}'>.*?</table>", page, flags=re.S)
+    assert table, name
+    rows = [re.sub(r"\|+", "|", row).strip("|") for row in text_of(table[0]).splitlines()]
+    return {row.partition("|")[0]: row for row in rows if row}
 
 
-def test_every_step_is_there_with_its_state(facts: JobReport) -> None:
+def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
     page = render_report(facts)
+    rows = table_of(page, "steps")
     for step, words in {
-        "10|": ("1", "checkpoint", "valid"),
-        "20|": ("corrupted",),
-        "30|": ("valid", "latest checkpoint"),
-        "35|": ("3", "state_dict", "latest state_dict"),
-        "50|": ("not committed",),
+        "10": ("1", "checkpoint", "valid"),
+        "20": ("corrupted",),
+        "30": ("valid", "latest checkpoint"),
+        "35": ("3", "state_dict", "latest state_dict"),
+        "50": ("not committed",),
     }.items():
-        assert all(word in row_of(page, step) for word in words), row_of(page, step)
-    assert "global_step_40" in text_of(page)  # set aside
-    assert sorted(map(int, re.findall(r"data-step='(\d+)'", page))) == [10, 20, 30, 35]
+        assert all(word in rows[step] for word in words), rows[step]
+    assert "global_step_40" in text_of(page)  # in quarantine
+    drawn = sorted(map(int, re.findall(r"data-step='(\d+)'", page)))
+    assert drawn == [10, 20, 30, 35, 40]  # also the step that the rewind removed
 
 
-def test_who_needs_a_step_is_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
-    seen = text_of(render_report(facts))
-    assert "the <b>paper</b>'s" in seen
-    assert "<b>paper" not in render_report(facts)
-    assert "reader 7" in seen
-    assert "explorer-1" in seen
+def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
+    page = render_report(with_failures(facts))
+    uses = table_of(page, "uses")
+    assert "the <b>paper</b>'s" in uses["10"]
+    assert not re.search("<b>paper|<script>|href='javascript", page)
+    assert any(use.name.startswith("reader 7") for use in facts.uses)
+    (reader,) = [use for use in facts.uses if use.kind == "reader"]
+    assert (reader.name, reader.step, reader.behind) == ("explorer-1", 30, 5)
+
+
+def test_a_save_in_memory_is_in_flight(facts: JobReport) -> None:
+    (save,) = facts.in_flight
+    assert (save.step, save.kind, save.images) == (36, "checkpoint", 1)
+    assert "in memory" in save.phase
+    assert table_of(render_report(facts), "in-flight")["36"]
+
+
+def test_the_page_begins_with_the_status(facts: JobReport) -> None:
+    assert facts.health.status == "ok"
+    assert any("step 20 is corrupted" in problem for problem in facts.health.problems)
+    text = text_of(render_report(facts))
+    assert text.index("|OK|") < text.index("|In flight|") < text.index("|Failures|")
+    assert text.index("|Failures|") < text.index("Steps on disk")
 
 
 def test_without_a_server_it_says_what_it_does_not_know(facts: JobReport) -> None:
     assert "no Prefect server is known" in text_of(render_report(facts))
 
 
-def test_durations_failures_and_retention_are_shown_where_they_are_known(facts: JobReport) -> None:
-    page = render_report(with_runs(facts))
-    assert "1.50 s (commit 0.25)" in row_of(page, "30|")
-    assert "no rank 1" in row_of(page, "save actor step 33|")
+def test_failures_say_what_to_type(facts: JobReport) -> None:
+    page = render_report(with_failures(facts))
+    rows = table_of(page, "failures")
+    assert "trinity-sync retry /ckpts 34" in rows["Failed"]
+    assert "33, 34" in rows["Failed"]
     assert "href='http://p/runs/1'" in page
-    assert "pinned" in text_of(page).partition("Retention")[2]
+    assert "data-step='33'" in page
 
 
-def test_an_empty_job_is_a_page_too(tmp_path: Path) -> None:
+def test_charts_show_stall_phases_speed_and_recorded_metrics(facts: JobReport) -> None:
+    page = render_report(facts)
+    for title in ("Trainer stall", "Submitted to committed", "Write speed", "Size", "reward"):
+        assert f"<b>{title}</b>" in page, title
+    assert {"queue", "write", "commit"} <= set(re.findall(r"</svg> (\w+)</span>", page))
+
+
+def test_policies_are_compared_by_the_planner_that_removes(facts: JobReport) -> None:
+    by_name = {policy.policy: policy for policy in facts.policies}
+    assert by_name["all"].in_force
+    assert 10 not in by_name["last=1"].removed  # pinned
+    (best,) = [each for each in facts.policies if "best=" in each.policy]
+    assert best.kept + len(best.removed) == by_name["all"].kept + len(by_name["all"].removed)
+
+
+def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> None:
+    (save, *_) = facts.saves
+    saves = tuple(replace(save, step=step, committed_at=1.7e9 + step) for step in range(1000))
+    steps = tuple(
+        StepRow(step, "valid", "", 1, ("checkpoint",), 9, committed_at=1.7e9 + step)
+        for step in range(2000)
+    )
+    page = render_report(replace(facts, saves=saves, steps=steps))
+    assert page.count("<rect") < 6 * 130
+    assert len(table_of(page, "steps")) == 21
+    assert "480 older steps" in page
+    assert "1500 still older steps" in page
+
+
+def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
     with environment({}):
-        page = render_report(collect_report(Settings(home=tmp_path), tmp_path))
-    assert "nothing is committed" in page
+        found = collect_report(Settings(home=tmp_path, spool=tmp_path / "none"), tmp_path)
+    assert found.health.status == "empty"
+    assert "nothing is committed" in render_report(found)
+
+
+def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -> None:
+    where = {"TRINITY_SYNC_HOME": str(tmp_path), "PREFECT_API_URL": ""}
+    done = CliRunner().invoke(app, ["report", facts.root, "--output", "json"], env=where)
+    found = json.loads(done.stdout)
+    assert (found["schema"], found["job"], found["health"]["status"]) == (1, facts.job, "ok")
+    step = next(row for row in found["steps"] if row["step"] == 10)
+    assert step["bytes"] > 0
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", step["committed_at"])
+    assert step["timings"][0]["stalls"][0]["role"] == "actor"
+    assert step["reason"] is None
+    assert json.loads(json.dumps(to_json(facts), allow_nan=False))["steps"]
 
 
 def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: Path) -> None:
@@ -113,10 +203,11 @@ def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: P
     if not browser:
         pytest.skip("no Chromium here: apt-get install chromium")
     page = tmp_path / "report.html"
-    page.write_text(render_report(with_runs(facts)))
+    in_flight = InFlight(60, "checkpoint", "writing", facts.created_at, 1, "", "")
+    page.write_text(render_report(replace(with_failures(facts), in_flight=(in_flight,))))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{page}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shown.stdout.count("<circle") == 4, shown.stderr
+    assert shown.stdout.count("data-step=") == 6, shown.stderr
     assert "global_step_40" in shown.stdout
     assert not re.search(r"\bsrc=|@import|url\(|<link|<script", shown.stdout)

@@ -1,5 +1,6 @@
 """How long a save took: the stall in tickets, the phases in the manifest, both in ``show``."""
 
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ from tests.unit.job import Job, held
 from tests.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.snapshot.ticket import Ticket
+from trinity_sync.storage import save_log
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.save_log import read_saves
 from trinity_sync.storage.save_timing import Stall
 
 STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.ones(9)}}
@@ -96,3 +99,29 @@ def test_show_says_how_long_the_training_was_held(job: Job) -> None:
     shown = CliRunner().invoke(app, ["show", str(job.root), "4"]).output
     assert "trainer stall actor" in shown
     assert "slowest rank 0" in shown
+
+
+def test_the_log_of_saves_outlives_a_step_and_survives_torn_lines(job: Job) -> None:
+    for step in (4, 5):
+        job.stage(step, dict(STATE))
+        manifest = job.commit(step, "model", "optim")
+    job.commit(5, "model", "optim")  # a retry
+    shutil.rmtree(job.root / "global_step_4")
+    log = job.root / ".trinity_sync/saves.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"run": 1}\n{"run"')
+    found = read_saves(job.root)
+    assert [(each.run, each.step) for each in found] == [(1, 4), (1, 5)]
+    assert found[1].committed_at == manifest.committed_at
+    assert found[1].timing == manifest.timings[0]
+
+
+def test_the_log_of_saves_does_not_grow_without_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_log, "MAX_BYTES", 2000)
+    for step in range(1, 21):
+        job.stage(step, {"model": STATE["model"]})
+        job.commit(step)
+    steps = [each.step for each in read_saves(job.root)]
+    assert steps == [*range(steps[0], 21)]
+    assert 1 < steps[0] < 20

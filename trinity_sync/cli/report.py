@@ -1,38 +1,50 @@
-"""Command that writes an HTML report of a job: report."""
+"""Command that reports on a job, as an HTML page or JSON: report."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trinity_sync.cli.app import Root, app, read_settings, require_existing
+from trinity_sync.cli.app import Root, app, examples, read_settings, require_existing
+from trinity_sync.cli.output import SCHEMA, Output, OutputFormat
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 
 
 @app.command(
     rich_help_panel="Look at a job",
-    epilog="Durations, failures and retention decisions come from the Prefect server, if one "
-    "answers.\n\nExamples:  [bold]trinity-sync report ckpts[/]  ·  "
-    "[bold]trinity-sync report ckpts --output /tmp/ckpts.html[/]",
-)
+    epilog=examples(
+        "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
+        note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
+    ),
+)  # fmt: skip
 def report(
     root: Root,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path(
-        "report.html"
-    ),
+    html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Write an HTML page about a job: steps, durations, failures, readers. It needs no network."""
-    from trinity_sync.cli.report_html import render_report
-    from trinity_sync.orchestration.report import collect_report
+    """Write an HTML page about a job: its health, failures with what to type, cost of saves.
 
-    if output.is_dir():
-        raise ConfigError(f"{output} is a folder; pass a file as --output")
-    page = render_report(collect_report(read_settings(), require_existing(root)))
+    With -o json no page is written.
+    """
+    from trinity_sync.cli.report_html import render_report
+    from trinity_sync.orchestration.report.collect import collect_report
+    from trinity_sync.orchestration.report.facts import to_json
+
+    if html.is_dir():
+        raise ConfigError(f"{html} is a folder; pass a file as --html")
+    found = collect_report(read_settings(), require_existing(root))
+    if output in (OutputFormat.JSON, OutputFormat.JSONL):
+        indent = 1 if output is OutputFormat.JSON else None
+        typer.echo(json.dumps({"schema": SCHEMA, "report": to_json(found)}, indent=indent))
+        return
     try:
-        replace_file(output, page, sync=False)
+        replace_file(html, render_report(found), sync=False)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}; pass another --output"
-        ) from error
-    typer.echo(f"wrote {output}; open it in a browser")
+        raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
+    if output is OutputFormat.NAME:
+        typer.echo(html)
+        return
+    typer.echo(f"{found.health.status}: {found.health.sentence}")
+    typer.echo(f"wrote {html}; open it in a browser")

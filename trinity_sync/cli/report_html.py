@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import median_high
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trinity_sync.cli.output import format_size, format_time
+from trinity_sync.cli.charts import (
+    Bar,
+    Chart,
+    Point,
+    choose_duration_label,
+    choose_size_label,
+    draw_bars,
+    draw_key,
+    draw_lines,
+    draw_progress,
+    summarize_bytes,
+    summarize_durations,
+)
+from trinity_sync.cli.output import format_time
+from trinity_sync.orchestration.quantities import format_bytes, format_duration
+from trinity_sync.storage.runs import Run, find_superseding_run
 
 if TYPE_CHECKING:
-    from trinity_sync.orchestration.report import JobReport
+    from trinity_sync.orchestration.report.facts import JobReport
+    from trinity_sync.storage.save_log import LoggedSave
 
-
-@dataclass(frozen=True)
-class Dot:
-    """A committed step in the timeline; its area shows its size."""
-
-    step: int
-    kind: str
-    style: str
-    nbytes: int
-    committed_at: float
-    x: float
-    y: int
-    radius: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A chart of the committed steps over time, with a lane for each run."""
-
-    width: int
-    height: int
-    left: int
-    """Where the lanes begin, right of their labels."""
-    start: float
-    """Time of the first commit, in seconds since the epoch."""
-    end: float
-    lanes: dict[int, int]
-    """Vertical position of each run."""
-    dots: list[Dot]
-
-
-@dataclass(frozen=True)
-class Use:
-    """A pin, lease or reader that uses a step."""
-
-    step: object
-    kind: str
-    name: str
-    since: float
-    """Seconds since the epoch; 0 if it is unknown."""
+OPEN_ROWS = 20
+"""Steps that are shown at once."""
+MAX_ROWS = 500
+"""Steps that are listed in all; a browser takes long for more."""
+MAX_METRICS = 6
+KINDS = {"checkpoint": "Checkpoints", "state_dict": "Weights"}
+MARKS = {"Superseded": "superseded", "Evicted": "evicted"}
 
 
 def render_report(report: JobReport) -> str:
@@ -64,79 +46,141 @@ def render_report(report: JobReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(size=format_size, time=_format_time)
+    environment.filters.update(
+        size=format_bytes, time=_format_time, duration=format_duration, key=draw_key
+    )
+    newest_first = sorted(report.steps, key=lambda row: (row.run or 0, row.step), reverse=True)
     return environment.get_template("report.html.j2").render(
         report=report,
         figures=summarize(report),
-        timeline=lay_out_timeline(report),
-        uses=list_uses(report),
+        progress=draw_job(report),
+        charts={
+            title: charts for kind, title in KINDS.items() if (charts := chart_saves(report, kind))
+        },
+        metrics=list(chart_metrics(report)),
+        shown=newest_first[:OPEN_ROWS],
+        more=newest_first[OPEN_ROWS:MAX_ROWS],
+        left_out=max(len(newest_first) - MAX_ROWS, 0),
     )
 
 
 def summarize(report: JobReport) -> dict[str, str]:
     """Return the key figures of a job by their captions."""
-    manifests = [step.manifest for step in report.steps if step.manifest and step.is_loadable]
-    newest = max(((each.run, each.step) for each in manifests), default=None)
-    last = max((each.committed_at for each in manifests), default=None)
-    nbytes = sum(step.manifest.nbytes for step in report.steps if step.manifest)
-    saves = [run.seconds for run in report.runs if run.is_save and not run.failed]
-    return {
-        "newest step": str(newest[1]) if newest else "none",
-        "committed steps": str(sum(step.is_loadable for step in report.steps)),
-        "on disk": format_size(nbytes),
-        "last commit": _format_time(last) if last else "never",
-        "median flow run": f"{median_high(saves):.2f} s" if saves else "unknown",
-        "failed runs": "unknown" if report.server_error else str(len(report.failed_runs)),
+    figures = {}
+    newest: dict[str, int] = {}
+    for kind, name in (("checkpoint", "newest checkpoint"), ("state_dict", "newest weights")):
+        steps = [row for row in report.steps if kind in row.kinds and row.is_loadable]
+        row = max(steps, key=lambda row: (row.run or 0, row.step), default=None)
+        if row and row.step not in newest.values():  # a checkpoint has weights, too
+            newest[name] = row.step
+            age = max(report.created_at - (row.committed_at or 0.0), 0.0)
+            figures[name] = f"step {row.step}, {format_duration(age)} ago"
+    checkpoints = [each for each in report.saves if each.timing.kind == "checkpoint"]
+    saves = (checkpoints or list(report.saves))[-20:]
+    if stalls := sorted(_get_stall(each) for each in saves if each.timing.stalls):
+        figures["median stall"] = format_duration(stalls[len(stalls) // 2])
+    if totals := sorted(each.timing.total_s for each in saves):
+        figures["median to commit"] = format_duration(totals[len(totals) // 2])
+    if report.disk:
+        figures["on disk"] = format_bytes(report.disk.nbytes)
+        figures["disk free"] = format_bytes(report.disk.free_bytes)
+    return figures
+
+
+def draw_job(report: JobReport) -> Chart | None:
+    """Return the chart of steps over time; None if nothing was submitted."""
+    runs = [Run(row.number, "", row.resumed_from) for row in report.runs]
+    status = {(row.run, row.step): row.status for row in report.steps}
+    lines: dict[int, list[Point]] = {}
+    points: dict[tuple[int, int, str], float] = {
+        (each.run, each.step, each.timing.kind): each.committed_at for each in report.saves
     }
+    for row in report.steps:  # imported steps are not in the log
+        if row.run is not None and row.committed_at and not row.timings:
+            kind = "checkpoint" if "checkpoint" in row.kinds else "state_dict"
+            points.setdefault((row.run, row.step, kind), row.committed_at)
+    for (run, step, kind), at in sorted(points.items(), key=lambda item: item[1]):
+        superseded = find_superseding_run(runs, run, step) is not None
+        mark = "superseded" if superseded else kind
+        mark = "corrupted" if status.get((run, step)) == "corrupted" else mark
+        title = f"step {step} of run {run}, {mark}, {_format_time(at)}"
+        lines.setdefault(run, []).append(Point(at, step, mark, title))
+    marks = [
+        Point(at, step, MARKS.get(state, "failed"), f"step {step}, {state}, {_format_time(at)}")
+        for step, at, state in report.marks
+    ]
+    return draw_progress([lines[run] for run in sorted(lines)], marks)
 
 
-def lay_out_timeline(report: JobReport) -> Timeline | None:
-    """Place each committed step at its time in the lane of its run; None if there is none."""
-    committed = [(step, step.manifest) for step in report.steps if step.manifest]
-    if not committed:
-        return None
-    times = [manifest.committed_at for _, manifest in committed]
-    start, end = min(times), max(times)
-    largest = max(manifest.nbytes for _, manifest in committed) or 1
-    width, left, lane, margin = 1000, 70, 44, 20
-    runs = sorted({manifest.run for _, manifest in committed})
-    lanes = {run: lane * index + lane // 2 for index, run in enumerate(runs)}
-    dots = []
-    for step, manifest in committed:
-        kind = "checkpoint" if "checkpoint" in manifest.kinds else "state_dict"
-        elapsed = (manifest.committed_at - start) / max(end - start, 1.0)
-        dots.append(
-            Dot(
-                step=step.step,
-                kind=kind,
-                style=kind if step.is_loadable else "corrupted",
-                nbytes=manifest.nbytes,
-                committed_at=manifest.committed_at,
-                x=left + margin + (width - left - 2 * margin) * elapsed,
-                y=lanes[manifest.run],
-                radius=3 + 12 * (manifest.nbytes / largest) ** 0.5,
+def chart_saves(report: JobReport, kind: str) -> list[Chart]:
+    """Return the charts of the saves of a kind: stall, time to commit, speed, size.
+
+    Args:
+        report: The report.
+        kind: ``checkpoint`` or ``state_dict``.
+    """
+    saves = [each for each in report.saves if each.timing.kind == kind]
+    if not saves:
+        return []
+    charts = []
+    if stalled := [each for each in saves if each.timing.stalls]:
+        stalls = [_get_stall(each) for each in stalled]
+        worst = max(stalled, key=_get_stall)
+        slow = worst.timing.longest_stall
+        where = f" (step {worst.step}, {slow.role} rank {slow.rank})" if slow else ""
+        charts.append(
+            draw_bars(
+                "Trainer stall",
+                summarize_durations(stalls) + where,
+                [Bar(str(each.step), (_get_stall(each),)) for each in stalled],
+                ("",),
+                choose_duration_label(max(stalls)),
+                combine=max,
             )
         )
-    return Timeline(width, lane * len(runs) + 30, left, start, end, lanes, dots)
+    timings = [each.timing for each in saves]
+    totals = [timing.total_s for timing in timings]
+    charts.append(
+        draw_bars(
+            "Submitted to committed",
+            summarize_durations(totals),
+            [
+                Bar(
+                    str(each.step), (each.timing.queue_s, each.timing.write_s, each.timing.commit_s)
+                )
+                for each in saves
+            ],
+            ("queue", "write", "commit"),
+            choose_duration_label(max(totals)),
+        )
+    )
+    sizes = {
+        "Write speed": ([timing.bytes_per_s for timing in timings], "/s"),
+        "Size": ([float(timing.nbytes) for timing in timings], ""),
+    }
+    for title, (values, suffix) in sizes.items():
+        bars = [Bar(str(each.step), (value,)) for each, value in zip(saves, values, strict=True)]
+        label = choose_size_label(max(values), suffix)
+        charts.append(draw_bars(title, summarize_bytes(values, suffix), bars, ("",), label))
+    return charts
 
 
-def list_uses(report: JobReport) -> list[Use]:
-    """Return the pins, leases and readers that use a step."""
-    pins = [Use(pin.step, pin.kind, pin.why, pin.pinned_at) for pin in report.pins]
-    leases = [
-        Use(lease.step, "lease", f"{lease.holder} on {lease.host.partition('/')[0]}", 0.0)
-        for lease in report.leases
-    ]
-    readers = [
-        Use(serving.get("step", ""), "serves", name, _read_time(serving.get("since")))
-        for name, serving in sorted(report.readers.items())
-    ]
-    return [*pins, *leases, *readers]
+def chart_metrics(report: JobReport) -> Iterator[Chart]:
+    """Yield a chart of each recorded metric, with the steps that are on disk."""
+    names = sorted({name for row in report.steps for name in row.metrics})
+    for name in names[:MAX_METRICS]:
+        points = [(row.step, row.metrics[name]) for row in report.steps if name in row.metrics]
+        points = [(step, value) for step, value in points if value == value and abs(value) < 1e300]
+        if points:
+            best = max(points, key=lambda point: point[1])
+            summary = f"last {points[-1][1]:.4g}, highest {best[1]:.4g} at step {best[0]}"
+            yield draw_lines(name, summary, points, lambda value: f"{value:.3g}")
 
 
-def _read_time(value: object) -> float:
-    return value if isinstance(value, (int, float)) else 0.0
+def _get_stall(save: LoggedSave) -> float:
+    longest = save.timing.longest_stall
+    return longest.seconds if longest else 0.0
 
 
 def _format_time(seconds: float) -> str:
-    return format_time(seconds).replace("T", " ")
+    return format_time(seconds)[:19].replace("T", " ")

@@ -45,7 +45,7 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
         folder: folder to remove.
         keep: bytes that all spare files together may have afterwards; 0 keeps none.
     """
-    room = keep - sum(_spares(root).values())
+    room = keep - sum(list_spares(root).values())
     for path in () if folder.is_symlink() else folder.rglob("*"):
         if path.is_symlink() or not path.is_file():
             continue
@@ -91,7 +91,7 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     """
     if nbytes < WORTHWHILE:
         return False
-    sizes = _spares(root)
+    sizes = list_spares(root)
     for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
         try:
             path.rename(temporary)
@@ -116,7 +116,7 @@ def remove_spares(root: str | Path) -> None:
     shutil.rmtree(_folder(root), ignore_errors=True)
 
 
-def _spares(root: str | Path) -> dict[Path, int]:
+def list_spares(root: str | Path) -> dict[Path, int]:
     """Return the spare files with their sizes in bytes."""
     sizes = {}
     for path in _folder(root).glob("*"):

@@ -50,6 +50,7 @@ from trinity_sync.storage.replace import (
 )
 from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.storage.save import Written, discard, remove_files
+from trinity_sync.storage.save_log import append_save
 from trinity_sync.storage.save_timing import SaveTiming, find_stalls, find_submission
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,10 @@ def commit(
             write_manifest_into(save.folder, earlier.merge(manifest) if earlier else manifest)
         lock.require_held()
         update_latest_pointers(save.root, manifest)
+        try:
+            append_save(save.root, manifest)
+        except OSError as error:
+            logger.warning("%s is committed; cannot add it to the log of saves: %s", save, error)
         if replaced:
             for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)

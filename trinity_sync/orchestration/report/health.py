@@ -1,0 +1,228 @@
+"""Judge a job: is it saved now, what failed and what to type. Pure functions of what was read."""
+
+import re
+import shlex
+from collections.abc import Sequence, Set
+from itertools import pairwise
+from statistics import median
+
+from trinity_sync.layout import Kind
+from trinity_sync.orchestration.prefect_queries import FlowRunSummary
+from trinity_sync.orchestration.quantities import format_duration
+from trinity_sync.orchestration.report.facts import FailureGroup, Health, InFlight, StepRow
+from trinity_sync.snapshot.evictions import Eviction
+from trinity_sync.storage.save_log import LoggedSave
+
+LATE_FACTOR = 3.0
+"""Late is a job without a commit for this many of its usual intervals."""
+LATE_MIN_S = 60.0
+RECENT = 20
+"""Saves whose median interval is the usual one."""
+
+Committed = Set[tuple[int, int, Kind]]
+"""Run, step and kind of saves that are committed."""
+
+
+def judge_health(
+    saves: Sequence[LoggedSave],
+    steps: Sequence[StepRow],
+    failures: Sequence[FailureGroup],
+    in_flight: Sequence[InFlight],
+    now: float,
+) -> Health:
+    """Return whether a job is saved now, measured by its own interval.
+
+    Args:
+        saves: Committed saves in order of time.
+        steps: Steps on disk.
+        failures: Groups of failures.
+        in_flight: Saves that are submitted and not committed.
+        now: The current time in seconds since the epoch.
+    """
+    problems = [
+        f"step {row.step} is corrupted: {row.reason}" for row in steps if row.status == "corrupted"
+    ]
+    last = max(saves, key=lambda each: each.committed_at, default=None)
+    loadable = [row for row in steps if row.is_loadable and row.committed_at]
+    if last is None and not loadable:
+        failed = [each for each in failures if each.is_open]
+        if failed:
+            text = f"nothing is committed, and {_count_saves(failed)} failed: {failed[0].message}"
+            return Health("failed", text, None, tuple(problems))
+        return Health("empty", "nothing is committed", None, tuple(problems))
+    newest = max(loadable, key=lambda row: row.committed_at or 0.0, default=None)
+    if last is not None:
+        step, committed_at = last.step, last.committed_at
+    else:
+        assert newest
+        step, committed_at = newest.step, newest.committed_at or 0.0
+    interval = measure_interval(saves)
+    age = max(now - committed_at, 0.0)
+    what = f"step {step} committed {format_duration(age)} ago"
+    usual = f"a save every {format_duration(interval)}" if interval else ""
+    since = [each for each in failures if each.is_open and each.last_at > committed_at]
+    if since:
+        text = f"{_count_saves(since)} failed since {what}: {since[0].message}"
+        return Health("failed", text, interval, tuple(problems))
+    if interval and age > max(LATE_FACTOR * interval, LATE_MIN_S):
+        idle = "" if in_flight else "; no save is in flight: has the training ended?"
+        text = f"nothing committed for {format_duration(age)}, usually {usual}; {what}{idle}"
+        return Health("late", text, interval, tuple(problems))
+    return Health("ok", ", ".join(filter(None, (what, usual))), interval, tuple(problems))
+
+
+def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
+    """Return the median seconds between recent commits of a run; None for fewer than three.
+
+    Args:
+        saves: Committed saves in order of time.
+    """
+    recent = [each for each in saves if each.run == saves[-1].run][-RECENT:] if saves else []
+    times = sorted({each.committed_at for each in recent})
+    if len(times) < 3:
+        return None
+    return median(after - before for before, after in pairwise(times))
+
+
+def group_failures(
+    root: str,
+    runs: Sequence[FlowRunSummary],
+    evictions: Sequence[Eviction],
+    steps: Sequence[StepRow],
+    committed: Committed,
+) -> tuple[FailureGroup, ...]:
+    """Return the failures by cause, those with something to do first, then the newest first.
+
+    Args:
+        root: Root of the job.
+        runs: Flow runs of the job.
+        evictions: Evictions on this node.
+        steps: Steps on disk.
+        committed: Saves that are committed.
+    """
+    groups: dict[tuple[str, str], list[FlowRunSummary]] = {}
+    for run in runs:
+        if run.failed:
+            groups.setdefault((run.state, _normalize(run.message)), []).append(run)
+    found = [_describe(root, state, group, committed) for (state, _), group in groups.items()]
+    known = {step for group in found if group.cause == "Evicted" for step in group.steps}
+    lost = [
+        each
+        for each in evictions
+        if each.step not in known and (each.run, each.step, each.kind) not in committed
+    ]
+    if lost:
+        found.append(_describe_evictions(root, lost))
+    if corrupted := [row for row in steps if row.status == "corrupted"]:
+        found.append(_describe_corrupted(root, corrupted))
+    return tuple(sorted(found, key=lambda group: (not group.is_open, -group.last_at)))
+
+
+def _describe(
+    root: str, state: str, runs: Sequence[FlowRunSummary], committed: Committed
+) -> FailureGroup:
+    newest = max(runs, key=_get_end)
+    saves = [run for run in runs if run.is_save and run.tags.get("step", "").isdigit()]
+    open_saves = [run for run in saves if not _is_committed(run, committed)]
+    target = max(open_saves or saves, key=_get_end, default=None)
+    remedy, command = _find_remedy(root, state, newest, target, bool(open_saves))
+    return FailureGroup(
+        cause=state,
+        message=_strip(newest.message),
+        count=len(runs),
+        steps=tuple(sorted({int(run.tags["step"]) for run in saves})),
+        saved_since=len(saves) - len(open_saves),
+        first_at=min(map(_get_end, runs)),
+        last_at=_get_end(newest),
+        remedy=remedy,
+        command=command,
+        url=newest.url,
+    )
+
+
+def _find_remedy(
+    root: str,
+    state: str,
+    newest: FlowRunSummary,
+    target: FlowRunSummary | None,
+    is_open: bool,
+) -> tuple[str, str]:
+    """Return what to do about a group, and the command."""
+    quoted = shlex.quote(root)
+    if state == "Superseded":
+        return "Nothing: a later run of the job went on from an earlier step.", ""
+    if state == "Evicted":
+        return "Lost. Find out why saves are slow or were not taken.", "trinity-sync status"
+    if target is None:
+        what = newest.name.rpartition(": ")[2].partition("-")[0] or "flow run"
+        return f"Open the page of the {what} run; its log says more.", "trinity-sync doctor"
+    if not is_open:
+        return "Nothing: committed since.", ""
+    step = target.tags["step"]
+    retry = f"trinity-sync retry {quoted} {step}"
+    if state == "Cancelled":
+        return "Cancelled by a user. Retry it, or cancel no saves.", retry
+    if state == "Crashed":
+        return (
+            "Its worker or node died; a worker retries it. Is one running?",
+            "trinity-sync status",
+        )
+    return "Remove the cause, then retry while its images are in memory.", retry
+
+
+def _describe_evictions(root: str, lost: Sequence[Eviction]) -> FailureGroup:
+    newest = max(lost, key=lambda each: each.evicted_at)
+    return FailureGroup(
+        cause="Evicted",
+        message=f"{newest.component} of step {newest.step}, role {newest.role}, rank {newest.rank} "
+        f"was evicted for step {newest.for_step}: {newest.why}",
+        count=len({(each.run, each.step, each.kind) for each in lost}),
+        steps=tuple(sorted({each.step for each in lost})),
+        saved_since=0,
+        first_at=min(each.evicted_at for each in lost),
+        last_at=newest.evicted_at,
+        remedy="Lost. Find out why saves are slow or were not taken.",
+        command="trinity-sync status",
+        url="",
+    )
+
+
+def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:
+    newest = max(rows, key=lambda row: (row.run or 0, row.step))
+    times = [row.committed_at or 0.0 for row in rows]
+    return FailureGroup(
+        cause="Corrupted",
+        message=newest.reason,
+        count=len(rows),
+        steps=tuple(row.step for row in rows),
+        saved_since=0,
+        first_at=min(times),
+        last_at=max(times),
+        remedy="Restore the files from a copy and verify the step again, or remove it.",
+        command=f"trinity-sync verify {shlex.quote(root)} {newest.step}",
+        url="",
+    )
+
+
+def _is_committed(run: FlowRunSummary, committed: Committed) -> bool:
+    number, step, kind = (run.tags.get(name, "") for name in ("run", "step", "kind"))
+    return (int(number) if number.isdigit() else -1, int(step), kind) in committed
+
+
+def _count_saves(groups: Sequence[FailureGroup]) -> str:
+    count = sum(group.count - group.saved_since for group in groups)
+    return f"{count} save{'s' * (count != 1)}"
+
+
+def _get_end(run: FlowRunSummary) -> float:
+    return run.since or run.started_at
+
+
+def _strip(message: str) -> str:
+    """Return a state's message without Prefect's preamble."""
+    return re.sub(r"^Flow run encountered an exception: (\w+: )?", "", message)
+
+
+def _normalize(message: str) -> str:
+    """Return a message without what differs between saves that fail for the same reason."""
+    return re.sub(r"[0-9a-f]{8,}|\d+", "#", _strip(message))

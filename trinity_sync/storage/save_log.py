@@ -1,0 +1,85 @@
+"""``root/.trinity_sync/saves.jsonl``: a line for each committed save, also of steps removed since.
+
+Retention removes manifests; the log keeps what a report needs to show that saves become slower. It
+is best effort: a crash may lose its last line, and nothing but reports reads it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from trinity_sync.fs.records import Count, Seconds
+from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.save_timing import SaveTiming
+
+MAX_BYTES = 4 << 20
+"""Size in bytes beyond which the older half of the log is dropped."""
+
+
+@dataclass(frozen=True)
+class LoggedSave:
+    """A committed save."""
+
+    run: Count
+    step: Count
+    committed_at: Seconds
+    """Seconds since the epoch."""
+    timing: SaveTiming
+
+
+def append_save(root: str | Path, manifest: Manifest) -> None:
+    """Log the newest save of a manifest. Call it under the commit lock.
+
+    Args:
+        root: the job's root.
+        manifest: manifest of the save, right after its commit.
+
+    Raises:
+        OSError: the log cannot be written.
+    """
+    path = _path(root)
+    entry = LoggedSave(
+        manifest.run, manifest.step, manifest.committed_at, timing=manifest.timings[-1]
+    )
+    if path.exists() and path.stat().st_size > MAX_BYTES:
+        lines = path.read_bytes().splitlines(keepends=True)
+        shortened = path.with_name(f".{path.name}.tmp")
+        shortened.write_bytes(b"".join(lines[len(lines) // 2 :]))
+        shortened.replace(path)
+    line = json.dumps(asdict(entry)) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+def read_saves(root: str | Path) -> Sequence[LoggedSave]:
+    """Return the logged saves, oldest first, each once; lines that are torn are skipped.
+
+    Args:
+        root: the job's root.
+    """
+    try:
+        lines = _path(root).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[tuple[object, ...], LoggedSave] = {}
+    for line in lines:
+        try:
+            each = msgspec.convert(json.loads(line), LoggedSave)
+        except ValueError:
+            continue
+        # a flow run that is retried after its commit logs the save again
+        save = (each.run, each.step, each.timing.kind, each.timing.roles)
+        found.setdefault(save, each)
+    return list(found.values())
+
+
+def _path(root: str | Path) -> Path:
+    return Path(root) / PRIVATE_FOLDER / "saves.jsonl"
