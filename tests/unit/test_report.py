@@ -188,8 +188,9 @@ def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
 def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -> None:
     where = {"TRINITY_SYNC_HOME": str(tmp_path), "PREFECT_API_URL": ""}
     done = CliRunner().invoke(app, ["report", facts.root, "--output", "json"], env=where)
-    found = json.loads(done.stdout)
-    assert (found["schema"], found["job"], found["health"]["status"]) == (1, facts.job, "ok")
+    document = json.loads(done.stdout)
+    found = document["report"]
+    assert (document["schema"], found["job"], found["health"]["status"]) == (1, facts.job, "ok")
     step = next(row for row in found["steps"] if row["step"] == 10)
     assert step["bytes"] > 0
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:.]+Z", step["committed_at"])
