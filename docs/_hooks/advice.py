@@ -40,6 +40,10 @@ WHAT_TO_DO = {
         "Nothing, if you resumed from an earlier step. Otherwise two trainings use this root: end "
         "one of them."
     ),
+    "EvictedError": (
+        "This step is lost; nothing else is. If it repeats, saves come faster than they are "
+        "written: see [Reduce the stall](../how-to/stall.md#which-setting-for-which-symptom)."
+    ),
     "SaveFailedError": (
         "Read the reasons in the message, correct the cause, then `trinity-sync retry ROOT STEP` "
         "while the images are still in memory, or save the next step."

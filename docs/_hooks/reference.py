@@ -1,13 +1,16 @@
 """The parts of the reference that are made from the code at build time."""
 
 import ast
+import dataclasses
 import enum
 import html
 import importlib
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,6 +20,8 @@ from advice import WHAT_TO_DO
 REPOSITORY = Path(__file__).parents[2]
 CODE = ("trinity_sync", "flows", "tasks")
 
+EVERYWHERE = ("output", "color")
+"""Options of all commands, which are described once."""
 SETTINGS: dict[str, tuple[str, str]] = {
     "process_settings": ("trinity_sync.settings", "Settings"),
     "job_settings": ("trinity_sync.storage.job_settings", "JobSettings"),
@@ -63,7 +68,7 @@ def _command(name: str, command: Any) -> str:
     options = [
         each
         for each in command.params
-        if each.param_type_name == "option" and not getattr(each, "hidden", False)
+        if each.param_type_name == "option" and not each.hidden and each.name not in EVERYWHERE
     ]
     words = [
         _argument_name(each) if each.required else f"[{_argument_name(each)}]" for each in arguments
@@ -131,6 +136,54 @@ def _plain(text: str) -> str:
     return re.sub(r"\[/?(?:bold|dim|italic|cyan|green|yellow|red)?\]", "", inspect.cleandoc(text))
 
 
+def documents() -> str:
+    """Describe the JSON documents of the commands: the fields of their dataclasses."""
+    schema = importlib.import_module("trinity_sync.cli.schema")
+    parts, names = [], {}
+    for command, document in schema.DOCUMENTS.items():
+        names.setdefault((document.noun, document.content, document.many), []).append(command)
+    seen: set[type] = set()
+    for (noun, content, many), commands_ in names.items():
+        title = ", ".join(f"`{command}`" for command in commands_)
+        what = "a list" if many else "an object"
+        parts.append(f"### {title}\n\n`{noun}` is {what}.")
+        for each in _nested(schema, content):
+            if each not in seen:
+                seen.add(each)
+                first = inspect.cleandoc(each.__doc__ or "").split("\n\n")[0]
+                head = ("field", "type", "meaning")
+                parts.append(f"`{each.__name__}`: {first}\n\n{_table(head, _fields(each))}")
+            else:
+                parts.append(f"`{each.__name__}`: see above.")
+    return "\n\n".join(parts)
+
+
+def _nested(module: Any, content: type) -> list[type]:
+    """Return a dataclass, and those that its fields are of."""
+    found = [content]
+    for _, kind, _ in _fields(content):
+        for name in re.findall(r"\w+", kind):
+            inner = getattr(module, name, None)
+            if dataclasses.is_dataclass(inner) and inner not in found:
+                found += [each for each in _nested(module, inner) if each not in found]
+    return found
+
+
+def _fields(content: type) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    tree = ast.parse(textwrap.dedent(inspect.getsource(content))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    for statement, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            kind = statement.annotation
+            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+                assert isinstance(kind.slice, ast.Tuple)
+                kind = kind.slice.elts[0]
+            text = ast.unparse(kind).replace("None", "null").replace(" | ", " or ").replace("datetime", "time")
+            rows.append((f"`{statement.target.id}`", text, _docstring(after)))
+    return rows
+
+
 # ------------------------------------------------------------ settings
 
 
@@ -145,6 +198,7 @@ def _model(module: Any, model: type, section: str) -> Iterator[str]:
     assert isinstance(tree, ast.ClassDef)
     rows, nested = [], []
     prefix = _environment_prefix(model)
+    values = model() if section else None
     for statement, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -156,9 +210,10 @@ def _model(module: Any, model: type, section: str) -> Iterator[str]:
             nested.append((name, inner))
             continue
         shown = f"`{prefix}{name.upper()}`" if prefix and not section else f"`{name}`"
-        rows.append((shown, _kind(kind), _default(statement.value), _docstring(after)))
+        default = _default(statement.value, getattr(values, name) if section else None)
+        rows.append((shown, _kind(kind), default, _docstring(after)))
     if section:
-        yield f"### [{section}]" if not section.startswith("[") else f"### {section}"
+        yield f"### `[{section}]` {{ #{section} }}"
         yield inspect.cleandoc(model.__doc__ or "").split("\n\n")[0]
     if rows:
         yield _table(("setting", "type", "default", "meaning"), rows)
@@ -171,38 +226,76 @@ def _environment_prefix(model: type) -> str:
     return str(config.get("env_prefix", "")) if isinstance(config, dict) else ""
 
 
+_TYPES = {
+    "Path": "path",
+    "Paths": "paths",
+    "Names": "names",
+    "Duration": "duration",
+    "Share": "percentage",
+    "WriteConcurrency": "text",
+    "bool": "true or false",
+    "str": "text",
+    "int": "number",
+    "float": "number",
+}
+
+
 def _kind(annotation: str) -> str:
-    for literal in re.findall(r"Literal\[(.*?)\]", annotation):
-        values = " or ".join(f"`{value.strip()}`" for value in literal.split(","))
-        annotation = annotation.replace(f"Literal[{literal}]", values.replace("'", '"'))
-    return annotation.replace("|", "or").replace("bool", "`true` or `false`")
+    """Return a type in words, by its annotation."""
+    annotation = re.sub(r"^Annotated\[(\w+),.*\]$", r"\1", annotation)
+    for literal in re.findall(r"Literal\[.*?\]", annotation):
+        values = [f"`{value.strip()}`" for value in literal[8:-1].replace("'", '"').split(",")]
+        annotation = annotation.replace(literal, " or ".join(values))
+    return " or ".join(_TYPES.get(part.strip(), part) for part in annotation.split("|"))
 
 
-def _default(value: ast.expr | None) -> str:
-    if isinstance(value, ast.Call):
-        named = {each.arg: each.value for each in value.keywords}
-        limits = [
-            f"{sign} {ast.unparse(named[key])}"
-            for key, sign in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below"))
-            if key in named
-        ]
+def _default(value: ast.expr | None, actual: Any = None) -> str:
+    """Return the default of a setting, with its limits.
+
+    Args:
+        value: the expression after the annotation.
+        actual: the default itself, for a setting of the stack's file.
+    """
+    named = {each.arg: each.value for each in value.keywords} if isinstance(value, ast.Call) else {}
+    limits = [
+        f"{sign} {ast.unparse(named[key])}"
+        for key, sign in (("ge", "from"), ("gt", "above"), ("le", "to"), ("lt", "below"))
+        if key in named and isinstance(named[key], ast.Constant)
+    ]
+    if actual is not None:
+        shown = f"`{_toml(actual)}`"
+    elif "default_factory" in named:
+        shown = "computed"
+    elif isinstance(value, ast.Call):
         first = named.get("default") or (value.args[0] if value.args else None)
-        shown = f"`{_constant(first)}`" if first is not None else "computed"
-        return shown + (f" ({' '.join(limits)})" if limits else "")
-    return "required" if value is None else f"`{_constant(value)}`"
+        shown = "required" if first is None else f"`{_constant(first)}`"
+    else:
+        shown = "required" if value is None else f"`{_constant(value)}`"
+    return shown.replace("``", "") + (f" ({' '.join(limits)})" if limits else "")
+
+
+def _toml(value: Any) -> str:
+    """Return a value as it is written in the stack's file."""
+    from trinity_sync.retention.policies import format_duration
+
+    if isinstance(value, timedelta):
+        return f'"{format_duration(value.total_seconds())}"'
+    if isinstance(value, tuple):
+        return json.dumps([str(each) for each in value])
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _constant(value: ast.expr) -> str:
-    """Return a default as it is written in the environment or a file."""
+    """Return a default as it is written in the environment."""
     try:
-        found = eval(compile(ast.Expression(value), "default", "eval"), {})
-    except NameError:
+        found = ast.literal_eval(value)
+    except ValueError:
         return ast.unparse(value)
     if isinstance(found, bool):
         return str(found).lower()
     if isinstance(found, (tuple, list)):
-        return ", ".join(map(str, found)) or " "
-    return str(found) if found not in ("", None) else " "
+        return ",".join(map(str, found))
+    return f"{found:g}" if isinstance(found, float) else str(found or "")
 
 
 def _docstring(statement: ast.stmt | None) -> str:
@@ -327,6 +420,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "costs": figures.costs,
+    "documents": documents,
     "environments": environments,
     "layout": layout,
     "messages": messages,

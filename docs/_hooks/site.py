@@ -1,7 +1,8 @@
 """MkDocs hook: reference pages made from the code, and files of the repository as downloads.
 
-A line ``<!-- generated: NAME -->`` of a page is replaced by the output of `reference.GENERATORS`. A
-link that leaves ``docs/`` and works in the repository gets a copy of the file on the site.
+A line ``<!-- generated: NAME -->`` of a page is replaced by the output of `reference.GENERATORS`,
+and ``<!-- file: PATH -->`` by a file of the repository. A link that leaves ``docs/`` and works in
+the repository gets a copy of the file on the site.
 """
 
 import os
@@ -21,6 +22,7 @@ PAGES = {"contributing/index.md": "CONTRIBUTING.md", "contributing/changelog.md"
 """Pages that are files of the repository."""
 
 _LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)([^)]*\))")
+_FILE = re.compile(r"^<!-- file: (\S+) -->$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -62,6 +64,7 @@ _LINK_INTO_DOCS = re.compile(r"\]\(docs/")
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Insert what is generated, and point links that leave ``docs/`` at the downloads."""
     markdown = _DIRECTIVE.sub(lambda found: reference.GENERATORS[found[1]](), markdown)
+    markdown = _FILE.sub(lambda found: _insert_file(found[1]), markdown)
     own = page.file.src_uri
 
     def point(found: re.Match[str]) -> str:
@@ -72,6 +75,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{found[1]}{path}{found[3]}"
 
     return _LINK.sub(point, markdown)
+
+
+def _insert_file(path: str) -> str:
+    text = (REPOSITORY / path).read_text().rstrip()
+    return f'```python title="{path}"\n{text}\n```'
 
 
 def _links_outside(page: str, text: str) -> set[str]:
