@@ -101,8 +101,8 @@ torch-suites: $(READY)
 nfs: $(READY) ## a root on NFS between two nodes, in a Linux of its own, on Debian
 	$(BIN)/python -m tests.nfs
 
-tutorials: $(READY) ## the tutorials of the documentation, run as they are written
-	$(BIN)/python -m pytest tests/integration/test_tutorials.py
+tutorials: $(READY) ## README, first save and the tutorials, run as they are written
+	$(BIN)/python -m pytest tests/integration/test_tutorials.py tests/integration/test_get_started.py
 
 docs: $(READY) ## the documentation site, into build/site; a dead link fails it (MERMAID_JS=file for diagrams without a network)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

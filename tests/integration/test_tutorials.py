@@ -13,8 +13,23 @@ from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-TUTORIALS = [DOCS / "get-started/first-save.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def make_tools(folder: Path) -> dict[str, str]:
+    """Make the commands that an installed package has, of the checkout; returns the environment."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name, arguments in (("python", ()), ("trinity-sync", ("-m", "trinity_sync.cli"))):
+        words = shlex.join([sys.executable, *arguments])
+        (tools / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (tools / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.mark.slow
@@ -28,21 +43,10 @@ def test_a_tutorial_runs_as_it_is_written(
             commands.append(text)
         else:
             (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-    tools = tmp_path / "bin"  # what an installed package has; this is that of the checkout
-    tools.mkdir()
-    for name, arguments in (("python", ()), ("trinity-sync", ("-m", "trinity_sync.cli"))):
-        words = shlex.join([sys.executable, *arguments])
-        (tools / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-        (tools / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-    }
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)],
         cwd=tmp_path,
-        env=environment,
+        env=make_tools(tmp_path),
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,0 +1,92 @@
+"""README.md and docs/get-started: their programs and commands, and the outputs that they show."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_tutorials import REPOSITORY, make_tools
+from trinity_sync.stack.services import StackState
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/get-started/first-save.md"]
+PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIES = re.compile(
+    r"xxh3-128:\w+|[\d.,]+ (?:[kMG]?B|ms)\b|\b[\d.]+[smh]\b"  # digests, sizes, times
+    r"|https?://\S+|[\d.]+:\d+|(?<=running) +\d+"  # addresses, processes
+)
+AHEAD = ("STEP ", "FILE ", "SERVICE ", "Prefect UI", "ready after", "latest")
+"""Beginnings of lines, and words, that the command does not print yet."""
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each command of the page's console blocks, with the lines shown below it."""
+    for block in CONSOLE.findall(page.read_text()):
+        for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            yield command, [line for line in shown.splitlines() if line]
+
+
+def words_of(line: str) -> set[str]:
+    """The words of a line that are the same each time."""
+    return set(re.findall(r"[\w./']+", VARIES.sub(" ", line))) - set(AHEAD)
+
+
+def run_in_terminal(command: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a command where its output is a terminal; returns what it printed."""
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        ["bash", "-c", command], cwd=folder, env=environment, stdout=its, stderr=its
+    ) as process:
+        os.close(its)
+        printed = b""
+        try:
+            while read := os.read(ours, 65536):
+                printed += read
+        except OSError:  # a terminal whose last writer has gone
+            pass
+        os.close(ours)
+    text = printed.decode(errors="replace").replace("\r", "")
+    assert process.returncode == 0, f"{command}: {text}"
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_shows_what_its_programs_and_commands_print(
+    page: Path, stack: StackState, tmp_path: Path
+) -> None:
+    for name, text in PROGRAM.findall(page.read_text()):
+        (tmp_path / name).write_text(text)
+    environment = make_tools(tmp_path) | {"COLUMNS": "200", "NO_COLOR": "1"}
+    for command, shown in commands_of(page):
+        printed = run_in_terminal(command, tmp_path, environment)
+        lines = [words_of(line) for line in printed.splitlines()]
+        missing = [
+            line
+            for line in shown
+            if not line.startswith(AHEAD) and not any(words_of(line) <= words for words in lines)
+        ]
+        assert missing == [], f"{command}\n{printed}"
+
+
+def test_the_rollout_worker_of_the_readme_loads_what_its_training_saved(
+    stack: StackState, tmp_path: Path
+) -> None:
+    for name, text in PROGRAM.findall(PAGES[0].read_text()):
+        (tmp_path / name).write_text(text)
+    environment = make_tools(tmp_path) | {"PYTHONUNBUFFERED": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    with subprocess.Popen(
+        [sys.executable, "rollout.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as rollout:
+        assert rollout.stdout
+        assert rollout.stdout.readline() == "weights of step 400\n"
+        rollout.kill()
