@@ -171,7 +171,17 @@ class ImageError(TrinitySyncError):
 
 
 class SaveError(TrinitySyncError):
-    """A save cannot be committed."""
+    """A save cannot be committed.
+
+    Attributes:
+        path: file that cannot be written; None if the error is not about a file.
+        rank: rank whose image it is; -1 if the error is not about a single rank.
+    """
+
+    def __init__(self, message: str, *, path: Path | None = None, rank: int = -1) -> None:
+        super().__init__(message)
+        self.path = path
+        self.rank = rank
 
 
 class MissingShardsError(SaveError):

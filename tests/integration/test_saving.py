@@ -303,7 +303,7 @@ def test_a_failed_save_function_is_seen_everywhere_and_blocks_nothing_later(
     page = api.artifacts_of(run)[-1].data
     for words in ("step 9: failed", "no adapter to save", f"trinity-sync retry {root} 9"):
         assert words in page
-    assert "1 images are still in memory" in page
+    assert "1 image still in memory" in page
     assert read_manifest(root, 9) is None
     for step in (10, 11, 12):
         saves.save(step, {"model": STATE})

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import mean
+from statistics import mean, median
 
 from markupsafe import Markup
 
@@ -95,12 +95,12 @@ def draw_bars(
     for number, (group, values) in enumerate(zip(groups, heights, strict=True)):
         y, x = float(TOP + height), LEFT + number * pitch
         for series, value in enumerate(values):
-            tall = value / top * height
+            tall, wide = value / top * height, max(min(pitch * 0.8, 40), 0.8)
             y -= tall
             parts.append(
                 Markup(
                     "<rect class='s{}' x='{:.1f}' y='{:.1f}' width='{:.2f}' height='{:.2f}'>"
-                ).format(series, x + pitch * 0.1, y, max(min(pitch * 0.8, 40), 0.8), tall)
+                ).format(series, x + (pitch - wide) / 2, y, wide, tall)
                 + Markup("<title>step {}{}: {}</title></rect>").format(
                     group[0].label,
                     f" to {group[-1].label}" if len(group) > 1 else "",
@@ -177,6 +177,7 @@ def draw_progress(lines: Sequence[Sequence[Point]], marks: Sequence[Point]) -> C
     for point in sorted(points, key=lambda each: (each.mark not in ON_LINE, each.at)):
         parts.append(_draw_mark(*place(point), point))
     shown = "%H:%M" if end - start < 86400 else "%d %b %H:%M"
+    shown = "%H:%M:%S" if end - start < 900 else shown
     count = 5 if end - start >= 60 else 2
     for number in range(count):
         at = start + (end - start) * number / (count - 1)
@@ -188,7 +189,7 @@ def draw_progress(lines: Sequence[Sequence[Point]], marks: Sequence[Point]) -> C
     parts.append(_draw_text(LEFT + width / 2, TOP + height + 34, f"time ({zone})"))
     parts.append(_draw_text(LEFT, TOP - 2, "step", "start"))
     used = [mark for mark in SHAPES if any(point.mark == mark for point in points)]
-    summary = f"{sum(map(len, lines)):,} saves of {len(lines)} runs"
+    summary = f"{sum(map(len, lines)):,} saves in {len(lines)} run{'s' * (len(lines) != 1)}"
     legend = tuple((mark, "weights only" if mark == "state_dict" else mark) for mark in used)
     svg = _wrap(parts, WIDE, f"Steps over time: {summary}", HEIGHT + 40)
     return Chart("Steps over time", summary, svg, legend)
@@ -209,10 +210,8 @@ def draw_key(name: str) -> Markup:
 
 def choose_duration_label(longest: float) -> Callable[[float], str]:
     """Return a formatter of durations in the unit that fits the longest, in seconds."""
-    unit, name = next(
-        (each for each in ((3600, "h"), (60, "min"), (1, "s")) if longest >= 2 * each[0]),
-        (0.001, "ms"),
-    )
+    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 0.001, "ms"))
+    _, unit, name = next(each for each in units if longest >= each[0])
     return lambda seconds: f"{seconds / unit:.3g} {name}"
 
 
@@ -230,9 +229,8 @@ def choose_size_label(largest: float, suffix: str = "") -> Callable[[float], str
 
 def summarize_durations(seconds: Sequence[float]) -> str:
     """Return the newest, middle and longest of some durations, in words."""
-    middle = sorted(seconds)[len(seconds) // 2]
     return (
-        f"last {format_duration(seconds[-1])}, median {format_duration(middle)}, longest "
+        f"last {format_duration(seconds[-1])}, median {format_duration(median(seconds))}, longest "
         f"{format_duration(max(seconds))}"
     )
 
@@ -244,8 +242,8 @@ def summarize_bytes(sizes: Sequence[float], suffix: str = "") -> str:
         sizes: Bytes.
         suffix: What follows each, such as ``/s``.
     """
-    middle = sorted(sizes)[len(sizes) // 2]
-    return f"last {format_bytes(sizes[-1])}{suffix}, median {format_bytes(middle)}{suffix}"
+    last, middle = format_bytes(sizes[-1]), format_bytes(median(sizes))
+    return f"last {last}{suffix}, median {middle}{suffix}"
 
 
 def _draw_mark(x: float, y: float, point: Point) -> Markup:

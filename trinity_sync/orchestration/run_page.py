@@ -7,7 +7,6 @@ of files are in the manifest.
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import Kind
@@ -121,7 +120,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     images = sum(failure.remaining.values())
     where = ", ".join(f"{count} on `{node}`" for node, count in failure.remaining.items() if count)
     if images:
-        memory = f"its {images} images are still in memory ({where}), until later saves need room"
+        memory = f"{_count(images, 'image')} still in memory ({where}), until later saves need room"
     else:
         memory = "its images are no longer in memory"
     last = failure.last_committed
@@ -139,7 +138,12 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     ]
     if failure.tasks:
         rows_of_tasks = [
-            (f"`{each.node}`", each.what, f"`{each.path}`" if each.path else "", each.reason)
+            (
+                f"`{each.node}`",
+                each.what,
+                f"`{each.path}`" if each.path else "",
+                "as above" if each.reason == failure.reason else each.reason,
+            )
             for each in failure.tasks
         ]
         parts += [
@@ -180,18 +184,19 @@ def _describe_written(timing: SaveTiming, written: Sequence[Written]) -> str:
     own = [file for file in written if file.temporary]
     if not own:
         return "nothing new"
-    nodes = f"{timing.nodes} node{'s' * (timing.nodes != 1)}"
-    text = (
-        f"{format_bytes(timing.nbytes)}, {len(own):,} files, {timing.ranks:,} "
-        f"rank{'s' * (timing.ranks != 1)} on {nodes}"
-    )
+    files, ranks = _count(len(own), "file"), _count(timing.ranks, "rank")
+    text = f"{format_bytes(timing.nbytes)}, {files}, {ranks} on {_count(timing.nodes, 'node')}"
     if rate := format_rate(timing.nbytes, timing.write_s):
         slow = max(own, key=lambda file: file.seconds)
         text += (
             f", {rate} (slowest: {slow.record.component} of rank {slow.record.rank} on "
-            f"`{slow.node}`, {format_rate(slow.record.nbytes, slow.seconds) or 'empty'})"
+            f"`{slow.node}`, {format_duration(slow.seconds)})"
         )
     return text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _describe_pointer(kind: Kind, steps: tuple[int | None, int | None]) -> str:
@@ -211,7 +216,7 @@ def _sum_up(written: Sequence[Written]) -> list[tuple[object, ...]]:
         nbytes = sum(file.record.nbytes for file in files)
         # the files of a group are written side by side
         longest = max(file.seconds for file in files)
-        speed = format_rate(nbytes, longest)
+        speed = _format_speed(nbytes, longest)
         rows.append((component, f"`{node}`", f"{len(files):,}", format_bytes(nbytes), speed))
     return rows
 
@@ -224,10 +229,15 @@ def _list_slowest(written: Sequence[Written]) -> list[tuple[object, ...]]:
             f"`{file.node}`",
             format_bytes(file.record.nbytes),
             format_duration(file.seconds),
-            format_rate(file.record.nbytes, file.seconds),
+            _format_speed(file.record.nbytes, file.seconds),
         )
         for file in slowest
     ]
+
+
+def _format_speed(nbytes: int, seconds: float) -> str:
+    """Return the throughput of a file; empty for a small one, where it means nothing."""
+    return format_rate(nbytes, seconds) if nbytes >= 1_000_000 else ""
 
 
 def _make_table(
@@ -257,6 +267,6 @@ def make_failed_task(node: str, what: str, error: BaseException) -> FailedTask:
         what: Component, or what else the task does.
         error: The error.
     """
-    cause = error.__cause__ or error
-    path = getattr(error, "path", None) or getattr(cause, "filename", None) or ""
-    return FailedTask(node, what, str(error), str(path) if isinstance(path, str | Path) else "")
+    rank, path = getattr(error, "rank", -1), getattr(error, "path", None)
+    where = f"{what} of rank {rank}" if rank >= 0 else what
+    return FailedTask(node, where, str(error), str(path or ""))

@@ -127,7 +127,9 @@ def _write(
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
             f"{error.filename or save.folder}: {error.strerror}. Repair that and retry the flow "
-            "run; the image stays in the spool."
+            "run; the image stays in the spool.",
+            path=Path(error.filename or save.folder),
+            rank=ticket.rank,
         ) from error
 
 
