@@ -43,6 +43,7 @@ from trinity_sync.orchestration.run_page import (
     SaveFailure,
     describe_failure,
     make_failed_task,
+    summarize_failure,
 )
 from trinity_sync.orchestration.step_events import StepOutcome, emit_step_event
 from trinity_sync.storage.discovery import find_newest
@@ -338,12 +339,11 @@ async def create_failure_artifact(
         newest = await asyncio.to_thread(find_newest, request.root, request.kind)
         failed = [each for node in nodes for each in node.failed]
         last = newest.step if newest else None
+        failure = SaveFailure(outcome, reason, failed, last, remaining)
         await acreate_markdown_artifact(
             key=make_artifact_key("save", request.root),
-            markdown=describe_failure(
-                request, SaveFailure(outcome, reason, failed, last, remaining)
-            ),
-            description=f"{request.flow_run_name}: {outcome}",
+            markdown=describe_failure(request, failure),
+            description=summarize_failure(request, failure),
         )
     except Exception as error:
         get_run_logger().warning("%s: cannot create its artifact: %r", request.run_name, error)

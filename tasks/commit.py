@@ -15,7 +15,7 @@ from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.layout import FOLDERS, KINDS, Kind
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import make_artifact_key
-from trinity_sync.orchestration.run_page import NodeResources, describe_commit
+from trinity_sync.orchestration.run_page import NodeResources, describe_commit, summarize_commit
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
@@ -186,7 +186,7 @@ def create_commit_artifact(
         markdown=describe_commit(
             request, manifest, written, pointers, _measure_node(spool, request.save)
         ),
-        description=f"{request.flow_run_name}: committed",
+        description=summarize_commit(request, manifest),
     )
 
 

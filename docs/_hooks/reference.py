@@ -179,7 +179,12 @@ def _fields(content: type) -> list[tuple[str, ...]]:
             if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
                 assert isinstance(kind.slice, ast.Tuple)
                 kind = kind.slice.elts[0]
-            text = ast.unparse(kind).replace("None", "null").replace(" | ", " or ").replace("datetime", "time")
+            text = (
+                ast.unparse(kind)
+                .replace("None", "null")
+                .replace(" | ", " or ")
+                .replace("datetime", "time")
+            )
             rows.append((f"`{statement.target.id}`", text, _docstring(after)))
     return rows
 

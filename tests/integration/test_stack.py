@@ -14,7 +14,13 @@ from prefect.settings.context import get_current_settings
 from tests.conftest import left_of, processes_of
 from trinity_sync import Settings, StackError
 from trinity_sync.orchestration import deploy
-from trinity_sync.orchestration.automations import HEARTBEAT_AUTOMATION, RECONCILE_AUTOMATION
+from trinity_sync.orchestration.automations import (
+    CORRUPTED_AUTOMATION,
+    HEARTBEAT_AUTOMATION,
+    NO_COMMIT_AUTOMATION,
+    RECONCILE_AUTOMATION,
+    SAVE_FAILED_AUTOMATION,
+)
 from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_compat import PickledSettings
 from trinity_sync.orchestration.prefect_queries import open_client
@@ -111,6 +117,9 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
             (found,) = client.read_automations_by_name(name)
             return found
 
+        alerts = (SAVE_FAILED_AUTOMATION, NO_COMMIT_AUTOMATION, CORRUPTED_AUTOMATION)
+        assert not any(watch(name).enabled for name in alerts)
+        client.resume_automation(watch(CORRUPTED_AUTOMATION).id)
         made = watch()
         client.pause_automation(made.id)
         old = AutomationCore.model_validate({**made.model_dump(exclude={"id"}), "enabled": True})
@@ -122,6 +131,7 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
             assert not changed.enabled
             assert isinstance(changed.trigger, EventTrigger)
             assert changed.trigger.within.total_seconds() == 500
+            assert [watch(name).enabled for name in alerts] == [False, False, True]
             reconcile = client.read_deployment_by_name("reconcile/reconcile").id
             (action,) = watch(RECONCILE_AUTOMATION).actions
             assert isinstance(action, RunDeployment)
@@ -135,6 +145,7 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
         finally:
             deploy.deploy(StackSettings(), stack.api_url)
             client.resume_automation(watch().id)
+            client.pause_automation(watch(CORRUPTED_AUTOMATION).id)
 
 
 def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:

@@ -1,6 +1,8 @@
 """What Prometheus reads from a flow worker."""
 
+import json
 import os
+import re
 import socket
 import time
 import urllib.request
@@ -8,18 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.job import Job
-from tests.unit.steps import commit_files
+from tests.unit.steps import MODEL, commit_files
 from tests.unit.test_formats import of_another_release
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.metrics import WorkerMetrics
+from trinity_sync.orchestration.node_metrics import RootObserver
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.ports import free_port
+from trinity_sync.storage.corruption import Corruption, mark_corrupted
 from trinity_sync.storage.save import Persisted
+from trinity_sync.weights.registry.versions import VersionRegistry
+from trinity_sync.weights.state_files import write_address, write_state
+from trinity_sync.weights.version import Version
 
 TIMES = {"started_at": 1.7e9, "persisted_at": 1.7e9 + 1, "committed_at": 1.7e9 + 1.25}
 
@@ -124,6 +132,82 @@ def newest_step(port: int) -> float:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return found
+
+
+def test_images_that_wait_evictions_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
+    spool = job.spool.folder.parent
+    settings = Settings(home=tmp_path, spool=spool)
+    port = WorkerMetrics().serve(settings, at(free_port()))
+    for step in (1, 2, 3):  # two slots, so the first is evicted
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    found = scraped(port)
+    assert found["trinity_sync_pending_images",] == 2
+    assert 0 < found["trinity_sync_pending_age_seconds",] < 600
+    assert found["trinity_sync_evicted_images_total", "checkpoint"] == 1
+    assert found["trinity_sync_evicted_images_total", "state_dict"] == 0
+    assert found["trinity_sync_spool_free_bytes",] > 0
+    job.commit(2)
+    job.commit(3)
+    found = scraped(port)
+    assert found["trinity_sync_pending_images",] == found["trinity_sync_pending_age_seconds",] == 0
+
+
+def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_root(
+    job: Job, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
+    metrics = WorkerMetrics()
+    metrics.count_committed_save(request(job, 2), [], **TIMES)  # the others are of other workers
+    for step in (1, 2, 7):
+        commit_files(job.root, step, at=time.time())
+    mark_corrupted(job.root, 1, Corruption({MODEL: "is missing"}, 1.7e9))
+    registry = VersionRegistry()
+    registry.record(Version(7, 1, "checkpoint", str(job.root)), now=1.7e9)
+    registry.set_serving("rollout-0", 2, now=1.7e9, run=1)
+    (job.root / ".trinity_sync/weights").mkdir(parents=True)
+    barrier = {"trainer": "running", "explorers": {}}
+    state = {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9}
+    write_state(job.root, state)
+    write_address(job.root, "synchronizer", "weights")
+    register_job(settings, job.root)
+    observer = RootObserver(settings, StackSettings(), metrics.read_newest)
+    observer.observe()
+    labels = {"job": job.spool.folder.name, "kind": "checkpoint"}
+    assert metrics.registry.get_sample_value("trinity_sync_newest_step", labels) == 7
+    samples = [sample for family in observer.collect() for sample in family.samples]
+    found = {sample.name: sample for sample in samples}
+    assert found["trinity_sync_corrupted_steps"].value == 1
+    assert found["trinity_sync_root_free_bytes"].value > 0
+    lag = found["trinity_sync_reader_lag_steps"]
+    assert (lag.labels["reader"], lag.value) == ("rollout-0", 5)
+
+
+def exported(port: int) -> set[str]:
+    """Names of all metrics, also of those without a value yet."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return set(re.findall(r"^# TYPE (\S+)", answer.read().decode(), flags=re.M))
+
+
+def test_the_alerts_and_the_dashboard_name_metrics_that_are_exported(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "deploy"
+    rules = [
+        rule
+        for group in yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    panels = json.loads((folder / "dashboard.json").read_text())["panels"]
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
+    settings = Settings(home=tmp_path, spool=tmp_path)
+    known = exported(WorkerMetrics().serve(settings, at(free_port())))
+    used = set()
+    for expression in [*(rule["expr"] for rule in rules), *shown]:
+        found = re.findall(r"trinity_sync_\w+", expression)
+        assert found, expression
+        used |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    assert used <= known, used - known
+    assert known <= used | {"trinity_sync_saves_created"}, "nothing shows these"
+    for rule in rules:
+        assert {"summary"} <= rule["annotations"].keys(), rule["alert"]
 
 
 def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:

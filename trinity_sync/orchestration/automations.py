@@ -9,6 +9,9 @@ reports.
 The second automation runs the ``reconcile`` deployment after a crash. It is separate, because the
 last heartbeat of a short run can reach the server after its end, and the server then refuses the
 crash: no repair must follow from it.
+
+Three more automations watch the events of steps (`step_events`). They are created paused and do
+nothing: a user adds an action, such as a notification, and switches them on.
 """
 
 from datetime import timedelta
@@ -17,14 +20,20 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.actions import ChangeFlowRunState, DoNothing, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+from trinity_sync.orchestration.step_events import JOB_RESOURCE, PREFIX
 
 HEARTBEAT_AUTOMATION = "trinity-sync: crash runs without heartbeats"
 RECONCILE_AUTOMATION = "trinity-sync: reconcile after a crash"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 CRASH = "prefect.flow-run.Crashed"
 ENDS = {CRASH, *(f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled"))}
+SAVE_FAILED_AUTOMATION = "trinity-sync: a save failed"
+NO_COMMIT_AUTOMATION = "trinity-sync: a job has committed nothing for 30 minutes"
+CORRUPTED_AUTOMATION = "trinity-sync: a step is corrupted"
+NO_COMMIT_WITHIN = timedelta(minutes=30)
 CRASH_WINDOW = timedelta(seconds=10)
 """Crashes within this window, such as those of one node, run ``reconcile`` once."""
 
@@ -83,6 +92,46 @@ def register_heartbeat_monitoring(
         job_variables=None,
     )
     _register(client, RECONCILE_AUTOMATION, "Repairs what a crash left.", crashes, run)
+
+
+def create_alerts(client: SyncPrefectClient) -> None:
+    """Create the automations that watch steps, paused; existing ones stay as users changed them.
+
+    Args:
+        client: Client of the Prefect server.
+    """
+    jobs: dict[str, Any] = {
+        "match": {"prefect.resource.id": f"{JOB_RESOURCE}*"},
+        "for_each": {"prefect.resource.id"},
+    }
+    committed = f"{PREFIX}committed"
+    failed = EventTrigger(
+        **jobs, expect={f"{PREFIX}failed", f"{PREFIX}evicted"}, posture=Posture.Reactive
+    )
+    silent = EventTrigger(
+        **jobs,
+        after={committed},
+        expect={committed},
+        posture=Posture.Proactive,
+        within=NO_COMMIT_WITHIN,
+    )
+    corrupted = EventTrigger(**jobs, expect={f"{PREFIX}corrupted"}, posture=Posture.Reactive)
+    triggers = {
+        SAVE_FAILED_AUTOMATION: failed,
+        NO_COMMIT_AUTOMATION: silent,
+        CORRUPTED_AUTOMATION: corrupted,
+    }
+    for name, trigger in triggers.items():
+        if not client.read_automations_by_name(name):
+            alert = AutomationCore(
+                name=name,
+                description="Paused: add an action, such as a notification, and switch it on. "
+                "Created by trinity-sync deploy.",
+                enabled=False,
+                trigger=trigger,
+                actions=[DoNothing()],
+            )
+            client.create_automation(alert)
 
 
 def _register(

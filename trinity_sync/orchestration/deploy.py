@@ -23,7 +23,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from trinity_sync.client.save_request import QUEUES
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.automations import register_heartbeat_monitoring
+from trinity_sync.orchestration.automations import create_alerts, register_heartbeat_monitoring
 from trinity_sync.orchestration.flow_loader import load_flow
 from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import parameter_schema
@@ -59,6 +59,7 @@ def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
         monitored = [ids[name] for name in ids if name != RECONCILE]
         silent_s = stack.worker.heartbeat_timeout.total_seconds()
         register_heartbeat_monitoring(client, monitored, ids[RECONCILE], silent_s=silent_s)
+        create_alerts(client)
         return list(ids)
 
 

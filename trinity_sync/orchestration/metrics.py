@@ -143,10 +143,17 @@ class WorkerMetrics:
                 "port, one for each worker of a node."
             ) from error
         self.registry.register(SpoolCollector(settings.spool))
-        RootObserver(settings, stack, self._read_newest).start(self.registry)
+        RootObserver(settings, stack, self.read_newest).start(self.registry)
         return int(server.server_port)
 
-    def _read_newest(self, job: str, kind: Kind, newest: Manifest) -> None:
+    def read_newest(self, job: str, kind: Kind, newest: Manifest) -> None:
+        """Update the newest step of a job from its root, see `RootObserver`.
+
+        Args:
+            job: Identifier of the job.
+            kind: Kind of the commit.
+            newest: Manifest of the newest commit.
+        """
         self._update_newest(job, kind, None, newest.step, newest.committed_at)
 
     def _update_newest(

@@ -55,6 +55,11 @@ class SaveFailure:
     remaining: Mapping[str, int] = field(default_factory=dict)
     """Images of the save that are still in memory, by node."""
 
+    @property
+    def can_be_retried(self) -> bool:
+        """Whether a retry of the flow run can still commit the save."""
+        return self.outcome == "failed" and any(self.remaining.values())
+
 
 def describe_commit(
     request: SaveRequest,
@@ -110,6 +115,34 @@ def describe_commit(
     )
 
 
+def summarize_commit(request: SaveRequest, manifest: Manifest) -> str:
+    """Return the line about a committed save on the card of its artifact.
+
+    Args:
+        request: The save.
+        manifest: What it has committed.
+    """
+    timing = manifest.timings[0]
+    stall = timing.longest_stall
+    held = f", trainer stall {format_duration(stall.seconds)}" if stall else ""
+    return (
+        f"{request.flow_run_name}: committed in {format_duration(timing.total_s)}{held}, "
+        f"{format_bytes(timing.nbytes)}"
+    )
+
+
+def summarize_failure(request: SaveRequest, failure: SaveFailure) -> str:
+    """Return the line about a failed save on the card of its artifact.
+
+    Args:
+        request: The save.
+        failure: Why, and what is safe.
+    """
+    retry = f"trinity-sync retry {shlex.quote(request.root)} {request.step}"
+    what = f". Its images are in memory: `{retry}`" if failure.can_be_retried else ""
+    return f"{request.flow_run_name}: {failure.outcome}{what}"
+
+
 def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     """Return the page of a save that was not committed, as markdown.
 
@@ -156,7 +189,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
             "Nothing: a later run of the job went on from an earlier step, and saves that step "
             f"itself. `trinity-sync ls {root}` lists the steps."
         )
-    elif failure.outcome == "evicted" or not images:
+    elif not failure.can_be_retried:
         parts.append(
             "The step cannot be saved any more. See why saves are slow or were not taken: "
             f"`trinity-sync status` and `trinity-sync report {root}`."
