@@ -75,7 +75,7 @@ class Side:
 
         events, runs = (timedelta(hours=hours) for hours in self.keep_h)
         return StackSettings(
-            server=ServerSettings(port=0, keep_events=events, keep_runs=runs),
+            server=ServerSettings(port=0, password="none", keep_events=events, keep_runs=runs),
             maintenance=MaintenanceSettings(schedules=False),
         )
 

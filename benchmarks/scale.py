@@ -299,7 +299,7 @@ def prefect_server() -> Iterator[int]:
             lambda: services.is_server_ready(state),
             daemon.StartupDeadline(180),
         )
-        os.environ["PREFECT_API_URL"] = state.api_url
+        os.environ |= state.environment
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()

@@ -16,7 +16,7 @@ async def verify(
     root: str | None = None,
     step: int | None = None,
     newest: int = 1,
-    sample_gb: float = 0.0,
+    sample_percent: float = 0.0,
     seed: int | None = None,
     load: bool = False,
 ) -> None:
@@ -27,8 +27,8 @@ async def verify(
             this node.
         step: Step to read in addition to the newest ones.
         newest: Number of newest steps to read, per job.
-        sample_gb: Approximate size in GB of an additional sample of all steps. Consecutive days
-            read different files.
+        sample_percent: Approximate percentage of the bytes of all steps that are read as well.
+            Consecutive days read different files.
         seed: Which sample to read; empty for the number of the day.
         load: Load the newest checkpoint of each job as a restart would, with the shards of all
             ranks, and measure it, instead of reading files.
@@ -37,7 +37,9 @@ async def verify(
         if load:
             await gather_results([load_newest_checkpoints.submit(root)])
             return
-        (files,) = await gather_results([choose_files.submit(root, step, newest, sample_gb, seed)])
+        (files,) = await gather_results(
+            [choose_files.submit(root, step, newest, sample_percent, seed)]
+        )
         reads = [read_files.submit(batch) for batch in split_evenly(files, READERS)]
         checked = [file for batch in await gather_results(reads) for file in batch]
         await gather_results([mark_steps.submit(checked)])

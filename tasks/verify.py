@@ -20,15 +20,15 @@ from trinity_sync.storage.verify import CheckedFile, ChosenFile, VerifiedStep
 
 @task(name="choose-files", persist_result=False)
 def choose_files(
-    root: str | None, step: int | None, newest: int, sample_gb: float, seed: int | None
+    root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
 ) -> list[ChosenFile]:
     """Choose the files to read, of one job or of all known jobs.
 
     Args:
-        root: Root of the job; None for all known jobs, among which the sample is divided.
+        root: Root of the job; None for all known jobs.
         step: Step to read in addition to the newest ones.
         newest: Number of newest steps to read, per job.
-        sample_gb: Approximate size in GB of an additional sample of all steps.
+        sample_percent: Approximate percentage of the bytes of all steps to read as well.
         seed: Which sample to read; None for the number of the day.
     """
     roots = select_roots(root, Settings())
@@ -39,7 +39,7 @@ def choose_files(
             each,
             step=step,
             newest=newest,
-            sample_bytes=int(sample_gb * 1e9 / len(roots)),
+            sample=sample_percent / 100,
             seed=date.today().toordinal() if seed is None else seed,
         )
     ]

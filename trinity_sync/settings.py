@@ -31,6 +31,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -42,6 +43,7 @@ from pydantic_settings import (
 )
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.mounts import find_mount
 from trinity_sync.retention.policies import format_duration, parse_duration
 
 CONFIG_FILE = "trinity_sync.toml"
@@ -49,6 +51,8 @@ CONFIG = "TRINITY_SYNC_CONFIG"
 """Environment variable with the path of the stack's file; ``/dev/null`` for none."""
 PREFIX = "TRINITY_SYNC_"
 STACK_PREFIX = "TRINITY_SYNC_STACK__"
+LOCAL_HOST = "127.0.0.1"
+"""Host of a stack that no other machine can join."""
 
 
 def _to_duration(value: Any) -> Any:
@@ -61,7 +65,7 @@ def _to_duration(value: Any) -> Any:
 
 
 def _to_share(value: Any) -> Any:
-    if isinstance(value, float):
+    if isinstance(value, float) and 0 <= value <= 1:
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)%", value) if isinstance(value, str) else None
     if value != "off" and (not found or not 0 < float(found[1]) <= 100):
@@ -77,13 +81,19 @@ def _to_names(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-def _to_time_zone(name: str) -> str:
+def _require_time_zone(name: str) -> str:
     try:
         if name:
             zoneinfo.ZoneInfo(name)
     except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
         raise ValueError("must be the name of a time zone") from None
     return name
+
+
+def _require_cron(text: str) -> str:
+    if text != "off" and len(text.split()) != 5:
+        raise ValueError("must be the five fields of a cron expression, or off")
+    return text
 
 
 def _require_port(address: str) -> str:
@@ -141,6 +151,25 @@ def _default_spool() -> Path:
     return Path(f"/dev/shm/trinity_sync-{os.getuid()}")
 
 
+def default_home(mountinfo: str | None = None) -> Path:
+    """Return the folder of this user's stack on this host, on a local file system.
+
+    A home directory is often shared by many nodes, and locks of SQLite do not hold there.
+
+    Args:
+        mountinfo: Text in the form of ``/proc/self/mountinfo``, which is read by default.
+    """
+    host = socket.gethostname()
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+        home = Path(state) / "trinity_sync" / host
+        if home.is_absolute() and not find_mount(home, mountinfo).shared:
+            return home
+    except RuntimeError:  # the user has no home directory
+        pass
+    return Path(f"/var/tmp/trinity_sync-{os.getuid()}") / host
+
+
 class Settings(_ReadSettings):
     """The settings of a process; the variable of a field is ``TRINITY_SYNC_<FIELD>``."""
 
@@ -170,8 +199,10 @@ class Settings(_ReadSettings):
     """Compare each overlapped image with a digest taken at the call, which detects every change.
     The call then reads the state once, in about half the time of a copy."""
 
-    home: Path = Field(default_factory=lambda: Path.home() / ".trinity_sync")
-    """Folder of the embedded stack: its database, logs and state file."""
+    home: Path = Field(default_factory=default_home)
+    """Folder of the stack on this host: its database, logs and state file. By default
+    ``~/.local/state/trinity_sync/<host>`` (``XDG_STATE_HOME`` counts), or
+    ``/var/tmp/trinity_sync-<uid>/<host>`` if the former is on a network file system."""
 
     def to_variables(self) -> dict[str, str]:
         """Return environment variables with all values."""
@@ -195,7 +226,7 @@ class _Section(BaseModel):
 class ServerSettings(_Section):
     """The Prefect server that ``up`` starts."""
 
-    host: str = "127.0.0.1"
+    host: str = LOCAL_HOST
     """Address of the server and of the Ray node. With another address of this machine than the
     default, other machines can join the stack."""
 
@@ -203,12 +234,26 @@ class ServerSettings(_Section):
     """Port of the server and its UI. If another process uses it, the next free one is taken; 0
     takes any free one."""
 
+    password: Literal["generate", "none"] = "generate"
+    """Whether the server asks for a password, which is in the file ``server_password`` of the
+    stack's home, for this user only. Who reaches a server without one can run code as this user:
+    ``none`` is only for a machine of your own, and only with the default host."""
+
     keep_events: Duration = timedelta(hours=6)
     """Time for which the server keeps events; ``0s`` for none. Runs, tasks, logs and artifacts do
     not need them."""
 
     keep_runs: Duration = Field(default=timedelta(days=30), gt=timedelta(hours=1))
     """Time for which the server keeps finished flow runs, with their tasks and artifacts."""
+
+    @model_validator(mode="after")
+    def _require_password(self) -> "ServerSettings":
+        if self.password == "none" and self.host != LOCAL_HOST:
+            raise ValueError(
+                f'password = "none" lets everyone who reaches {self.host} run code as this user; '
+                f'set password = "generate", or host = "{LOCAL_HOST}"'
+            )
+        return self
 
 
 class RaySettings(_Section):
@@ -273,7 +318,27 @@ class MaintenanceSettings(_Section):
     """The scheduled flows."""
 
     schedules: bool = True
-    """Whether the schedules are active; false deploys them paused."""
+    """Whether the schedules are active; false deploys them paused. A schedule that was paused or
+    moved in the Prefect UI stays so until its settings change."""
+
+    timezone: Annotated[str, AfterValidator(_require_time_zone)] = Field(
+        default="", examples=["Europe/Berlin"]
+    )
+    """Time zone of the schedules; empty for that of this host."""
+
+    verify: Share = Field(default=0.02, examples=["2%"])
+    """Share of the bytes of all steps that are read each night, next to those of each job's newest
+    step, and compared with their digests: with ``2%``, everything is read in 50 nights. ``off`` for
+    no reading at all."""
+
+    load_test: Annotated[str, AfterValidator(_require_cron)] = Field(
+        default="off", examples=["43 4 * * 0"]
+    )
+    """When the newest checkpoint of each job is loaded whole, as a restart would, as a cron
+    expression; ``off`` for never."""
+
+    repair: Duration = Field(default=timedelta(minutes=15), ge=timedelta(minutes=1))
+    """Time between two repairs of what crashes have left: runs, images, latest pointers, files."""
 
 
 class CatalogSettings(_Section):

@@ -134,6 +134,7 @@ class World:
                 self.until(self._started_server, "the Prefect server")
         self.proxy = self.proxy or Proxy()
         self.proxy.target = int(self.server.api_url.removesuffix("/api").rpartition(":")[2])
+        os.environ["PREFECT_API_AUTH_STRING"] = self.server.api_auth
         os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self.proxy.port}/api"
         refresh_global_settings_context()
         before = self.stack.ray

@@ -156,17 +156,18 @@ def test_what_cannot_work_is_a_sentence_in_the_ui(
     assert sentence in ended.state.message
 
 
-def test_schedules_are_made_once_and_then_left_to_people(
+def test_schedules_are_left_to_people_until_their_settings_change(
     stack: StackState, stack_settings: Settings
 ) -> None:
     with open_client(stack.api_url) as client:
 
         def nightly() -> Any:
             schedules = client.read_deployment_by_name("verify/verify").schedules
-            return {schedule.slug: schedule for schedule in schedules}["nightly"]
+            (found,) = (each for each in schedules if each.slug.startswith("nightly:"))
+            return found
 
         made = nightly()
-        assert (made.active, made.parameters) == (False, {"sample_gb": 100})
+        assert (made.active, made.parameters) == (False, {"sample_percent": 2})
         deployment = client.read_deployment_by_name("verify/verify").id
         client.update_deployment_schedule(deployment, made.id, active=True)
         try:
@@ -175,5 +176,13 @@ def test_schedules_are_made_once_and_then_left_to_people(
             assert (
                 count_waiting_runs(client, StackSettings().worker.pool) == 0
             )  # those of tonight are not
+            more = StackSettings(maintenance={"verify": "5%", "schedules": True})
+            deploy(more, stack.api_url)
+            changed = nightly()
+            assert (changed.active, changed.parameters) == (True, {"sample_percent": 5})
+            client.update_deployment_schedule(deployment, changed.id, active=False)
+            deploy(StackSettings(maintenance={"verify": "6%", "schedules": True}), stack.api_url)
+            assert (nightly().active, nightly().parameters) == (False, {"sample_percent": 6})
         finally:
-            client.update_deployment_schedule(deployment, made.id, active=False)
+            deploy(StackSettings(), stack.api_url)
+        assert (nightly().slug, nightly().active) == (made.slug, False)

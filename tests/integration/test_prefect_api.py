@@ -55,6 +55,11 @@ def ask(
         return asyncio.run(asked())
 
 
+def login(stack: StackState) -> dict[str, str]:
+    """What lets one into the session's server."""
+    return {"PREFECT_API_AUTH_STRING": stack.api_auth}
+
+
 def nothing(api: PrefectApi) -> Awaitable[dict[str, Any]]:
     """A question that every Prefect server answers."""
     return api.flow_runs(["no such key"])
@@ -159,7 +164,7 @@ def test_one_flow_run_is_created_for_an_idempotency_key_by_the_clock_of_the_serv
     with environment({}):
         before = datetime.now(timezone.utc)
         for _ in range(2):
-            ask(stack.api_url, create(request))
+            ask(stack.api_url, create(request), **login(stack))
     run = api.run_of(request.key)
     assert (run.name, set(run.tags) >= {*request.tags}) == (request.run_name, True)
     assert run.parameters["request"] == request.model_dump(mode="json")
@@ -178,7 +183,7 @@ def test_flow_runs_are_read_by_their_keys_and_those_that_are_not_there_left_out(
         keys = [f"unknown {number}" for number in range(150)]  # more than one call takes
         return await api.flow_runs([*keys, *(request.key for request in requests)])
 
-    found = ask(stack.api_url, created_and_read)
+    found = ask(stack.api_url, created_and_read, **login(stack))
     assert found.keys() == {request.key for request in requests[:2]}
     for run in found.values():
         assert run.state in ("SCHEDULED", "PENDING", "RUNNING")
@@ -192,7 +197,7 @@ def test_a_request_that_a_stack_of_another_release_does_not_know_is_refused(
     fields = SaveRequest(root=str(root), step=1, run=1).flow_run
     fields["parameters"] = {"request": {**fields["parameters"]["request"], "of_a_later_release": 1}}
     with pytest.raises(RequestRefusedError, match="run: trinity-sync deploy"):
-        ask(stack.api_url, lambda api: api.create_flow_run(fields))
+        ask(stack.api_url, lambda api: api.create_flow_run(fields), **login(stack))
 
 
 def test_the_password_is_sent(guarded: str) -> None:
@@ -229,8 +234,10 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 ) -> None:
     port = int(stack.api_url.removesuffix("/api").rpartition(":")[2])
     with tls_in_front_of(port, tmp_path) as (url, authority):
-        assert ask(url, nothing, PREFECT_API_SSL_CERT_FILE=str(authority)) == {}
-        assert ask(url, nothing, PREFECT_API_TLS_INSECURE_SKIP_VERIFY="true") == {}
+        named = {"PREFECT_API_SSL_CERT_FILE": str(authority)}
+        assert ask(url, nothing, **login(stack), **named) == {}
+        insecure = {"PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "true"}
+        assert ask(url, nothing, **login(stack), **insecure) == {}
         with pytest.raises(PrefectApiError, match=r"not trusted.*PREFECT_API_SSL_CERT_FILE"):
             ask(url, nothing)
         with pytest.raises(PrefectApiError, match="or SSL_CERT_FILE, names /no/file"):
@@ -356,7 +363,7 @@ def test_a_server_that_has_moved_is_found_at_the_next_call(
         state.write_text(json.dumps({"api_url": "http://127.0.0.1:9/api"}))
         with pytest.raises(PrefectApiError, match="no Prefect server can be reached"):
             await api.flow_runs(["a key"])
-        state.write_text(json.dumps({"api_url": stack.api_url}))
+        state.write_text(json.dumps({"api_url": stack.api_url, "api_auth": stack.api_auth}))
         assert await api.flow_runs(["a key"]) == {}
 
     ask(None, asked, home=tmp_path)

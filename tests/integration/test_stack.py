@@ -5,6 +5,7 @@ import signal
 import stat
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from prefect.events.actions import RunDeployment
@@ -25,7 +26,7 @@ from trinity_sync.orchestration.flow_loader import HEARTBEAT_S
 from trinity_sync.orchestration.prefect_compat import PickledSettings
 from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.settings import StackSettings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 
 
@@ -49,6 +50,17 @@ def on_the_same_ray(
 
 def part(settings: Settings, name: str) -> embedded.ServiceStatus:
     return next(each for each in embedded.status(settings).parts if each.name == name)
+
+
+def test_the_server_asks_for_the_password_in_the_file_that_up_names(
+    stack: StackState, stack_settings: Settings
+) -> None:
+    url = f"{stack.api_url}/deployments/count"
+    assert httpx.post(url, json={}).status_code == 401
+    file = services.find_password_file(stack_settings.home, stack)
+    assert file
+    user, _, password = file.read_text().partition(":")
+    assert httpx.post(url, json={}, auth=(user, password)).status_code == 200
 
 
 def test_up_twice_is_one_stack(stack: StackState, stack_settings: Settings) -> None:

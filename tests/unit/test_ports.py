@@ -34,6 +34,19 @@ def test_the_port_of_an_earlier_server_is_taken_again_unless_somebody_listens_th
         assert free_port(url) != port
 
 
+def test_a_port_that_is_wanted_is_taken_or_the_next_one_that_is_free() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        found = free_port(first=taken)
+        assert taken < found < taken + ports.FOLLOWING
+        assert free_port(f"http://127.0.0.1:{found}/api", first=taken) == found
+    assert free_port(first=taken) == taken
+    elsewhere = f"http://127.0.0.1:{taken + 2 * ports.FOLLOWING}/api"
+    assert free_port(elsewhere, first=taken) == taken
+
+
 def test_where_all_ports_are_for_outgoing_connections_it_is_one_of_those(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +60,6 @@ def test_where_no_port_is_free_it_says_so_and_what_to_do(monkeypatch: pytest.Mon
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        monkeypatch.setattr(ports, "_candidates", lambda _: [other.getsockname()[1]])
+        monkeypatch.setattr(ports, "_candidates", lambda *_: [other.getsockname()[1]])
         with pytest.raises(StackError, match=r"no port of 127\.0\.0\.1 is free .* end some"):
             free_port()

@@ -504,6 +504,33 @@ def test_nobody_else_may_write_where_the_stack_looks_for_its_modules(tmp_path: P
         embedded.up(Settings(home=home))
 
 
+def test_a_home_below_another_users_folder_of_a_shared_one_is_refused(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give folders away")
+    tmp_path.chmod(0o1777)  # as /var/tmp
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(StackError, match="belongs to another user"):
+        services.make_home(tmp_path / "theirs/host")
+    assert list((tmp_path / "theirs").iterdir()) == []
+    services.make_home(tmp_path / "own/host")
+
+
+def test_the_server_asks_for_a_password_that_only_its_user_can_read_unless_it_is_told_not_to(
+    tmp_path: Path, careless: None
+) -> None:
+    settings = Settings(home=tmp_path)
+    with environment({}):
+        first = services._server_auth(settings, StackSettings())
+        assert services._server_auth(settings, StackSettings()) == first
+        without = StackSettings(server={"password": "none"})
+        assert services._server_auth(settings, without) == ""
+    file = tmp_path / services.PASSWORD_FILE
+    assert (file.read_text(), mode_of(file)) == (first, 0o600)
+    user, _, password = first.partition(":")
+    assert (user, len(password)) == ("trinity-sync", 64)
+
+
 def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> None:
     state = StackState(ray_folder=str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()

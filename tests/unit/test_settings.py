@@ -1,12 +1,13 @@
 """Settings: where a value comes from, and what is said of a wrong one."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.settings import CONFIG, Settings, StackSettings
+from trinity_sync.settings import CONFIG, Settings, StackSettings, default_home
 
 
 @pytest.fixture
@@ -55,12 +56,35 @@ def test_a_list_is_a_list_in_the_file_and_has_colons_in_a_variable(
     assert StackSettings().worker.allowed_paths == (Path("/a"), Path("/b"))
 
 
+MOUNTS = """\
+20 1 8:1 / / rw - ext4 /dev/sda1 rw
+21 20 0:30 / /home rw - nfs4 server:/home rw,vers=4.2
+"""
+
+
+def test_a_home_directory_on_the_network_is_not_where_the_stack_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = socket.gethostname()
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/users/me")
+    assert default_home(MOUNTS) == Path("/users/me/.local/state/trinity_sync", host)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_home(MOUNTS) == Path(f"/var/tmp/trinity_sync-{os.getuid()}", host)
+    monkeypatch.setenv("XDG_STATE_HOME", "/scratch")
+    assert default_home(MOUNTS) == Path("/scratch/trinity_sync", host)
+
+
 WRONG = {
     "[server]\nprot = 1": r"{file}: unknown key prot in \[server\]; did you mean port\?",
     "[sever]\nport = 1": r"{file}: unknown section \[sever\]; did you mean server\?",
     "[ray]\nxyz = 1": r"unknown key xyz in \[ray\]; known are address, cpus, .*python",
     '[server]\nport = "x"': r"{file}: port = 'x' in \[server\]: .*integer.*; e.g. port = 4200",
     "[server]\nkeep_events = 6": r'keep_events = 6 in \[server\]: .*; e.g. keep_events = "6h"',
+    '[server]\npassword = "none"\nhost = "10.0.0.4"': r"{file}: \[server\]: .*10\.0\.0\.4 run code",
+    '[maintenance]\nverify = "200%"': r"verify = '200%' .*; e.g. verify = \"2%\"",
+    '[maintenance]\nload_test = "weekly"': r"five fields of a cron .*; e.g. load_test = \"43 4",
+    '[maintenance]\ntimezone = "CEST"': r"name of a time zone; e.g. timezone = \"Europe/Berlin",
     "[server": r"{file} is not a TOML file: ",
     "server = 1": r"{file}: \[server\]: ",
 }
@@ -113,6 +137,7 @@ def test_a_process_that_gets_all_settings_as_variables_reads_no_file(
         '[server]\nport = 1\nkeep_events = "0s"\nkeep_runs = "90m"\n'
         '[worker]\nallowed_paths = ["/a", "/b"]\nmetrics = "[::]:9464"\n'
         '[io]\nreuse_files = "always"\nmax_mb_per_s = 0.5\n'
+        '[maintenance]\nverify = "off"\ntimezone = "UTC"\nload_test = "1 2 * * 3"\n'
     )
     settings = StackSettings()
     variables = settings.to_variables()

@@ -19,7 +19,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_request import SaveRequest
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState, is_server_ready
@@ -119,4 +119,4 @@ def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path:
 
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SYNC_HOME", "")  # else it would be the current folder
-    assert Settings().home == Path.home() / ".trinity_sync"
+    assert Settings().home == default_home()

@@ -227,12 +227,12 @@ def test_samples_of_consecutive_days_cover_every_file(job: Job) -> None:
     files = {(file.step, file.record.path) for file in choose_files(job.root, newest=99)}
     nbytes = sum(file.record.nbytes for file in choose_files(job.root, newest=99))
     budget = nbytes // 5
-    days = [choose_files(job.root, sample_bytes=budget, seed=day) for day in range(20_000, 20_006)]
+    days = [choose_files(job.root, sample=budget, seed=day) for day in range(20_000, 20_006)]
     assert {(file.step, file.record.path) for day in days for file in day} == files
     largest = max(file.record.nbytes for day in days for file in day)
     assert all(sum(f.record.nbytes for f in day) <= budget + largest for day in days)
-    assert days[0] == choose_files(job.root, sample_bytes=budget, seed=20_000)
-    assert choose_files(job.root, sample_bytes=1, seed=3)
+    assert days[0] == choose_files(job.root, sample=budget, seed=20_000)
+    assert choose_files(job.root, sample=1, seed=3)
 
 
 def test_split_lists_have_every_file_once_and_similar_sizes(job: Job) -> None:

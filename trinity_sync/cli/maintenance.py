@@ -42,7 +42,7 @@ DAY_S = 86_400
 @app.command(
     rich_help_panel="Look after steps",
     epilog=examples(
-        "verify ckpts", "verify ckpts 40", "verify ckpts --sample 50GB", "verify ckpts --load",
+        "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
         "verify s3://bucket/job latest",
         note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
         "marked.",
@@ -61,7 +61,10 @@ def verify(
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Read a sample of all steps instead, e.g. 50GB."),
+        typer.Option(
+            metavar="SHARE|SIZE",
+            help="Read a sample of all steps instead, e.g. 2% or 50GB; other files each day.",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the sample (default: today's date).")
@@ -103,7 +106,7 @@ def _verify_files(
         require_existing(root),
         step=None if step is None else resolve_step_argument(root, step),
         newest=limit or (1 if step is None and not sample else 0),
-        sample_bytes=parse_size(sample) if sample else 0,
+        sample=_parse_sample(sample) if sample else 0,
         seed=int(time.time()) // DAY_S if seed is None else seed,
     )
     with progress_bar("reading") as on_progress:
@@ -114,6 +117,19 @@ def _verify_files(
         )
         for each in judge_steps(checked)
     ]
+
+
+def _parse_sample(text: str) -> int | float:
+    """Return a number of bytes, or a share as a float."""
+    if not text.endswith("%"):
+        return parse_size(text)
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--sample {text} is no percentage; pass one such as 2%, or a size")
+    return share
 
 
 def _verify_by_loading(root: Path, output: OutputFormat) -> None:
@@ -194,14 +210,16 @@ def reconcile(
 
 async def _reconcile(root: Path, grace_s: float) -> "list[Finding]":
     from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from trinity_sync.orchestration.prefect_queries import find_api_url
+    from trinity_sync.orchestration.prefect_queries import find_server
     from trinity_sync.orchestration.recovery.reconcile import reconcile
 
     settings = read_settings()
-    if url := find_api_url(settings):
-        with temporary_settings({PREFECT_API_URL: url}):
+    url, auth = find_server(settings)
+    if url:
+        server = {PREFECT_API_URL: url, **({PREFECT_API_AUTH_STRING: auth} if auth else {})}
+        with temporary_settings(server):
             async with get_client() as client:
                 if await client.api_healthcheck() is None:
                     return await reconcile(settings, [root], client, grace_s=grace_s)

@@ -157,9 +157,11 @@ def run(
     """Start the missing services, then run a training with the stack's environment variables."""
     from trinity_sync.stack import embedded
 
+    settings = read_settings()
     with Console(stderr=True).status("starting the missing services"):
-        state = embedded.up(read_settings())
-    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs", err=True)
+        state = embedded.up(settings)
+    asks = "; its password: trinity-sync ui" if state.api_auth else ""
+    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and inherited by the command
         signal.signal(ignored, signal.SIG_DFL)
     try:
@@ -325,14 +327,15 @@ def env(
 def deploy(config: ConfigFile = None, output: Output = OutputFormat.TABLE) -> None:
     """Create or update the work pool, deployments and automations on a Prefect server."""
     from trinity_sync.orchestration import deploy
+    from trinity_sync.orchestration.prefect_queries import find_server
     from trinity_sync.settings import StackSettings
-    from trinity_sync.stack import embedded
 
     stack = StackSettings()
-    state = embedded.find(read_settings())
-    url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
-    rows = [DeploymentRow(name, stack.worker.pool) for name in deploy.deploy(stack, url)]
+    names = deploy.deploy(stack, *find_server(read_settings()))
+    rows = [DeploymentRow(name, stack.worker.pool) for name in names]
     print_rows("deployments", DeploymentRow, rows, output)
+    zone = deploy.find_time_zone(stack.maintenance)
+    typer.echo(f"schedules are in time zone {zone}", err=True)
 
 
 @app.command(
@@ -392,15 +395,17 @@ def _describe_stack(settings: "Settings", state: "StackState | None") -> StackRe
 def _print_ready(
     settings: "Settings", state: "StackState", report: StackReport, seconds: float
 ) -> None:
+    from trinity_sync.settings import LOCAL_HOST
     from trinity_sync.stack import state_file
 
-    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}")
+    asks = "; its password: trinity-sync ui" if state.api_auth else ""
+    typer.echo(f"Prefect UI: {_ui_url(state.api_url)}{asks}")
     typer.echo(f"ready after {format_duration(seconds)}\n")
     _print_stack(report, OutputFormat.TABLE)
     typer.echo(
         '\nFor a training: trinity-sync run -- COMMAND, or in its shell: eval "$(trinity-sync env)"'
     )
-    if state.api_auth:
+    if state.server and state.host != LOCAL_HOST:
         invitation = settings.home / state_file.INVITATION
         typer.echo(f"On another machine, with a copy of {invitation}: trinity-sync join join.json")
 

@@ -1,15 +1,21 @@
 """Create or update the work pool, deployments and automations on a Prefect server.
 
 ``prefect.yaml`` lists the deployments. Unlike ``prefect deploy``, this needs neither a checkout nor
-an existing work pool. It is idempotent, and changes neither what prefect.yaml does not mention,
-such as a concurrency limit set in the Prefect UI, nor existing schedules, which a user may have
-paused or moved.
+an existing work pool. It is idempotent, and does not change what prefect.yaml does not mention,
+such as a concurrency limit set in the Prefect UI. A schedule that a user has paused or moved stays
+so until its settings change.
 """
 
+import hashlib
+import json
+import os
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from uuid import UUID
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
@@ -18,7 +24,8 @@ from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
 )
-from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from trinity_sync.client.save_request import QUEUES
@@ -29,20 +36,25 @@ from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.prefect_queries import open_client
 from trinity_sync.orchestration.worker import TrinitySyncWorker
-from trinity_sync.settings import StackSettings
+from trinity_sync.settings import MaintenanceSettings, StackSettings
 
+ANCHOR = datetime(2020, 1, 1, tzinfo=timezone.utc)
+"""Time from which intervals are counted, so that they begin at full hours."""
+PAUSED = ":paused"
+"""End of the slug of a schedule that the settings pause."""
 RECONCILE = "reconcile/reconcile"
 PRIORITIES = (QUEUES["state_dict"], QUEUES["checkpoint"], "maintenance")
 """Work queues of the pool, highest priority first."""
 
 
-def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
+def deploy(stack: StackSettings, api_url: str | None = None, auth: str = "") -> list[str]:
     """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
 
     Args:
-        stack: The work pool of all deployments, whether new schedules are active, and the time
-            without a heartbeat after which a run is crashed.
+        stack: The work pool of all deployments, their schedules, and the time without a heartbeat
+            after which a run is crashed.
         api_url: The server; by default ``PREFECT_API_URL`` or that of the Prefect profile.
+        auth: ``user:password`` of the server; by default that of the environment.
 
     Returns:
         Names of the deployments, as ``flow/deployment``.
@@ -52,7 +64,7 @@ def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
             another type.
         ConfigError: An entrypoint cannot be imported.
     """
-    with open_client(api_url) as client:
+    with open_client(api_url, auth) as client:
         _ensure_pool(client, stack.worker.pool)
         _ensure_queues(client, stack.worker.pool)
         ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
@@ -117,22 +129,73 @@ def _apply_deployment(
         found = client.read_deployment_by_name(name)
     except ObjectNotFound:
         deployment = client.create_deployment(client.create_flow(flow), entry["name"], **fields)
-        slugs: set[str | None] = set()
+        existing: list[DeploymentSchedule] = []
     else:
         client.update_deployment(found.id, DeploymentUpdate(**fields))
-        deployment, slugs = found.id, {schedule.slug for schedule in found.schedules}
-    new = [each for each in entry.get("schedules", []) if each["slug"] not in slugs]
-    if new:  # existing ones may have been changed or paused in the UI
-        client.create_deployment_schedules(
-            deployment, [_make_schedule(each, stack.maintenance.schedules) for each in new]
-        )
+        deployment, existing = found.id, found.schedules
+    for each in entry.get("schedules", []):
+        _apply_schedule(client, deployment, existing, make_schedule(each, stack.maintenance))
     return name, deployment
 
 
-def _make_schedule(entry: dict[str, Any], active: bool) -> DeploymentScheduleCreate:
-    return DeploymentScheduleCreate(
-        schedule=CronSchedule(cron=entry["cron"], timezone=entry.get("timezone")),
-        active=active and entry.get("active", True),
-        slug=entry["slug"],
-        parameters=entry.get("parameters", {}),
-    )
+def _apply_schedule(
+    client: SyncPrefectClient,
+    deployment: UUID,
+    existing: Sequence[DeploymentSchedule],
+    wanted: DeploymentScheduleCreate,
+) -> None:
+    """Create a schedule in place of that of other settings; leave it if it exists.
+
+    It may have been moved or paused in the UI. A pause outlives a change of the settings.
+    """
+    assert wanted.slug is not None
+    if any(schedule.slug == wanted.slug for schedule in existing):
+        return
+    name = wanted.slug.partition(":")[0]
+    for schedule in existing:
+        if (schedule.slug or "").partition(":")[0] == name:
+            client.delete_deployment_schedule(deployment, schedule.id)
+            if not schedule.active and not (schedule.slug or "").endswith(PAUSED):
+                wanted = wanted.model_copy(update={"active": False})
+    client.create_deployment_schedules(deployment, [wanted])
+
+
+def make_schedule(
+    entry: dict[str, Any], maintenance: MaintenanceSettings
+) -> DeploymentScheduleCreate:
+    """Return a schedule of prefect.yaml as the settings want it.
+
+    Its slug says what the settings want: with other settings, it is another schedule.
+
+    Args:
+        entry: An entry of ``schedules`` in prefect.yaml.
+        maintenance: The settings.
+    """
+    name, zone = entry["slug"], find_time_zone(maintenance)
+    active, parameters = maintenance.schedules, entry.get("parameters", {})
+    when: CronSchedule | IntervalSchedule = CronSchedule(cron=entry["cron"], timezone=zone)
+    if name == "nightly":
+        active = active and maintenance.verify > 0
+        parameters = {"sample_percent": round(100 * maintenance.verify, 6)}
+    elif name == "load-test":
+        active = active and maintenance.load_test != "off"
+        if maintenance.load_test != "off":
+            when = CronSchedule(cron=maintenance.load_test, timezone=zone)
+    elif name == "repair":
+        when = IntervalSchedule(interval=maintenance.repair, anchor_date=ANCHOR, timezone=zone)
+    text = json.dumps([when.model_dump(mode="json"), parameters], sort_keys=True)
+    slug = f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:8]}" + PAUSED * (not active)
+    return DeploymentScheduleCreate(schedule=when, active=active, slug=slug, parameters=parameters)
+
+
+def find_time_zone(maintenance: MaintenanceSettings) -> str:
+    """Return the name of the time zone of the schedules: the settings', otherwise this host's."""
+    names = [maintenance.timezone, os.environ.get("TZ", "").removeprefix(":")]
+    with suppress(OSError):
+        names.append(os.readlink("/etc/localtime").partition("zoneinfo/")[2])  # noqa: PTH115
+    with suppress(OSError):
+        names.append(Path("/etc/timezone").read_text().strip())
+    for name in filter(None, names):
+        with suppress(ValueError, OSError, ZoneInfoNotFoundError):
+            return ZoneInfo(name).key
+    return "UTC"

@@ -60,13 +60,19 @@ UNDER_WAY = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 # The server
 
 
-def find_api_url(settings: Settings) -> str | None:
-    """Return the Prefect API of this process's environment or profile, or the local stack's.
+def find_server(settings: Settings) -> tuple[str | None, str]:
+    """Return URL and password of the Prefect API for `open_client`.
+
+    It is that of this process's environment or profile, or the local stack's. The password is empty
+    for that of the environment.
 
     Raises:
         StackError: The state file of the local stack cannot be read, or is not this user's.
     """
-    return PREFECT_API_URL.value() or read_local_stack(settings.home)[0] or None
+    if url := PREFECT_API_URL.value():
+        return url, ""
+    url, auth = read_local_stack(settings.home)
+    return url or None, auth
 
 
 @contextmanager

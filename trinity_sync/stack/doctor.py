@@ -133,14 +133,13 @@ def _check_server(
 
     from trinity_sync.orchestration.prefect_queries import (
         count_waiting_runs,
+        find_server,
         open_client,
         read_heartbeats,
     )
 
-    state = embedded.find(settings)
-    url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else None)
     try:
-        with open_client(url) as client:
+        with open_client(*find_server(settings)) as client:
             before = clock()
             answer = client.request("GET", "/admin/version")
             after = clock()

@@ -10,24 +10,28 @@ from trinity_sync.errors import StackError
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 5000
 """Number of ports to choose from, directly below those of outgoing connections."""
+FOLLOWING = 100
+"""Number of ports that are tried from the first one on."""
 LOWEST = 1024
 """Lower ports are reserved for root."""
 
 
-def free_port(preferred: str = "", host: str = "127.0.0.1") -> int:
+def free_port(preferred: str = "", host: str = "127.0.0.1", *, first: int = 0) -> int:
     """Return a free port of a host.
 
     The kernel's ports for outgoing connections are the last choice, because another process may get
     the port before the server listens there.
 
     Args:
-        preferred: URL whose port is returned if it is free; "" for none.
+        preferred: URL whose port is returned if it is free; "" for none. With ``first``, only if it
+            is one of the ports that are tried then.
         host: Address of this machine.
+        first: Port that is tried first, and then those after it; 0 for any port.
 
     Raises:
         StackError: All ports are in use, or the host is not this machine.
     """
-    for port in _candidates(preferred):
+    for port in _candidates(preferred, first):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -41,10 +45,12 @@ def free_port(preferred: str = "", host: str = "127.0.0.1") -> int:
     )
 
 
-def _candidates(preferred: str) -> Iterator[int]:
+def _candidates(preferred: str, first: int) -> Iterator[int]:
     wanted = preferred.removesuffix("/api").rpartition(":")[2]
-    if wanted.isdigit():
+    following = range(first, min(first + FOLLOWING, 65536)) if first else range(0)
+    if wanted.isdigit() and (not first or int(wanted) in following):
         yield int(wanted)
+    yield from following
     end = int(RANGE.read_text().split()[0])
     others = range(max(LOWEST, end - CANDIDATES), end)
     # a training may seed the global random generator in the same way everywhere

@@ -19,15 +19,15 @@ import certifi
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
-from trinity_sync.settings import Settings, StackSettings, stack_variable
+from trinity_sync.settings import LOCAL_HOST, Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.ports import free_port
 
 WORKER_MODULE = "trinity_sync.orchestration.worker_main"
 SERVER_MODULE = "trinity_sync.stack.prefect_server"
-LOCAL_HOST = "127.0.0.1"
-"""Host of a stack that no other machine can join."""
+PASSWORD_FILE = "server_password"
+"""File in the home of the stack with what the Prefect UI asks for, as ``user:password``."""
 RAY_ADDRESS = stack_variable("ray", "address")
 
 _QUIET = {
@@ -105,10 +105,18 @@ def make_home(home: Path) -> None:
     The stack's processes start in it, so Python imports from it first.
 
     Raises:
-        StackError: It belongs to another user who does not protect it.
+        StackError: It belongs to another user who does not protect it, or is in another user's
+            folder of a folder that everyone may write, such as ``/var/tmp``.
         OSError: It cannot be created.
     """
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    above = home.parent.lstat()
+    if home.parent.parent.stat().st_mode & 0o002 and above.st_uid not in (0, os.getuid()):
+        raise StackError(
+            f"{home.parent} belongs to another user, who could run code in home {home} of the "
+            "stack. Set TRINITY_SYNC_HOME to a folder of your own."
+        )
+    home.mkdir(mode=0o700, exist_ok=True)
     found = home.stat()
     if found.st_uid == os.getuid():
         home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
@@ -124,14 +132,15 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
 
     Args:
         settings: Home of the stack.
-        stack: Host, retention and priority of the server.
-        state: The stack so far; the port of its URL is used again if it is free.
+        stack: Host, port, password, retention and priority of the server.
+        state: The stack so far; the port of its URL is used again if it is free, and the settings'
+            port or one of those after it.
 
     Returns:
         The stack with the server, which may not be ready yet.
     """
     host = stack.server.host
-    port = free_port(state.api_url, host)
+    port = free_port(state.api_url, host, first=stack.server.port)
     auth = _server_auth(settings, stack)
     url = f"http://{host}:{port}/api"
     state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
@@ -352,22 +361,25 @@ def _ray_auth(home: Path) -> dict[str, str]:
 
 
 def _server_auth(settings: Settings, stack: StackSettings) -> str:
-    """Return ``user:password`` for a server that other machines can reach.
+    """Return ``user:password`` for the server.
 
-    Empty if only this machine can, or the caller configures a password.
+    Empty if it asks for none, or the caller configures a password.
     """
-    if stack.server.host == LOCAL_HOST:
+    if stack.server.password == "none" or os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return ""
-    if os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
-        return ""
-    return f"trinity-sync:{_secret(settings.home, 'server_password').read_text()}"
+    return _secret(settings.home, PASSWORD_FILE, user="trinity-sync:").read_text()
 
 
-def _secret(home: Path, name: str) -> Path:
-    """Return a file of the stack with 64 random digits, created once."""
+def find_password_file(home: Path, state: StackState) -> Path | None:
+    """Return the file with the password of a stack's server; None if the stack generated none."""
+    return home.absolute() / PASSWORD_FILE if state.server and state.api_auth else None
+
+
+def _secret(home: Path, name: str, *, user: str = "") -> Path:
+    """Return a file of the stack with 64 random digits after ``user``, created once."""
     path = home.absolute() / name
     if not _is_secret(path):
-        replace_file(path, secrets.token_hex(32), mode=0o600)
+        replace_file(path, user + secrets.token_hex(32), mode=0o600)
     return path
 
 

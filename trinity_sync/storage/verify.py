@@ -11,6 +11,7 @@ the next verification or reconcile moves. A step that is valid again loses its m
 
 import errno
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +84,7 @@ def choose_files(
     *,
     step: int | None = None,
     newest: int = 0,
-    sample_bytes: int = 0,
+    sample: int | float = 0,
     seed: int = 0,
 ) -> list[ChosenFile]:
     """Return the files to read.
@@ -92,9 +93,9 @@ def choose_files(
         root: the job's root.
         step: all files of this step.
         newest: all files of this number of newest steps.
-        sample_bytes: about this number of bytes of all steps, at least one file. All files lie on a
-            circle in a fixed order, and each seed selects the next arc of it: with the day's number
-            as seed, every file is selected in turn.
+        sample: about this number of bytes of all steps, or share of them if it is a float, and at
+            least one file. All files lie on a circle in a fixed order, and each seed selects the
+            next arc of it: with the day's number as seed, every file is selected in turn.
         seed: number of the arc.
 
     Raises:
@@ -111,8 +112,10 @@ def choose_files(
     if step is not None:
         complete.add(step)
     files = [_choose(root, manifest, record) for manifest in manifests for record in manifest.files]
-    sample = set(_select_arc(files, sample_bytes, seed)) if sample_bytes else set()
-    return [file for file in files if file.step in complete or file in sample]
+    if isinstance(sample, float):
+        sample = math.ceil(sample * sum(file.record.nbytes for file in files))
+    chosen = set(_select_arc(files, sample, seed)) if sample else set()
+    return [file for file in files if file.step in complete or file in chosen]
 
 
 def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFile]]:

@@ -18,7 +18,7 @@ from trinity_sync.orchestration.prefect_queries import (
     VERIFIED,
     ArtifactTable,
     FlowRunSummary,
-    find_api_url,
+    find_server,
     open_client,
     read_job_runs,
     read_table,
@@ -136,10 +136,10 @@ def _read_job_settings(root: Path) -> JobSettings:
 
 def _query_server(settings: Settings, root: Path) -> _Server:
     try:
-        url = find_api_url(settings)
+        url, auth = find_server(settings)
         if not url:
             return _Server(error="no Prefect server is known")
-        with open_client(url) as client:
+        with open_client(url, auth) as client:
             base = str(client.api_url).removesuffix("/").removesuffix("/api")
             return _Server(
                 read_job_runs(client, root),
